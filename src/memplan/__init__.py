@@ -1,0 +1,53 @@
+"""memplan: where the memory of a PyTorch step goes, before it runs.
+
+Names are looked up when they are first used, so that importing memplan (and the command's help) needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from memplan.errors import MemplanError
+
+if TYPE_CHECKING:
+    from memplan.simulation.liveness import Timeline, simulate
+    from memplan.trace.json import load_trace, save_trace
+    from memplan.trace.measure import measure
+    from memplan.trace.model import Trace
+    from memplan.trace.record import record
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Timeline": "memplan.simulation.liveness",
+    "Trace": "memplan.trace.model",
+    "load_trace": "memplan.trace.json",
+    "measure": "memplan.trace.measure",
+    "record": "memplan.trace.record",
+    "save_trace": "memplan.trace.json",
+    "simulate": "memplan.simulation.liveness",
+}
+
+__all__ = [
+    "MemplanError",
+    "Timeline",
+    "Trace",
+    "__version__",
+    "load_trace",
+    "measure",
+    "record",
+    "save_trace",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

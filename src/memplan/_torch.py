@@ -1,0 +1,244 @@
+"""The only file that touches private or unstable torch names. Each says in which versions it was seen.
+
+Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType, _RecordFunctionFast
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "EagerMode",
+    "FakeMode",
+    "FakeTensor",
+    "Profile",
+    "UnsupportedFakeTensorException",
+    "backward_node",
+    "in_backward",
+    "marker",
+    "no_modes",
+    "sequence_number",
+    "storage_key",
+    "tree_leaves",
+    "tree_map_only",
+    "use_counts",
+]
+
+DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
+"""What a fake tensor raises where an output's shape, or a branch, depends on values."""
+
+Run = Callable[[Any], Any]
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
+
+MARK = "memplan#"
+_DEVICE = torch.ops.prim.device.default
+
+# In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
+_IN_PLACE = frozenset(
+    f"aten::{name}_"
+    for name in (
+        "add sub mul div addcmul addcdiv lerp copy zero fill sqrt rsqrt reciprocal neg abs exp log pow clamp "
+        "clamp_min clamp_max relu sigmoid tanh uniform normal bernoulli"
+    ).split()
+)
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an op writes its first argument in place without any change that a fake tensor could show."""
+    if func._schema.name not in _IN_PLACE or kwargs.get("generator") is not None:
+        return False
+    target = args[0]
+    if not isinstance(target, FakeTensor) or target.constant is not None:
+        return False
+    shape = target.shape
+    for arg in args[1:]:
+        if isinstance(arg, torch.Tensor) and (not isinstance(arg, FakeTensor) or arg.shape != shape):
+            return False
+    return True
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors, with a callback around every aten op. One mode, not two: each costs a dispatch an op."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._observe = dispatch
+        self._inside = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The default wraps the method below in torch._disable_dynamo, which costs more than our whole bookkeeping.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if self._inside:  # a fake implementation that calls other ops: part of the op outside
+            return self.dispatch(func, types, args, kwargs)
+        self._inside = True
+        try:
+            return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
+        finally:
+            self._inside = False
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        return self.dispatch(func, types, args, kwargs)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake twin of a real tensor."""
+        return self.from_tensor(tensor, static_shapes=True)
+
+
+class EagerMode(TorchDispatchMode):
+    """A callback around every aten op that really runs."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__()
+        self._observe = dispatch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._observe(func, args, kwargs, lambda op: op(*args, **kwargs))
+
+
+def no_modes() -> contextlib.AbstractContextManager[None]:
+    """A context in which no dispatch mode sees what runs."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()  # pyright: ignore[reportReturnType]  # an untyped generator context
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_node() -> Any:
+    """The autograd node that the engine is running, or None."""
+    return torch._C._current_autograd_node()
+
+
+def node_sequence(node: Any) -> int:
+    """The sequence number that a node got when its forward op ran (2**64 - 1 for gradient accumulation)."""
+    return node._sequence_nr()
+
+
+def sequence_number() -> int:
+    """Sequence number of the autograd node made last on this thread, -1 before the first."""
+    return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A key that is unique among live storages."""
+    return storage._cdata
+
+
+def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """C++ reference counts of the tensor and of its storage."""
+    counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), counts  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+
+
+def marker(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A named range in the profiler's record of this thread."""
+    return _RecordFunctionFast(MARK + name)
+
+
+class Profile:
+    """What torch's profiler saw of the CPU allocator, and of the ranges that `marker` opened.
+
+    ``events``: (address, bytes (negative: released), time in ns, innermost marker or ""), in order of time.
+    ``ranges``: marker -> (start, end) in ns.
+    """
+
+    def __init__(self, profile: Any) -> None:
+        self.events: list[tuple[int, int, int, str]] = []
+        self.ranges: dict[str, tuple[int, int]] = {}
+        stack = [(event, "") for event in profile.profiler.kineto_results.experimental_event_tree()]
+        while stack:
+            event, mark = stack.pop()
+            if event.tag == _EventType.Allocation:
+                fields = event.extra_fields
+                if fields.device.type == "cpu":
+                    self.events.append((fields.ptr, fields.alloc_size, event.start_time_ns, mark))
+            elif event.tag == _EventType.TorchOp and event.name.startswith(MARK):
+                mark = event.name[len(MARK) :]
+                self.ranges[mark] = (event.start_time_ns, event.end_time_ns)
+            stack.extend((child, mark) for child in event.children)
+        self.events.sort(key=lambda event: event[2])
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Attributes of a class or module replaced for a while."""
+    absent = object()
+    before = {name: owner.__dict__.get(name, absent) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is absent:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
+    """Compiled modules and functions run eagerly; ``said`` is called when something is compiled or runs compiled.
+
+    torch._dynamo takes a second to import, so it is left alone until somebody uses it.
+    """
+    compile_ = torch.compile
+    with contextlib.ExitStack() as stack:
+
+        def go_eager() -> None:
+            from torch._dynamo import eval_frame
+
+            call = eval_frame.OptimizedModule.__call__
+
+            def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
+                said()
+                return call(self, *args, **kwargs)
+
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(patched(eval_frame.OptimizedModule, __call__=call_and_say))
+
+        def compile_and_say(*args: Any, **kwargs: Any) -> Any:
+            said()
+            if not eager:
+                go_eager()
+                eager.append(True)
+            return compile_(*args, **kwargs)
+
+        eager: list[bool] = []
+        if "torch._dynamo" in sys.modules:
+            go_eager()
+            eager.append(True)
+        stack.enter_context(patched(torch, compile=compile_and_say))
+        yield

@@ -1,0 +1,133 @@
+"""The exceptions that memplan raises.
+
+* MemplanError
+  * UsageError (also a ValueError): what was asked for cannot be done as written
+    - TargetError: the thing to look at (a path, a module, a callable) was not found or is of the wrong kind
+    - InputError: an input, keyword or target does not describe a tensor, or does not suit the model
+    - DeviceError: no such device in the catalogue or on this machine
+    - UnitError: not a number of bytes
+    - TraceFormatError: a file that is no trace, or one of another schema version
+    - BudgetError: the step cannot be made to fit
+  * RecordingError (also a RuntimeError): a step could not be recorded
+    - DataDependentError: a shape depends on values, which a recording does not have
+    - StepError: the user's own build or step raised; the original is its ``__cause__``
+
+Every message says what was found, what was expected and what to do, in one line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class MemplanError(Exception):
+    """The root of the tree: catches everything that memplan raises on purpose.
+
+    Args:
+        found: what was found.
+        expected: what would have been right; the text puts "Expected" before it.
+        do: what to do about it, a sentence.
+
+    Each is given without its final full stop.
+
+    Example:
+        >>> str(MemplanError("The file is empty", expected="a trace", do="Write one with memplan.save_trace"))
+        'The file is empty. Expected a trace. Write one with memplan.save_trace.'
+    """
+
+    def __init__(self, found: str, *, expected: str | None = None, do: str | None = None) -> None:
+        sentences = [found, expected and f"Expected {expected}", do]
+        super().__init__(" ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence))
+        self.found = found
+        self.expected = expected
+        self.do = do
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default pickle calls the class with the composed text alone: that would be taken for `found`, and
+        # a subclass that requires a keyword would fail, which a process pool answers by hanging.
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[MemplanError], args: tuple[Any, ...], state: dict[str, Any]) -> MemplanError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
+
+class UsageError(MemplanError, ValueError):
+    """What was asked for cannot be done as it is written; the command line answers it with exit code 2."""
+
+
+class TargetError(UsageError):
+    """The thing to look at was not found, or is neither a module, a callable nor a Trace."""
+
+
+class InputError(UsageError):
+    """An input, keyword or target does not describe a tensor, or does not suit the model."""
+
+
+class DeviceError(UsageError):
+    """No such device in the catalogue, or none on this machine."""
+
+
+class UnitError(UsageError):
+    """Not a number of bytes."""
+
+
+class TraceFormatError(UsageError):
+    """A file that is no trace, or one of another schema version."""
+
+
+class BudgetError(UsageError):
+    """The step cannot be made to fit the budget.
+
+    Args:
+        found: as in MemplanError, and so are `expected` and `do`.
+        smallest_budget: the least that this step can be given, in bytes.
+
+    Example:
+        >>> BudgetError("The budget is 1.0 GiB", smallest_budget=2 << 30).smallest_budget
+        2147483648
+    """
+
+    def __init__(
+        self, found: str, *, expected: str | None = None, do: str | None = None, smallest_budget: int
+    ) -> None:
+        super().__init__(found, expected=expected, do=do)
+        self.smallest_budget = smallest_budget
+
+
+class RecordingError(MemplanError, RuntimeError):
+    """A step could not be recorded.
+
+    Args:
+        found: as in MemplanError, and so are `expected` and `do`; the place is added to it.
+        layer: the name of the layer that was running, where one was.
+        where: the user's line that was running, as ``file:line``.
+
+    Example:
+        >>> str(RecordingError("nonzero() was called", layer="roi.head", where="model.py:12"))
+        'nonzero() was called in layer roi.head at model.py:12.'
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str | None = None,
+        do: str | None = None,
+        layer: str | None = None,
+        where: str | None = None,
+    ) -> None:
+        place = (f" in layer {layer}" if layer else "") + (f" at {where}" if where else "")
+        super().__init__(found + place, expected=expected, do=do)
+        self.layer = layer
+        self.where = where
+
+
+class DataDependentError(RecordingError):
+    """A shape depends on a tensor's values, which a recording does not have; `memplan.measure` has them."""
+
+
+class StepError(RecordingError):
+    """The user's own build or step raised an error: it is the ``__cause__`` of this one."""

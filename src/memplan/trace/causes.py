@@ -1,0 +1,191 @@
+"""From what was noted to a Trace: names of layers, causes of storages, who saved what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from memplan.trace.ledger import Entry
+from memplan.trace.model import Cause, Layer, Op, Operand, Sharer, Storage
+from memplan.trace.observer import Note, Observer
+from memplan.trace.place import Place, format_frame
+
+
+@dataclass(slots=True)
+class Finished:
+    """The parts of a Trace that recording and measuring make alike."""
+
+    ops: list[Op]
+    storages: list[Storage]
+    layers: list[Layer]
+
+
+@dataclass(slots=True)
+class _Names:
+    modules: dict[int, str] = field(default_factory=dict)
+    layers: list[Layer] = field(default_factory=list)
+    storages: dict[int, str] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
+
+
+def finish(observer: Observer, first_step: int) -> Finished:
+    """Resolve names and causes. Call it while the step's models are alive.
+
+    ``first_step`` is the tick at which building ended.
+    """
+    names = _name(observer)
+    ops = _ops(observer, names)
+    sharers = _sharers(observer, ops)
+    frames: dict[int, Storage] = {}
+    for entry in observer.ledger.entries:
+        cause = _cause(entry, observer, ops, sharers, first_step)
+        weight = observer.marks.gradients.get(entry.id, entry.id)
+        frames[entry.id] = Storage(
+            entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, "cpu",
+            names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())),
+        )  # fmt: skip
+    return Finished(ops, list(frames.values()), names.layers)
+
+
+def module_names(place: Place) -> dict[int, str]:
+    """id of a module -> its path. Modules of the only model have the path that `named_modules` gives.
+
+    The root itself goes by its class name. Where there are several models (or losses that are modules), the paths
+    of each begin with its class name.
+    """
+    live = list(place.live_modules())
+    children = {id(child) for module in live for child in module.children()}
+    roots = [module for module in live if id(module) not in children]
+    models = [root for root in roots if any(True for _ in root.parameters())]
+    called = set(place.called)
+    used = [root for root in models if any(id(m) in called for m in root.modules())] or models
+    result: dict[int, str] = {}
+    taken: dict[str, int] = {}
+    for root in used + [r for r in roots if r not in used]:
+        kind = type(root).__name__
+        taken[kind] = taken.get(kind, 0) + 1
+        title = kind if taken[kind] == 1 else f"{kind}#{taken[kind]}"
+        prefix = "" if len(used) == 1 and root is used[0] else title + "."
+        for path, module in root.named_modules():
+            result.setdefault(id(module), prefix + path if path else title)
+    return result
+
+
+def _name(observer: Observer) -> _Names:
+    names = _Names(module_names(observer.place))
+    for module in observer.place.live_modules():
+        layer = _layer(module, names, observer)
+        if layer is not None:
+            names.layers.append(layer)
+    return names
+
+
+def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None:
+    path = names.modules.get(id(module))
+    if path is None:
+        return None
+    owned: list[list[int]] = [[], []]
+    for kind, tensors in enumerate((module._parameters, module._buffers)):
+        for name, tensor in tensors.items():
+            entry = observer.ledger.find(tensor) if tensor is not None else None
+            if entry is not None:
+                owned[kind].append(entry.id)
+                names.storages.setdefault(entry.id, f"{path}.{name}")
+                names.owners.setdefault(entry.id, path)
+    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]))
+
+
+def _ops(observer: Observer, names: _Names) -> list[Op]:
+    frames: dict[tuple[str, int], str | None] = {}
+    ops: list[Op] = []
+    for index, note in enumerate(observer.notes):
+        recomputed = note.phase == "backward" and note.grad_enabled and note.module != 0
+        source = None
+        if note.phase == "backward" and not recomputed and note.sequence is not None:
+            source = observer.by_sequence.get(note.sequence)
+        if note.frame is not None and note.frame not in frames:
+            frames[note.frame] = format_frame(note.frame)
+        where = frames[note.frame] if note.frame is not None else None
+        layer = names.modules.get(note.module, "")
+        if source is not None:
+            layer, where = ops[source].layer, ops[source].where
+        elif note.phase in ("backward", "optimizer") and not layer:
+            layer = _owner(note, observer, names)
+        ops.append(
+            Op(
+                index, note.name, note.phase, note.step, layer, where, note.start, note.end,
+                tuple(Operand(name, storage) for name, storage in note.reads), tuple(note.writes),
+                note.needs_grad, source, recomputed,
+            )
+        )  # fmt: skip
+    return ops
+
+
+def _owner(note: Note, observer: Observer, names: _Names) -> str:
+    """The layer of the one weight whose value or gradient an op handles; "" where it handles several."""
+    gradients = observer.marks.gradients
+    found = {
+        names.owners[weight]
+        for entry in (*(storage for _, storage in note.reads), *note.writes)
+        if (weight := gradients.get(entry, entry)) in names.owners
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
+    """For every storage that a derivative formula read: the forward ops whose formulas these were."""
+    entries = observer.ledger.entries
+    found: dict[int, dict[tuple[int, str], Sharer]] = {}
+    for op in ops:
+        if op.phase != "backward" or op.gradient_of is None:
+            continue
+        source = ops[op.gradient_of]
+        for read in op.reads:
+            birth = entries[read.storage].op
+            maker = ops[birth] if birth is not None else None
+            if maker is not None and maker.phase == "backward" and not maker.recomputed and maker.index > source.index:
+                continue
+            if maker is not None and maker.phase == "optimizer":
+                continue
+            for role in _roles(source, read.storage):
+                found.setdefault(read.storage, {}).setdefault((source.index, role), Sharer(source.index, role))
+    return {storage: list(sharers.values()) for storage, sharers in found.items()}
+
+
+def _roles(source: Op, storage: int) -> list[str]:
+    roles = sorted({operand.name for operand in source.reads if operand.storage == storage})
+    if storage in source.writes:
+        # in place: the formula of an op that overwrote its input can only mean the result
+        return ["result"]
+    return roles or ["kept"]
+
+
+def _cause(
+    entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, list[Sharer]], first_step: int
+) -> Cause:
+    marks = observer.marks
+    for known, cause in (
+        (marks.weights, "weight"),
+        (marks.buffers, "buffer"),
+        (marks.states, "optimizer_state"),
+        (marks.gradients, "parameter_gradient"),
+    ):
+        if entry.id in known:
+            return cause
+    if entry.born <= first_step:
+        return "temporary" if entry.died is not None and entry.died <= first_step else "input"
+    op = ops[entry.op] if entry.op is not None else None
+    if op is None:
+        return "saved" if entry.id in sharers and entry.died is not None else "input"
+    if entry.died is not None and entry.died <= op.end:
+        return "temporary"
+    if op.phase == "optimizer":
+        return "temporary"
+    if op.phase == "forward" and not op.reads and not op.layer:
+        return "input"
+    if entry.id in sharers:
+        return "saved"
+    if op.phase == "backward" and not op.recomputed:
+        return "activation_gradient"
+    return "activation"

@@ -1,0 +1,193 @@
+"""A trace as JSON text, and back. Reading trusts nothing: a file can come from a stranger."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from memplan.errors import TraceFormatError
+from memplan.trace.model import (
+    CAUSES,
+    PHASES,
+    SCHEMA,
+    Assumption,
+    Layer,
+    Op,
+    Operand,
+    Sharer,
+    Storage,
+    Trace,
+)
+
+FORMAT = "memplan.trace"
+
+
+def dumps(trace: Trace) -> str:
+    """The trace as JSON, one op or storage a line, the same text for the same trace."""
+    head = {
+        "format": FORMAT,
+        "schema": trace.schema,
+        "origin": trace.origin,
+        "device": trace.device,
+        "torch": trace.torch,
+        "steps": trace.steps,
+        "end": trace.end,
+        "notes": trace.notes,
+        "assumptions": [[a.kind, a.text, a.where, a.count] for a in trace.assumptions],
+    }
+    ops = [
+        [
+            o.name, o.phase, o.step, o.layer, o.where, o.start, o.end, [[r.name, r.storage] for r in o.reads],
+            o.writes, o.needs_grad, o.gradient_of, o.recomputed,
+        ]
+        for o in trace.ops
+    ]  # fmt: skip
+    storages = [
+        [
+            s.bytes, s.cause, s.born, s.died, s.op, s.dtype, s.shape, s.device, s.name,
+            [[r.op, r.role] for r in s.sharers],
+        ]
+        for s in trace.storages
+    ]  # fmt: skip
+    layers = [[n.name, n.kind, n.weights, n.buffers] for n in trace.layers]
+    text = json.dumps(head, separators=(",", ":"))[:-1]
+    for name, rows in (("ops", ops), ("storages", storages), ("layers", layers)):
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        text += f',\n"{name}":[\n{lines}\n]'
+    return text + "}\n"
+
+
+def loads(text: str, source: str = "the text") -> Trace:
+    """The trace that `dumps` wrote.
+
+    Raises:
+        TraceFormatError: not JSON, not a trace, of another schema version, or inconsistent in itself.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceFormatError(
+            f"{source} is not JSON ({error})", expected="a trace written by memplan", do="Record the step again."
+        ) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise TraceFormatError(
+            f"{source} is JSON, but not a trace", expected=f'"format": "{FORMAT}"', do="Record the step again."
+        )
+    if data.get("schema") != SCHEMA:
+        raise TraceFormatError(
+            f"{source} has trace schema version {data.get('schema')!r}",
+            expected=f"version {SCHEMA}",
+            do="Record the step again with this memplan, or read the file with the memplan that wrote it.",
+        )
+    try:
+        trace = _read(data)
+        _check(trace)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise TraceFormatError(
+            f"{source} is damaged ({type(error).__name__}: {error})",
+            expected=f"a complete trace of schema version {SCHEMA}",
+            do="Record the step again.",
+        ) from None
+    return trace
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write the trace to a file; one that is there already is replaced only when the new one is complete."""
+    write_whole(path, dumps(trace))
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace from a file that `save_trace` wrote. Raises TraceFormatError, OSError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise TraceFormatError(
+            f"{path} is not a text file", expected="a trace written by memplan", do="Record the step again."
+        ) from None
+    return loads(text, str(path))
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file in one move, so that a failed run never leaves half of one."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes files that only the owner reads
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _read(data: dict[str, Any]) -> Trace:
+    ops = tuple(
+        Op(
+            i, name, phase, step, layer, where, start, end, tuple(Operand(n, s) for n, s in reads),
+            tuple(writes), tuple(needs), gradient_of, recomputed,
+        )
+        for i, (
+            name, phase, step, layer, where, start, end, reads, writes, needs, gradient_of, recomputed,
+        ) in enumerate(data["ops"])
+    )  # fmt: skip
+    storages = tuple(
+        Storage(
+            i, size, cause, born, died, op, dtype, tuple(shape), device, name,
+            tuple(Sharer(o, role) for o, role in sharers),
+        )
+        for i, (size, cause, born, died, op, dtype, shape, device, name, sharers) in enumerate(data["storages"])
+    )  # fmt: skip
+    return Trace(
+        data["origin"],
+        data["device"],
+        data["torch"],
+        ops,
+        storages,
+        tuple(Layer(name, kind, tuple(w), tuple(b)) for name, kind, w, b in data["layers"]),
+        tuple(data["steps"]),
+        data["end"],
+        tuple(Assumption(*row) for row in data["assumptions"]),
+        tuple(data["notes"]),
+        data["schema"],
+    )
+
+
+def _check(trace: Trace) -> None:
+    """Every reference points at something, every life has a beginning before its end."""
+    for number in (trace.end, *trace.steps):
+        if not isinstance(number, int) or not 0 <= number <= trace.end:
+            raise ValueError(f"tick {number!r} outside of the trace")
+    for op in trace.ops:
+        if op.phase not in PHASES or not 0 <= op.start <= op.end <= trace.end:
+            raise ValueError(f"op {op.index} has phase {op.phase!r}, ticks {op.start!r} to {op.end!r}")
+        for storage in (*(r.storage for r in op.reads), *op.writes):
+            trace.storages[_index(storage)]
+        if op.gradient_of is not None:
+            trace.ops[_index(op.gradient_of)]
+    ticks: set[int] = set()
+    for storage in trace.storages:
+        died = trace.end + 1 if storage.died is None else storage.died
+        if storage.cause not in CAUSES or _index(storage.bytes) < 0 or not 0 < storage.born < died <= trace.end + 1:
+            raise ValueError(f"storage {storage.id} lives from {storage.born!r} to {storage.died!r}")
+        for op in (storage.op, *(s.op for s in storage.sharers)):
+            if op is not None:
+                trace.ops[_index(op)]
+        ticks.add(storage.born)
+        ticks.update(() if storage.died is None else (died,))
+    if len(ticks) != sum(1 if s.died is None else 2 for s in trace.storages):
+        raise ValueError("two events share a tick")
+    for layer in trace.layers:
+        for storage in (*layer.weights, *layer.buffers):
+            trace.storages[_index(storage)]
+
+
+def _index(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"found {value!r} where a number of 0 or more was expected")
+    return value

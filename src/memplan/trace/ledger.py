@@ -1,0 +1,112 @@
+"""The book of a recording: which storages there are, when each was born and when it died."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan import _torch
+
+
+@dataclass(slots=True)
+class Entry:
+    """A storage while the recording runs."""
+
+    id: int
+    bytes: int
+    born: int
+    op: int | None
+    dtype: str
+    shape: tuple[int, ...]
+    died: int | None = None
+    key: int = 0
+    address: int = 0
+    """Of the data, where the allocation is a real one."""
+    reference: Any = None
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference that knows its entry; its callback runs the moment C++ frees the storage."""
+
+    __slots__ = ("entry",)
+
+    def __init__(self, storage: Any, callback: Any) -> None:
+        super().__init__(storage, callback)
+        self.entry: Entry | None = None
+
+    def __new__(cls, storage: Any, callback: Any) -> _Reference:
+        return super().__new__(cls, storage, callback)
+
+
+class Ledger:
+    """Births and deaths of storages on a clock of allocator events."""
+
+    def __init__(self, *, real: bool) -> None:
+        self.real = real
+        self.clock = 0
+        self.entries: list[Entry] = []
+        self._live: dict[int, Entry] = {}
+        self._closed = False
+
+    def find(self, tensor: torch.Tensor) -> Entry | None:
+        """The entry of the tensor's storage, if it is known."""
+        return self._live.get(_torch.storage_key(tensor.untyped_storage()))
+
+    def entry(self, tensor: torch.Tensor, op: int | None) -> Entry:
+        """The entry of the tensor's storage; a storage never seen before is born now, in ``op``."""
+        storage = tensor.untyped_storage()
+        key = _torch.storage_key(storage)
+        entry = self._live.get(key)
+        return entry if entry is not None else self._born(storage, key, tensor, op)
+
+    def resized(self, tensor: torch.Tensor, op: int) -> None:
+        """A storage that was resized in place is another allocation: the new one is made, then the old one freed."""
+        storage = tensor.untyped_storage()
+        entry = self._live.get(_torch.storage_key(storage))
+        if entry is None or entry.bytes == storage.nbytes():
+            return
+        entry.reference = None
+        self._born(storage, entry.key, tensor, op)
+        self.clock += 1
+        entry.died = self.clock
+
+    def transient(self, size: int, op: int, dtype: str = "") -> None:
+        """A storage that is born and dies within one op."""
+        entry = self._add(size, op, dtype, ())
+        self.clock += 1
+        entry.died = self.clock
+
+    def close(self) -> None:
+        """From here on deaths are no longer part of the recording."""
+        self._closed = True
+        for entry in self.entries:
+            entry.reference = None
+
+    def _add(self, size: int, op: int | None, dtype: str, shape: tuple[int, ...]) -> Entry:
+        self.clock += 1
+        entry = Entry(len(self.entries), size, self.clock, op, dtype, shape)
+        self.entries.append(entry)
+        return entry
+
+    def _born(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
+        entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
+        reference = _Reference(storage, self._on_death)
+        reference.entry = entry
+        entry.reference, entry.key = reference, key
+        if self.real:
+            entry.address = storage.data_ptr()
+        self._live[key] = entry
+        return entry
+
+    def _on_death(self, reference: _Reference) -> None:
+        entry = reference.entry
+        if self._closed or entry is None or entry.reference is not reference:
+            return
+        self.clock += 1
+        entry.died = self.clock
+        entry.reference = None
+        if self._live.get(entry.key) is entry:
+            del self._live[entry.key]

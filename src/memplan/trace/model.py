@@ -1,0 +1,173 @@
+"""A step as data: immutable values that know nothing of the stage that made them.
+
+Time in a trace is a clock of allocator events: every birth and every death of a storage is one tick, and an op
+spans the ticks ``start < t <= end``. So a recorded step, which knows only between which ops a storage lives, and a
+measured one, which knows every event of the allocator, are the same kind of value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+SCHEMA = 1
+"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
+
+Phase = Literal["build", "forward", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = ("build", "forward", "backward", "optimizer")
+
+Cause = Literal[
+    "weight",
+    "buffer",
+    "input",
+    "parameter_gradient",
+    "activation_gradient",
+    "optimizer_state",
+    "saved",
+    "activation",
+    "temporary",
+    "workspace",
+]
+CAUSES: tuple[Cause, ...] = (
+    "weight",
+    "buffer",
+    "input",
+    "parameter_gradient",
+    "activation_gradient",
+    "optimizer_state",
+    "saved",
+    "activation",
+    "temporary",
+    "workspace",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that an op reads: the name of the op's argument, and the storage behind it."""
+
+    name: str
+    storage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One aten op as it was dispatched, after autograd and autocast and before its kernel."""
+
+    index: int
+    name: str
+    """Overload name, e.g. ``aten.convolution.default``."""
+    phase: Phase
+    step: int
+    """0-based; -1 while building."""
+    layer: str
+    """Path of the innermost module that was running, the class name for a root module, "" outside of modules."""
+    where: str | None
+    """``file:line`` of the innermost frame outside of torch; for a backward op, that of its forward op."""
+    start: int
+    end: int
+    reads: tuple[Operand, ...]
+    writes: tuple[int, ...]
+    """Storages that the op's results lie in, whether born here, written in place or viewed."""
+    needs_grad: tuple[str, ...] = ()
+    """Forward ops: names of the arguments for which a gradient will be computed."""
+    gradient_of: int | None = None
+    """Backward ops: index of the forward op whose derivative formula this op is a part of."""
+    recomputed: bool = False
+    """A forward op that runs (again) during the backward pass, as under checkpointing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharer:
+    """A forward op whose derivative formula reads a storage, and in which role it met it."""
+
+    op: int
+    role: str
+    """An argument's name (``input``) or ``result``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation; several tensors can share it."""
+
+    id: int
+    bytes: int
+    cause: Cause
+    born: int
+    died: int | None
+    """Tick of the release; None while it is held at the end."""
+    op: int | None = None
+    """Index of the op that it was born in, if any."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of the first tensor seen on it."""
+    device: str = "cpu"
+    name: str = ""
+    """Name of the parameter or buffer that it holds (for gradients: whose gradient), else ""."""
+    sharers: tuple[Sharer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A module of the step's models, with the parameters and buffers that it owns directly."""
+
+    name: str
+    kind: str
+    weights: tuple[int, ...] = ()
+    """Storages of its own parameters (tied ones are named by every owner)."""
+    buffers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """Something the recording had to assume, and where."""
+
+    kind: Literal["scalar", "branch", "compiled", "host"]
+    text: str
+    where: str | None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
+
+    ``steps[k]`` is the tick at which step k begins; ``end`` the last tick of all. What happens up to ``steps[0]`` is
+    the building of model, data and optimizer. Bytes are as the tensors' storages request them.
+
+    Example:
+        >>> trace = memplan.record(build)
+        >>> memplan.simulate(trace).peak_allocated
+    """
+
+    origin: Literal["recorded", "measured"]
+    device: str
+    torch: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    layers: tuple[Layer, ...]
+    steps: tuple[int, ...]
+    end: int
+    assumptions: tuple[Assumption, ...] = ()
+    notes: tuple[str, ...] = ()
+    schema: int = field(default=SCHEMA)
+
+    def to_json(self) -> str:
+        """The trace as JSON text; `memplan.trace.json.loads` reads it back to an equal value."""
+        from memplan.trace import json
+
+        return json.dumps(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.origin} on {self.device}: {len(self.steps)} step(s), {len(self.ops)} ops, "
+            f"{len(self.storages)} storages (torch {self.torch})"
+        ]
+        lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
+        return "\n".join(lines + list(self.notes))
+
+
+def replace(trace: Trace, **changes: object) -> Trace:
+    """A copy of the trace with some fields changed."""
+    return dataclasses.replace(trace, **changes)  # pyright: ignore[reportArgumentType]  # keyword names are the caller's

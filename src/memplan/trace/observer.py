@@ -1,0 +1,302 @@
+"""What a dispatch mode sees, written down: the part that predicting and measuring share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.trace.ledger import Ledger
+from memplan.trace.model import Phase
+from memplan.trace.place import Place, user_frame
+
+_ADD = torch.ops.aten.add.Tensor
+_ADD_IN_PLACE = torch.ops.aten.add_.Tensor
+_UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
+# Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
+_SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default"})
+
+Transients = Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
+
+
+@dataclass(slots=True)
+class Note:
+    """An op while the recording runs."""
+
+    name: str
+    phase: Phase
+    step: int
+    module: int
+    frame: tuple[str, int] | None
+    start: int
+    end: int
+    reads: list[tuple[str, int]]
+    writes: list[int]
+    needs_grad: tuple[str, ...]
+    sequence: int | None
+    """For a backward op, the sequence number of the node that runs it."""
+    grad_enabled: bool
+
+
+@dataclass(slots=True)
+class Marks:
+    """Facts about storages that no op tells: who holds them. Entry ids; names where there are any."""
+
+    weights: dict[int, str] = field(default_factory=dict)
+    buffers: dict[int, str] = field(default_factory=dict)
+    gradients: dict[int, int] = field(default_factory=dict)
+    """Gradient -> the weight it belongs to."""
+    states: set[int] = field(default_factory=set)
+    found_inf: set[int] = field(default_factory=set)
+
+
+class _Signature:
+    """What we need of an op's schema, worked out once an op."""
+
+    __slots__ = ("keywords", "mutable", "name", "positions", "silent")
+
+    def __init__(self, func: Any) -> None:
+        self.name = str(func)
+        arguments = func._schema.arguments
+        tensors = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+        self.positions = tensors
+        self.keywords = frozenset(name for _, name in tensors)
+        self.mutable = func._schema.is_mutable
+        self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
+        if not self.name.startswith(("aten.", "prim.", "profiler.")):
+            self.silent = False  # an operator of a library or of the user's
+
+
+class Observer:
+    """Notes every op with its place, and every storage with its birth and death."""
+
+    def __init__(self, place: Place, *, real: bool, transients: Transients | None = None) -> None:
+        self.place = place
+        self.ledger = Ledger(real=real)
+        self.marks = Marks()
+        self.notes: list[Note] = []
+        self.by_sequence: dict[int, int] = {}
+        self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
+        self._transients = transients
+        self._signatures: dict[Any, _Signature] = {}
+        self._sequence = _torch.sequence_number()
+        self._updating: set[int] = set()
+        self._after_backward = False
+        self._last_reference: tuple[int, int] | None = None
+        self._calibrating: list[tuple[int, int]] | None = None
+        place.on_module = self.leave_backward
+        place.before_update = self._before_update
+        place.after_update = self._mark_states
+
+    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        """Run an op by ``run(func)`` and note it."""
+        if self._calibrating is not None:
+            if func is _ADD and _torch.in_backward():
+                self._calibrating.append(_torch.use_counts(args[0]))
+            return run(func)
+        signature = self._signatures.get(func)
+        if signature is None:
+            signature = self._signatures[func] = _Signature(func)
+        if signature.silent:
+            return run(func)
+        if signature.name == "aten._local_scalar_dense.default" and self.read_scalar is not None:
+            return self.read_scalar(args[0], run)
+        if func is _ADD and self._is_engine_sum(args):
+            run(_ADD_IN_PLACE)
+            return self._note(self._signatures.setdefault(_ADD_IN_PLACE, _Signature(_ADD_IN_PLACE)), args, kwargs, args[0])
+        return self._note(signature, args, kwargs, None, func, run)
+
+    def calibrate(self) -> None:
+        """Learn how often a tensor is referenced that only the engine's buffer holds. Call it under the mode."""
+        self._calibrating = []
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        (y.sigmoid() + y.tanh()).sum().backward()
+        self._last_reference = self._calibrating[0] if self._calibrating else None
+        self._calibrating = None
+        self._sequence = _torch.sequence_number()
+
+    def _is_engine_sum(self, args: tuple[Any, ...]) -> bool:
+        """Whether the engine adds a second gradient to one that nobody else holds.
+
+        Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`);
+        under one it cannot, so we do, lest every sum of two gradients count a storage too many.
+        """
+        if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
+            return False
+        held, other = args[0], args[1]
+        if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:
+            return False
+        if _torch.use_counts(held) != self._last_reference or not _is_dense(held):
+            return False
+        frame = sys._getframe(2)  # a backward written in Python has a frame of its own below the engine's
+        while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "<lambda>", "dispatch"):
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+    def _note(
+        self,
+        signature: _Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        func: Any = None,
+        run: _torch.Run | None = None,
+    ) -> Any:
+        index = len(self.notes)
+        ledger = self.ledger
+        reads: list[tuple[str, int]] = []
+        needs: list[str] = []
+        for position, name in signature.positions:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, torch.Tensor):
+                reads.append((name, ledger.entry(value, None).id))
+                if value.requires_grad:
+                    needs.append(name)
+            elif isinstance(value, (list, tuple)):
+                for item in value:
+                    if isinstance(item, torch.Tensor):
+                        reads.append((name, ledger.entry(item, None).id))
+                        if item.requires_grad and (not needs or needs[-1] != name):
+                            needs.append(name)
+        if signature.name == _UNSCALE:
+            self.marks.found_inf.add(ledger.entry(args[1], None).id)
+        note = self._place_of(signature, reads, tuple(needs), index)
+        self.notes.append(note)  # before it runs, so that what it raises can be located
+        if run is not None:
+            result = run(func)
+        if signature.mutable:
+            for _, name in signature.positions[:1]:
+                if isinstance(args[0], torch.Tensor) and name:
+                    ledger.resized(args[0], index)
+        _results(result, ledger, index, note.writes)
+        if self._transients is not None:
+            size = self._transients(signature.name, args, kwargs, result)
+            if size:
+                ledger.transient(size, index)
+        note.end = ledger.clock
+        if note.phase == "optimizer":
+            self._updating.update(note.writes)
+        return result
+
+    def _place_of(
+        self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int
+    ) -> Note:
+        place = self.place
+        phase = place.phase()
+        grad_enabled = torch.is_grad_enabled()
+        sequence = None
+        if phase == "backward":
+            self._after_backward = True
+            node = _torch.backward_node()
+            sequence = _torch.node_sequence(node) if node is not None else None
+        elif self._after_backward and phase == "forward":
+            phase = self._phase_after_backward(signature, reads, needs, grad_enabled)
+        if grad_enabled:
+            made = _torch.sequence_number()
+            for number in range(self._sequence + 1, made + 1):
+                self.by_sequence[number] = index
+            self._sequence = max(made, self._sequence)
+        clock = self.ledger.clock
+        frame = user_frame() if phase != "backward" or grad_enabled else None
+        return Note(
+            signature.name, phase, place.step, place.module, frame, clock, clock, reads, [], needs, sequence, grad_enabled
+        )  # fmt: skip
+
+    def _phase_after_backward(
+        self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool
+    ) -> Phase:
+        """Between backward and the next forward, what touches gradients (clipping, a hand-written update) updates."""
+        if self._after_backward and not self._updating:
+            self.leave_backward()
+        if grad_enabled and needs:
+            return "forward"
+        if signature.mutable and reads and reads[0][1] in self.marks.weights:
+            return "optimizer"
+        return "optimizer" if any(entry in self._updating for _, entry in reads) else "forward"
+
+    def leave_backward(self) -> None:
+        """A backward pass may have ended: see which storages are held as gradients now."""
+        if not self._after_backward or _torch.in_backward():
+            return
+        self.mark_gradients()
+        if self.place.module:
+            self._after_backward = False
+            self._updating.clear()
+
+    def end_step(self) -> None:
+        """A step is over: what do modules and gradients hold now?"""
+        self.mark_modules()
+        self.mark_gradients()
+        self._after_backward = False
+        self._updating.clear()
+
+    def mark_gradients(self) -> None:
+        """Look up every parameter's gradient."""
+        for module in self.place.live_modules():
+            for parameter in module._parameters.values():
+                self._mark_gradient(parameter)
+        for optimizer in self.place.live_optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._mark_gradient(parameter)
+
+    def mark_modules(self) -> None:
+        """Look up the storages of every module's parameters and buffers, as they are now."""
+        for module in self.place.live_modules():
+            for name, parameter in module._parameters.items():
+                self._mark(self.marks.weights, parameter, name)
+            for name, buffer in module._buffers.items():
+                self._mark(self.marks.buffers, buffer, name)
+
+    def _mark(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
+        if tensor is not None:
+            names.setdefault(self.ledger.entry(tensor, None).id, name)
+
+    def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
+        if parameter is None or parameter.grad is None:
+            return
+        gradient, weight = self.ledger.find(parameter.grad), self.ledger.find(parameter)
+        if gradient is not None and weight is not None:
+            self.marks.gradients[gradient.id] = weight.id
+            self._updating.add(gradient.id)
+
+    def _before_update(self) -> None:
+        for optimizer in self.place.live_optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._mark(self.marks.weights, parameter, "")
+        self.mark_gradients()
+
+    def _mark_states(self) -> None:
+        for optimizer in self.place.live_optimizers():
+            for state in optimizer.state.values():
+                for tensor in _torch.tree_leaves(state):
+                    if isinstance(tensor, torch.Tensor):
+                        entry = self.ledger.find(tensor)
+                        if entry is not None:
+                            self.marks.states.add(entry.id)
+
+
+def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None:
+    if isinstance(result, torch.Tensor):
+        writes.append(ledger.entry(result, index).id)
+    elif isinstance(result, (list, tuple)):
+        for item in result:
+            _results(item, ledger, index, writes)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(
+        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

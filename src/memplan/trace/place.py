@@ -1,0 +1,174 @@
+"""Where a step is, at any moment: in which phase, in which module, at which line of the user's code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from memplan import _torch
+from memplan.trace.model import Phase
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_KNOWN: dict[str, bool] = {}
+
+
+def _is_users(filename: str) -> bool:
+    known = _KNOWN.get(filename)
+    if known is None:
+        path = os.path.abspath(filename)
+        # generated code (dataclasses, torch's own wrappers) has no file to point at
+        known = not (path.startswith((_OURS, _TORCH)) or filename.startswith("<"))
+        _KNOWN[filename] = known
+    return known
+
+
+def user_frame() -> tuple[str, int] | None:
+    """File and line of the innermost frame that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def format_frame(frame: tuple[str, int] | None) -> str | None:
+    """``file:line`` with the path relative to the working directory, or to the place of its package."""
+    if frame is None:
+        return None
+    return f"{_short(frame[0])}:{frame[1]}"
+
+
+def _short(path: str) -> str:
+    for root in (os.getcwd(), *sorted(filter(None, sys.path), key=len, reverse=True)):
+        root = os.path.abspath(root) + os.sep
+        if path.startswith(root):
+            return path[len(root) :]
+    return os.path.basename(path)
+
+
+class Place:
+    """Follows the step through torch's own global hooks, which it sets on entering and removes on leaving."""
+
+    def __init__(self) -> None:
+        self.building = True
+        self.step = -1
+        self.modules: dict[int, weakref.ref[nn.Module]] = {}
+        self.called: list[int] = []
+        self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self.compiled: tuple[str, int] | None = None
+        self.failed_in = 0
+        """id() of the module in which an exception began, if one passed through; for messages only."""
+        self._stack: list[int] = []
+        self._optimizers_running = 0
+        self.on_module = _nothing
+        self.before_update = _nothing
+        self.after_update = _nothing
+
+    @property
+    def module(self) -> int:
+        """id() of the innermost running module, 0 outside."""
+        return self._stack[-1] if self._stack else 0
+
+    def phase(self) -> Phase:
+        """Phase by what is running; whether an op outside all of them updates weights is the observer's to say."""
+        if self.building:
+            return "build"
+        if _torch.in_backward():
+            return "backward"
+        if self._optimizers_running and not self._stack:  # a closure given to step() calls the model
+            return "optimizer"
+        return "forward"
+
+    def live_modules(self) -> Iterator[nn.Module]:
+        """Every module seen that is still alive, in the order in which it was first seen."""
+        for reference in list(self.modules.values()):
+            module = reference()
+            if module is not None:
+                yield module
+
+    def live_optimizers(self) -> Iterator[torch.optim.Optimizer]:
+        """Every optimizer that has made an update and is still alive."""
+        for reference in list(self.optimizers.values()):
+            optimizer = reference()
+            if optimizer is not None:
+                yield optimizer
+
+    def add_modules(self, root: nn.Module) -> None:
+        """Take note of a module and of all below it."""
+        for module in root.modules():
+            known = self.modules.get(id(module))
+            if known is None or known() is not module:
+                self.modules[id(module)] = weakref.ref(module)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Set the hooks, remove them at the end whatever happens."""
+        with ExitStack() as stack:
+            for register, hook in (
+                (module_hooks.register_module_parameter_registration_hook, self._seen),
+                (module_hooks.register_module_buffer_registration_hook, self._seen),
+                (module_hooks.register_module_module_registration_hook, self._seen),
+                (module_hooks.register_module_forward_pre_hook, self._enter),
+                (optimizer_hooks.register_optimizer_step_pre_hook, self._start_update),
+                (optimizer_hooks.register_optimizer_step_post_hook, self._end_update),
+            ):
+                stack.callback(register(hook).remove)
+            stack.callback(module_hooks.register_module_forward_hook(self._leave, always_call=True).remove)
+            yield
+
+    def _seen(self, module: nn.Module, name: str, value: Any) -> None:
+        known = self.modules.get(id(module))
+        if known is None or known() is not module:
+            self.modules[id(module)] = weakref.ref(module)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        known = self.modules.get(id(module))
+        if known is None or known() is not module:
+            self.add_modules(module)
+        if not self._stack:
+            self.called.append(id(module))
+        self._stack.append(id(module))
+        self.on_module()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if result is None and sys.exc_info()[1] is not None and self.failed_in == 0:
+            self.failed_in = self._stack[-1] if self._stack else 0
+        # a module that raised before its own hook ran leaves nothing behind; unwind to where it stands
+        if id(module) in self._stack:
+            while self._stack.pop() != id(module):
+                pass
+
+    def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+        self.before_update()
+        self._optimizers_running += 1
+
+    def _end_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers_running -= 1
+        self.after_update()
+
+
+def _nothing() -> None:
+    return None
+
+
+def frame_of_error(error: BaseException) -> tuple[str, int] | None:
+    """File and line of the innermost frame of a traceback that is neither torch's nor ours."""
+    found = None
+    trace = error.__traceback__
+    while trace is not None:
+        if _is_users(trace.tb_frame.f_code.co_filename):
+            found = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,139 @@
+"""What predicting and measuring do around a step: random state kept, garbage collected at set times, errors located."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import DataDependentError, DeviceError, MemplanError, StepError
+from memplan.trace.causes import module_names
+from memplan.trace.observer import Observer
+from memplan.trace.place import format_frame, frame_of_error
+
+Step = Callable[[], Any]
+Build = Callable[[], Step]
+
+CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved"
+
+
+def choose_device(device: str | None) -> tuple[str, tuple[str, ...]]:
+    """The device to plan for, and what has to be said about the choice.
+
+    Raises:
+        DeviceError: a device that this version has no model of.
+    """
+    if device is None:
+        return "cpu", (CUDA_DIFFERS,)
+    if not isinstance(device, str) or device.strip().lower() != "cpu":
+        raise DeviceError(
+            f"device {device!r}", expected="'cpu', the one device that this version knows", do="Leave device out, or say 'cpu'."
+        )  # fmt: skip
+    return "cpu", ()
+
+
+def check_steps(steps: int) -> None:
+    """Raises UsageError unless ``steps`` is a whole number of at least 1."""
+    from memplan.errors import UsageError
+
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UsageError(f"steps={steps!r}", expected="a whole number of steps, at least 1", do="Leave it out for 2.")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Random state as it was afterwards; cyclic garbage collected between steps only.
+
+    When Python's collector would free a cycle inside a step depends on everything else that the process did before,
+    so a prediction could not be the same twice.
+    """
+    state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = _numpy_state()
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        torch.set_rng_state(state)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            import numpy
+
+            numpy.random.set_state(numpy_state)
+
+
+def _numpy_state() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy.random.get_state()
+
+
+def run_build(build: Build, observer: Observer) -> Step:
+    """Call ``build`` and see that it returns a step.
+
+    Raises:
+        StepError: it raised, or it returned something else.
+    """
+    if not callable(build):
+        raise StepError(
+            f"{build!r} is not callable", expected="build(), a callable that returns the step", do="Pass the function itself."
+        )  # fmt: skip
+    with located(observer, "build"):
+        step = build()
+    if not callable(step) or isinstance(step, torch.nn.Module):
+        raise StepError(
+            f"build returned {_describe(step)}",
+            expected="a step: a callable without arguments that runs one training step",
+            do="Return the inner function; to look at a module alone, use memplan.explain(module, *inputs).",
+        )
+    return step
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.nn.Module):
+        return f"the module {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+@contextmanager
+def located(observer: Observer, what: str) -> Iterator[None]:
+    """Turn whatever the user's code or torch raises into one message with the layer and the line."""
+    try:
+        yield
+    except MemplanError:
+        raise
+    except _torch.DATA_DEPENDENT as error:
+        layer, where = _locate(observer, error)
+        func = getattr(error, "func", None)
+        raise DataDependentError(
+            f"{func or 'an op'} makes a tensor whose shape depends on values, and recording has no values",
+            expected="shapes that follow from the shapes of the inputs",
+            do="Run memplan.measure(build) instead: it really runs the step.",
+            layer=layer,
+            where=where,
+        ) from error
+    except Exception as error:  # the user's code can raise anything; the original stays as __cause__
+        layer, where = _locate(observer, error)
+        text = str(error).strip().split("\n")[0] or "no message"
+        raise StepError(
+            f"{what} raised {type(error).__name__}: {text}",
+            expected="a step that runs",
+            do="Mend the step; the same call outside of memplan should raise the same error.",
+            layer=layer,
+            where=where,
+        ) from error
+
+
+def _locate(observer: Observer, error: BaseException) -> tuple[str | None, str | None]:
+    where = format_frame(frame_of_error(error))
+    return module_names(observer.place).get(observer.place.failed_in), where

@@ -1,0 +1,172 @@
+"""Answers for what a fake tensor cannot know: scalars read from it, and the ways of torch that break on fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.trace.model import Assumption
+from memplan.trace.observer import Observer
+from memplan.trace.place import format_frame, user_frame
+
+
+class _StandinFloat(float):
+    """A number that was never computed; says so when it decides a branch."""
+
+    __slots__ = ("decided",)
+    decided: Callable[[], None]
+
+
+class _StandinInt(int):
+    """Like `_StandinFloat`, for integers."""
+
+    decided: Callable[[], None]
+
+
+def _comparing(base: type, name: str) -> Callable[..., Any]:
+    method = getattr(base, name)
+
+    @functools.wraps(method)
+    def compare(self: Any, *args: Any) -> Any:
+        self.decided()
+        return method(self, *args)
+
+    return compare
+
+
+def _computing(base: type, name: str) -> Callable[..., Any]:
+    method = getattr(base, name)
+
+    @functools.wraps(method)
+    def compute(self: Any, *args: Any) -> Any:
+        result = method(self, *args)
+        return _standin(result, self.decided) if type(result) in (int, float) else result
+
+    return compute
+
+
+for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
+    for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
+        setattr(_class, _name, _comparing(_base, _name))
+    # a running mean or a scaled loss is as unknown as what it came from
+    for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs"):
+        setattr(_class, f"__{_name}__", _computing(_base, f"__{_name}__"))
+    _class.__hash__ = _base.__hash__
+
+
+def _standin(value: float | int, decided: Callable[[], None]) -> Any:
+    result = _StandinInt(value) if isinstance(value, int) else _StandinFloat(value)
+    result.decided = decided
+    return result
+
+
+class Standins:
+    """Scalars for a recording, with a list of where they were read."""
+
+    def __init__(self, observer: Observer, mode: _torch.FakeMode) -> None:
+        self._observer = observer
+        self._mode = mode
+        self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
+        self._direct = True
+        self._last_real = False
+
+    def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
+        """What ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
+        if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
+            self._last_real = True
+            return run(torch.ops.aten._local_scalar_dense.default)
+        self._last_real = False
+        entry = self._observer.ledger.find(tensor)
+        overflow = entry is not None and entry.id in self._observer.marks.found_inf
+        value = 0 if overflow else 1
+        if overflow:
+            self._last_real = True  # the stand-in that every GradScaler expects; no branch to warn of
+            self._add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
+        else:
+            self._add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
+        if tensor.dtype == torch.bool:
+            return bool(value)
+        if tensor.dtype.is_complex:
+            return complex(value)
+        return float(value) if tensor.dtype.is_floating_point else value
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace, on fake tensors only, the methods that hand a value to Python; and what breaks on fake tensors."""
+        fake = _torch.FakeTensor
+        with ExitStack() as stack:
+            stack.enter_context(
+                _torch.patched(
+                    fake,
+                    item=lambda tensor: self._item(tensor),
+                    tolist=lambda tensor: self._tolist(tensor),
+                    __bool__=lambda tensor: self._bool(tensor),
+                    __deepcopy__=lambda tensor, memo: _deepcopy(tensor, memo),
+                )
+            )
+            stack.enter_context(_torch.patched(torch.utils, swap_tensors=_swap))
+            stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
+            yield
+
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What was assumed: branches first, then in the order of their first use."""
+        rows = [
+            Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
+            for (kind, text, frame), count in self._found.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: row.kind != "branch"))
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        value = torch.Tensor.item(tensor)
+        if self._last_real or isinstance(value, (bool, complex)):
+            return value
+        return _standin(value, self._decided)
+
+    def _tolist(self, tensor: Any) -> Any:
+        if tensor.constant is not None:
+            return tensor.constant.tolist()
+        return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
+
+    def _bool(self, tensor: torch.Tensor) -> bool:
+        value = torch.Tensor.__bool__(tensor)
+        if not self._last_real:
+            self._decided()
+        return value
+
+    def _decided(self) -> None:
+        self._add("branch", "a value that was taken as 1 DECIDES A BRANCH: the step may take another path when it really runs")
+
+    def _compiled(self) -> None:
+        self._add("compiled", "torch.compile was asked for and recorded as if eager: fused kernels may keep less")
+
+    def _add(self, kind: str, text: str) -> None:
+        key = (kind, text, user_frame())
+        self._found[key] = self._found.get(key, 0) + 1
+
+
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """As torch.Tensor.__deepcopy__ does for a real tensor; for a fake one it would copy its mode, too."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol at the moment")
+    with torch.no_grad():
+        copy = tensor.clone()
+    if isinstance(tensor, torch.nn.Parameter):
+        copy = torch.nn.Parameter(copy, tensor.requires_grad)
+    else:
+        copy.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copy.grad = _deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = copy
+    return copy
+
+
+def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
+    """What `Module.to` does to a real parameter: it keeps its identity and takes the new data."""
+    first.data = second.data
