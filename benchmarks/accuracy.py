@@ -4,9 +4,10 @@
     python benchmarks/accuracy.py --only gpt2     # prints, writes nothing
     python benchmarks/accuracy.py --check         # exits 1 when a limit is passed
 
-`predicted` is `simulate(record(build)).peak_allocated`. `measured` shares no code with memplan: the same build and two
-steps run under torch.profiler, and the running sum of the CPU allocator's events gives the peak. Each step of the zoo
-has a fresh process with two threads, and is measured there before memplan is imported.
+`predicted` is `simulate(record(build)).peak_allocated`. `measured` shares no code with memplan: the same
+build and two steps run under torch.profiler, and the running sum of the CPU allocator's events gives the
+peak. Each step of the zoo has a fresh process with two threads, and is measured there before memplan is
+imported.
 """
 
 import argparse
@@ -28,7 +29,15 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 STEPS = 2
 THREADS = 2
-MAX_ERROR, MEDIAN_ERROR, UNDER_PREDICTION = 0.01, 0.002, 0.005
+LIMITS = {"max_error": 0.01, "median_error": 0.002, "worst_under_prediction": 0.005}
+COLUMNS = {
+    "predicted": ",d",
+    "measured": ",d",
+    "relative_error": "+.3%",
+    "memplan_measured": ",d",
+    "record_seconds": ".2f",
+    "run_seconds": ".1f",
+}
 Row = dict[str, Any]
 
 
@@ -43,8 +52,9 @@ def measured_peak(build: Callable[[], Callable[[], None]], steps: int = STEPS) -
         step = build()
         for _ in range(steps):
             step()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    pending: list[Any] = list(profile.profiler.kineto_results.experimental_event_tree())
     changes: list[tuple[int, int]] = []
     while pending:
         event = pending.pop()
@@ -68,7 +78,8 @@ def memplan_columns(build: Callable[[], Callable[[], None]]) -> Row:
     seconds = time.perf_counter() - start
     row: Row = {"predicted": memplan.simulate(trace).peak_allocated, "record_seconds": round(seconds, 3)}
     try:
-        row["memplan_measured"] = memplan.simulate(memplan.measure(build, device="cpu", steps=STEPS)).peak_allocated
+        really = memplan.measure(build, device="cpu", steps=STEPS)
+        row["memplan_measured"] = memplan.simulate(really).peak_allocated
     except Exception as error:  # the prediction is what is judged here, and it stands without this column
         row["memplan_measured_error"] = f"{type(error).__name__}: {error}"
     return row
@@ -123,8 +134,7 @@ def summary(rows: list[Row]) -> Row:
 def violations(total: Row) -> list[str]:
     """The limits that the summary passes, in words."""
     found = [f"{total['failed']} of {total['steps']} steps have no prediction"] if total["failed"] else []
-    limits = {"max_error": MAX_ERROR, "median_error": MEDIAN_ERROR, "worst_under_prediction": UNDER_PREDICTION}
-    for key, limit in limits.items():
+    for key, limit in LIMITS.items():
         if total[key] is not None and total[key] > limit:
             found.append(f"{key} is {total[key]:.3%}, the limit {limit:.1%}")
     return found
@@ -135,28 +145,31 @@ def cell(row: Row, key: str, form: str) -> str:
 
 
 def markdown(rows: list[Row], versions: dict[str, str]) -> str:
-    """The table, with the summary above it."""
+    """The summary and the table."""
     total = summary(rows)
+    said = ", ".join(f"{key} {value}" for key, value in versions.items())
     lines = ["# Predicted and measured peaks", ""]
-    lines.append("Two steps and what builds them, on the CPU, bytes as requested from the allocator; "
-                 + ", ".join(f"{key} {value}" for key, value in versions.items()) + ".")  # fmt: skip
+    lines.append(f"Building and two steps, on the CPU, in bytes as requested from the allocator; {said}.")
     if total["max_error"] is not None:
-        lines += ["", f"**{total['steps']} steps: largest error {total['max_error']:.3%}, median error "
-                  f"{total['median_error']:.3%}, worst under-prediction {total['worst_under_prediction']:.3%}; "
-                  f"{total['failed']} without a prediction.**"]  # fmt: skip
+        summed = (
+            f"{total['steps']} steps: largest error {total['max_error']:.3%}",
+            f"median error {total['median_error']:.3%}",
+            f"worst under-prediction {total['worst_under_prediction']:.3%}",
+            f"{total['failed']} without a prediction",
+        )
+        lines += ["", f"**{', '.join(summed)}.**"]
     lines += ["", "| step | predicted | measured | error | measured by memplan | record, s | run, s |"]
     lines.append("|---|--:|--:|--:|--:|--:|--:|")
     for row in rows:
-        cells = [cell(row, "predicted", ",d"), cell(row, "measured", ",d"), cell(row, "relative_error", "+.3%"),
-                 cell(row, "memplan_measured", ",d"), cell(row, "record_seconds", ".2f"),
-                 cell(row, "run_seconds", ".1f")]  # fmt: skip
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+        cells = [cell(row, key, form) for key, form in COLUMNS.items()]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     failures = [f"- {row['name']}: {row['error']}" for row in rows if "error" in row]
     return "\n".join([*lines, *(["", *failures] if failures else []), ""])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--only", action="append", metavar="NAME", help="this step only; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (default 1)")
     parser.add_argument("--check", action="store_true", help="exit 1 when a limit is passed")
@@ -167,7 +180,6 @@ def main() -> int:
         return 0
     sys.path.insert(0, str(ROOT))
     import torch
-
     from benchmarks.zoo import ZOO
 
     names = options.only or list(ZOO)
@@ -177,8 +189,8 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(run, names):
             rows.append(row)
-            print(f"{row['name']:32}", cell(row, "predicted", ",d"), cell(row, "measured", ",d"),
-                  cell(row, "relative_error", "+.3%"), row.get("error", ""), flush=True)  # fmt: skip
+            cells = [cell(row, key, form) for key, form in COLUMNS.items()]
+            print(f"{row['name']:32}", *cells, row.get("error", ""), flush=True)
     versions = {"torch": str(torch.__version__), "python": platform.python_version()}
     if not options.only:
         RESULTS.mkdir(exist_ok=True)

@@ -1,8 +1,10 @@
-"""GPT-2 from its configuration (no weights are downloaded) and one step of its training.
+"""GPT-2 from its configuration, without its weights, and one step of its training.
 
     memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
     memplan explain examples/gpt2.py:build --arg layers=48 --arg width=1600     # GPT-2 XL
     python examples/gpt2.py
+
+`build` makes model, data and optimizer and returns the step; its arguments are what `--arg` sets.
 """
 
 from collections.abc import Callable

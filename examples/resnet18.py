@@ -2,6 +2,8 @@
 
     memplan explain examples/resnet18.py:build --arg batch=64
     python examples/resnet18.py
+
+`build` makes model, data and optimizer and returns the step; its arguments are what `--arg` sets.
 """
 
 from collections.abc import Callable
@@ -21,9 +23,10 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut = nn.Identity() if stride == 1 and inputs == outputs else nn.Sequential(
-            nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
-        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            project = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(project, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))

@@ -2,6 +2,8 @@
 
     memplan explain examples/unet3d.py:build --arg batch=1 --arg size=128
     python examples/unet3d.py
+
+`build` makes model, data and optimizer and returns the step; its arguments are what `--arg` sets.
 """
 
 from collections.abc import Callable

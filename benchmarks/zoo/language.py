@@ -32,7 +32,7 @@ def llama_model(layers: int = 4, width: int = 384) -> LlamaForCausalLM:
     """Heads of 64 features, two of them for keys and values (grouped-query attention)."""
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 64, num_key_value_heads=2, use_cache=False, attn_implementation="sdpa",
+        num_attention_heads=width // 64, num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -61,7 +61,9 @@ def llama_gradient_checkpointing() -> Step:
 @zoo
 def llama_lora() -> Step:
     """Only low-rank matrices beside the attention's projections learn; the rest keeps no weight gradient."""
-    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    config = LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
+    )
     model, ids = get_peft_model(llama_model(), config), tokens(4, 256)
     return training_with_labels(model, adamw(model), input_ids=ids, labels=ids)
 
@@ -70,7 +72,11 @@ def llama_lora() -> Step:
 def bert() -> Step:
     """Masked language model with a padding mask, dropout, and labels at some places only (-100 elsewhere)."""
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        intermediate_size=1536,
     )
     model, ids = BertForMaskedLM(config), tokens(8, 128)
     lengths = torch.randint(64, 129, (8, 1))
@@ -82,11 +88,11 @@ def bert() -> Step:
 
 @zoo
 def t5() -> Step:
-    """Encoder and decoder, cross-attention, relative position bias, attention written out (eager)."""
+    """Encoder and decoder, cross-attention, a bias by relative position in every attention."""
     config = T5Config(
         vocab_size=VOCABULARY, d_model=256, d_kv=32, d_ff=1024, num_layers=3, num_heads=8, use_cache=False,
-        decoder_start_token_id=0, attn_implementation="eager",
     )  # fmt: skip
+    config.decoder_start_token_id = 0
     model = T5ForConditionalGeneration(config)
     model.train()
     return training_with_labels(model, adamw(model), input_ids=tokens(4, 192), labels=tokens(4, 96))

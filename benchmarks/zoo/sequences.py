@@ -77,7 +77,7 @@ class Wavenet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.start(x)
         total = torch.zeros_like(x)
-        for k, (gate, mix) in enumerate(zip(self.gates, self.mixes)):
+        for k, (gate, mix) in enumerate(zip(self.gates, self.mixes, strict=True)):
             a, b = gate(F.pad(x, (2**k, 0))).chunk(2, 1)
             residual, skip = mix(torch.tanh(a) * torch.sigmoid(b)).chunk(2, 1)
             x, total = x + residual, total + skip
@@ -198,7 +198,7 @@ class MaskedEncoder(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor, padding: Tensor) -> Tensor:
         x = self.embedding(ids)
-        for attention, norm in zip(self.attentions, self.norms):
+        for attention, norm in zip(self.attentions, self.norms, strict=True):
             mixed, _ = attention(x, x, x, attn_mask=mask, key_padding_mask=padding)
             x = norm(x + F.dropout(mixed, 0.1, self.training))
         return self.head(x)

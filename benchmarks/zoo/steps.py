@@ -14,8 +14,15 @@ def classifier() -> nn.Sequential:
     """A plain convolutional network: (N, 3, H, W) -> (N, 1000)."""
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(2048, 1000))
+        layers += [
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(2048, 1000)
+    )
 
 
 @zoo
@@ -27,7 +34,7 @@ def gradient_accumulation() -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        for part, part_labels in zip(x.chunk(4), labels.chunk(4)):
+        for part, part_labels in zip(x.chunk(4), labels.chunk(4), strict=True):
             loss = F.cross_entropy(model(part), part_labels) / 4
             loss.backward()
         optimizer.step()
@@ -126,7 +133,9 @@ def retained_graph() -> Step:
 @zoo
 def gradient_penalty() -> Step:
     """Second derivatives: the gradient for the input is itself differentiated (create_graph)."""
-    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.SiLU())
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.SiLU()
+    )
     head = nn.Linear(32, 1)
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
     x = torch.randn(8, 3, 96, 96, requires_grad=True)

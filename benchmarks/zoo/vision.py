@@ -41,7 +41,10 @@ class Bottleneck(nn.Module):
 
 def resnet50_model(classes: int = 1000) -> nn.Module:
     layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(True),
+        nn.MaxPool2d(3, 2, 1),
     ]
     inputs = 64
     for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -77,7 +80,10 @@ class DenseLayer(nn.Module):
     def __init__(self, inputs: int, growth: int) -> None:
         super().__init__()
         self.norm1, self.conv1 = nn.BatchNorm2d(inputs), nn.Conv2d(inputs, 4 * growth, 1, bias=False)
-        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+        self.norm2, self.conv2 = (
+            nn.BatchNorm2d(4 * growth),
+            nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.conv1(F.relu(self.norm1(x), inplace=True))
@@ -94,7 +100,8 @@ def densenet() -> Step:
         for _ in range(depth):
             layers.append(DenseLayer(channels, growth))
             channels += growth
-        layers += [nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels // 2, 1), nn.AvgPool2d(2)]
+        half = nn.Conv2d(channels, channels // 2, 1)
+        layers += [nn.BatchNorm2d(channels), nn.ReLU(), half, nn.AvgPool2d(2)]
         channels //= 2
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
     return training(model, sgd(model), F.cross_entropy, *images(8, 160))
@@ -135,7 +142,7 @@ class InvertedResidual(nn.Module):
 def mobilenet() -> Step:
     """After MobileNetV3: depthwise separable convolutions, ReLU6 and hardswish, squeeze and excite."""
     shapes = ((16, 3, 1), (24, 3, 2), (24, 3, 1), (40, 5, 2), (40, 5, 1), (80, 3, 2), (80, 3, 1), (112, 3, 1))
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish(inplace=True)]
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.Hardswish(inplace=True)]
     inputs = 16
     for index, (outputs, kernel, stride) in enumerate(shapes):
         layers.append(InvertedResidual(inputs, outputs, kernel, stride, late=index >= 3))
@@ -199,7 +206,9 @@ def instancenorm_net() -> Step:
         )
 
     start = (nn.Conv2d(3, 64, 7, 2, 3), nn.InstanceNorm2d(64), nn.ReLU(inplace=True))
-    model = nn.Sequential(*start, *[block() for _ in range(6)], nn.Conv2d(64, 12, 3, padding=1), nn.PixelShuffle(2))
+    model = nn.Sequential(
+        *start, *[block() for _ in range(6)], nn.Conv2d(64, 12, 3, padding=1), nn.PixelShuffle(2)
+    )
     pictures = torch.rand(4, 3, 192, 192)
     return training(model, torch.optim.Adam(model.parameters()), F.l1_loss, (pictures,), (pictures,))
 

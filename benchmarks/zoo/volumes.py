@@ -1,5 +1,7 @@
 """Three-dimensional segmentation networks, as MONAI ships them."""
 
+import importlib.util
+
 import torch
 from examples.unet3d import build as unet3d_build
 from monai.losses.dice import DiceCELoss
@@ -16,10 +18,12 @@ CLASSES = 3
 
 
 def segmentation(model: nn.Module, batch: int, size: int, loss: nn.Module | None = None) -> Step:
-    """One step on volumes (batch, 1, size, size, size), with Dice and cross-entropy where no loss is given."""
-    volumes, labels = torch.randn(batch, 1, size, size, size), torch.randint(CLASSES, (batch, 1, size, size, size))
+    """Volumes (batch, 1, size, size, size); Dice and cross-entropy where no loss is given."""
+    shape = (batch, 1, size, size, size)
+    volumes, labels = torch.randn(shape), torch.randint(CLASSES, shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return training(model, optimizer, loss or DiceCELoss(to_onehot_y=True, softmax=True), (volumes,), (labels,))
+    criterion = loss or DiceCELoss(to_onehot_y=True, softmax=True)
+    return training(model, optimizer, criterion, (volumes,), (labels,))
 
 
 @zoo
@@ -33,10 +37,13 @@ def basic_unet3d() -> Step:
     return segmentation(model, 1, 48)
 
 
-@zoo
 def unetr() -> Step:
     model = UNETR(1, CLASSES, img_size=48, feature_size=8, hidden_size=192, mlp_dim=768, num_heads=6)
     return segmentation(model, 1, 48)
+
+
+if importlib.util.find_spec("einops"):  # MONAI's attention wants it, and MONAI does not require it
+    zoo(unetr)
 
 
 @zoo
@@ -51,7 +58,8 @@ class DeepSupervision(nn.Module):
     def forward(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """`outputs` (N, levels, C, D, H, W), `labels` (N, 1, D, H, W) -> a scalar."""
         target = labels.squeeze(1)
-        return sum((0.5**k * F.cross_entropy(level, target) for k, level in enumerate(outputs.unbind(1))), start=torch.zeros(()))
+        losses = [F.cross_entropy(level, target) for level in outputs.unbind(1)]
+        return torch.stack([0.5**k * loss for k, loss in enumerate(losses)]).sum()
 
 
 @zoo

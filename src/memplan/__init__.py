@@ -11,34 +11,43 @@ from typing import TYPE_CHECKING, Any
 from memplan.errors import MemplanError
 
 if TYPE_CHECKING:
+    from memplan.explanation.explain import explain
+    from memplan.explanation.model import Explanation
     from memplan.simulation.liveness import Timeline, simulate
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
     from memplan.trace.record import record
+    from memplan.trace.spec import spec
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Explanation": "memplan.explanation.model",
     "Timeline": "memplan.simulation.liveness",
     "Trace": "memplan.trace.model",
+    "explain": "memplan.explanation.explain",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
     "record": "memplan.trace.record",
     "save_trace": "memplan.trace.json",
     "simulate": "memplan.simulation.liveness",
+    "spec": "memplan.trace.spec",
 }
 
 __all__ = [
+    "Explanation",
     "MemplanError",
     "Timeline",
     "Trace",
     "__version__",
+    "explain",
     "load_trace",
     "measure",
     "record",
     "save_trace",
     "simulate",
+    "spec",
 ]
 
 

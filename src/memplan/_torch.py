@@ -6,11 +6,12 @@ Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._subclasses
+import torch._subclasses.fake_tensor as fake_tensor
 from torch._C._profiler import _EventType, _RecordFunctionFast
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -59,6 +60,20 @@ _IN_PLACE = frozenset(
 )
 
 
+# Their values follow from their arguments: kept where small, so that shapes and branches computed from them are right
+# (`torch.arange(2, x.dim()).tolist()` is a common way to name dimensions).
+_FACTORIES = frozenset(f"aten::{name}" for name in "arange zeros ones full eye linspace scalar_tensor".split())
+_CONSTANT_NUMEL = 64
+
+
+class _NoFakeTensor:
+    """What `torch._subclasses.FakeTensor` is to the user's code while it is recorded.
+
+    Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
+    but the path to record is the one that really runs.
+    """
+
+
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an op writes its first argument in place without any change that a fake tensor could show."""
     if func._schema.name not in _IN_PLACE or kwargs.get("generator") is not None:
@@ -93,15 +108,33 @@ class FakeMode(FakeTensorMode):
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
+        torch._subclasses.FakeTensor = FakeTensor
         try:
             return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
         finally:
+            torch._subclasses.FakeTensor = _NoFakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
             self._inside = False
+
+    def __enter__(self) -> Any:
+        self._patches = patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL)
+        self._patches.__enter__()
+        torch._subclasses.FakeTensor = _NoFakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch._subclasses.FakeTensor = FakeTensor
+        self._patches.__exit__(None, None, None)
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _changes_nothing(func, args, kwargs):
             return args[0]
-        return self.dispatch(func, types, args, kwargs)
+        result = self.dispatch(func, types, args, kwargs)
+        if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
+            with no_modes():
+                real = func(*args, **kwargs)
+            return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+        return result
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake twin of a real tensor."""
@@ -210,35 +243,22 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
-    """Compiled modules and functions run eagerly; ``said`` is called when something is compiled or runs compiled.
+    """Compiled modules and functions run eagerly; ``said`` is called when something is compiled or runs compiled."""
+    from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
-    torch._dynamo takes a second to import, so it is left alone until somebody uses it.
-    """
-    compile_ = torch.compile
-    with contextlib.ExitStack() as stack:
+    compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
 
-        def go_eager() -> None:
-            from torch._dynamo import eval_frame
+    def compile_and_say(*args: Any, **kwargs: Any) -> Any:
+        said()
+        return compile_(*args, **kwargs)
 
-            call = eval_frame.OptimizedModule.__call__
+    def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
+        said()
+        return call(self, *args, **kwargs)
 
-            def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
-                said()
-                return call(self, *args, **kwargs)
-
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(patched(eval_frame.OptimizedModule, __call__=call_and_say))
-
-        def compile_and_say(*args: Any, **kwargs: Any) -> Any:
-            said()
-            if not eager:
-                go_eager()
-                eager.append(True)
-            return compile_(*args, **kwargs)
-
-        eager: list[bool] = []
-        if "torch._dynamo" in sys.modules:
-            go_eager()
-            eager.append(True)
-        stack.enter_context(patched(torch, compile=compile_and_say))
+    with (
+        torch.compiler.set_stance("force_eager"),
+        patched(torch, compile=compile_and_say),
+        patched(eval_frame.OptimizedModule, __call__=call_and_say),
+    ):
         yield

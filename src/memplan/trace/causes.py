@@ -149,7 +149,9 @@ def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
             if maker is not None and maker.phase == "optimizer":
                 continue
             for role in _roles(source, read.storage):
-                found.setdefault(read.storage, {}).setdefault((source.index, role), Sharer(source.index, role))
+                found.setdefault(read.storage, {}).setdefault(
+                    (source.index, role), Sharer(source.index, role, read.name)
+                )
     return {storage: list(sharers.values()) for storage, sharers in found.items()}
 
 

@@ -48,7 +48,7 @@ def dumps(trace: Trace) -> str:
     storages = [
         [
             s.bytes, s.cause, s.born, s.died, s.op, s.dtype, s.shape, s.device, s.name,
-            [[r.op, r.role] for r in s.sharers],
+            [[r.op, r.role, r.read_as] for r in s.sharers],
         ]
         for s in trace.storages
     ]  # fmt: skip
@@ -139,7 +139,7 @@ def _read(data: dict[str, Any]) -> Trace:
     storages = tuple(
         Storage(
             i, size, cause, born, died, op, dtype, tuple(shape), device, name,
-            tuple(Sharer(o, role) for o, role in sharers),
+            tuple(Sharer(*row) for row in sharers),
         )
         for i, (size, cause, born, died, op, dtype, shape, device, name, sharers) in enumerate(data["storages"])
     )  # fmt: skip

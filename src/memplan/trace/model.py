@@ -84,7 +84,9 @@ class Sharer:
 
     op: int
     role: str
-    """An argument's name (``input``) or ``result``."""
+    """An argument's name (``input``), ``result``, or ``kept`` where it was neither (a function's own temporary)."""
+    read_as: str = ""
+    """Name of the argument under which the backward op reads it (``indices``, ``save_mean``)."""
 
 
 @dataclass(frozen=True, slots=True)

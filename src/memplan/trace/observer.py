@@ -18,7 +18,8 @@ _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 # Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
-_SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default"})
+_SCALAR = "aten._local_scalar_dense.default"
+_SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
 Transients = Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -102,9 +103,9 @@ class Observer:
         if signature is None:
             signature = self._signatures[func] = _Signature(func)
         if signature.silent:
+            if self.read_scalar is not None and signature.name == _SCALAR:
+                return self.read_scalar(args[0], run)
             return run(func)
-        if signature.name == "aten._local_scalar_dense.default" and self.read_scalar is not None:
-            return self.read_scalar(args[0], run)
         if func is _ADD and self._is_engine_sum(args):
             run(_ADD_IN_PLACE)
             return self._note(self._signatures.setdefault(_ADD_IN_PLACE, _Signature(_ADD_IN_PLACE)), args, kwargs, args[0])

@@ -1,0 +1,175 @@
+"""Timeline -> Explanation: where the bytes go, by cause, by layer, at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import InputError, MemplanError
+from memplan.explanation.layers import layer_rows, op_word, saved_rows
+from memplan.explanation.model import Explanation, PeakRow, Scaling
+from memplan.explanation.text import headline
+from memplan.simulation.liveness import Timeline, live_at, simulate
+from memplan.trace.model import CAUSES, Op, Trace
+from memplan.trace.record import record
+from memplan.trace.step import StepOptions, build_of
+
+_OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
+
+
+def explain(
+    what: Any,
+    *inputs: Any,
+    kwargs: Mapping[str, Any] = {},  # noqa: B006  # read only
+    targets: tuple[Any, ...] = (),
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    device: str | None = None,
+    autocast: torch.dtype | str | None = None,
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Explanation:
+    """Explain where the memory of a step goes, before it runs.
+
+    Args:
+        what: a module, a callable that makes one (then nothing of it is ever allocated), a ``build`` that returns a
+            step, or a Trace. A module is copied, not changed.
+        inputs, kwargs: what the module is called with: tensors, `memplan.spec` values, or text such as "8x3x224x224".
+        targets: what the loss takes after the output.
+        loss: ``loss(output, *targets)``, a scalar. Without one: the output's ``.loss``, else the output where it is a
+            scalar, else the sum of its floating-point tensors.
+        optimizer: a callable of the parameters, such as ``torch.optim.AdamW``. Without one the step ends with backward.
+        device: ``"cpu"`` or None.
+        autocast: dtype of an autocast around model and loss: ``torch.bfloat16``, "bf16", "fp16".
+        train: False for inference: evaluation mode, under no_grad, without loss and optimizer.
+        dtype: dtype that the model is converted to first.
+
+    Returns:
+        An Explanation; printing it gives a paragraph, ``memplan.reports`` make tables of it.
+
+    Raises:
+        TargetError, InputError, DeviceError: what was given does not describe a step.
+        StepError, DataDependentError: the step cannot be recorded.
+
+    Example:
+        >>> print(memplan.explain(resnet18, "32x3x224x224", optimizer=torch.optim.AdamW))
+        44.7 MiB of weights -> 1.1 GiB peak: ...
+    """
+    options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
+    if isinstance(what, Trace):
+        _refuse_options(options)
+        return explain_trace(what, train=train)
+    trace = record(build_of(what, options), device=device)
+    explanation = explain_trace(trace, title=_title(what), train=train)
+    return replace(explanation, scaling=_scaling(what, options, device, explanation))
+
+
+def explain_trace(trace: Trace, *, title: str = "step", train: bool = True) -> Explanation:
+    """Explain a step that was recorded, or measured, before."""
+    timeline = simulate(trace)
+    by_cause = _by_cause(trace, timeline.peak_tick)
+    start, end = _representative_step(timeline)
+    saved = saved_rows(trace, start, end)
+    layers = layer_rows(trace, saved, start, end)
+    weights = sum(s.bytes for s in live_at(trace, timeline.peak_tick) if s.cause == "weight")
+    reserved = dict(by_cause) | {"rounding": 0, "fragmentation": 0}
+    return Explanation(
+        title,
+        trace.device,
+        train,
+        timeline,
+        by_cause | {"rounding": 0},
+        reserved,
+        _most(trace),
+        tuple(layers),
+        tuple(saved),
+        sum(row.bytes for row in saved if row.counted),
+        _peak(trace, timeline),
+        headline(by_cause, weights, timeline.peak_allocated),
+        None,
+        (*trace.notes, *_notes(trace)),
+        trace.assumptions,
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _refuse_options(options: StepOptions) -> None:
+    if options.inputs or options.kwargs or options.targets or options.loss or options.optimizer:
+        raise InputError(
+            "a Trace and inputs, targets, a loss or an optimizer", expected="a Trace alone: its step is already recorded"
+        )
+
+
+def _title(what: Any) -> str:
+    if isinstance(what, nn.Module):
+        return type(what).__name__
+    return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", "step")
+
+
+def _representative_step(timeline: Timeline) -> tuple[int, int]:
+    """The step that the tables are about: the one with the highest peak, the first among equals."""
+    step = max(timeline.steps, key=lambda s: s.peak_allocated, default=timeline.build)
+    return step.start, step.end
+
+
+def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
+    """Bytes live after an event, by cause; every cause is listed, and they add up exactly."""
+    result: dict[str, int] = dict.fromkeys(CAUSES, 0)
+    for storage in live_at(trace, tick):
+        result[storage.cause] += storage.bytes
+    return result
+
+
+def _most(trace: Trace) -> dict[str, int]:
+    """The most that each cause holds at any one time."""
+    events = sorted(
+        [(s.born, s.bytes, s.cause) for s in trace.storages]
+        + [(s.died, -s.bytes, s.cause) for s in trace.storages if s.died is not None]
+    )
+    level: dict[str, int] = dict.fromkeys(CAUSES, 0)
+    most: dict[str, int] = dict.fromkeys(CAUSES, 0)
+    for _, size, cause in events:
+        level[cause] += size
+        most[cause] = max(most[cause], level[cause])
+    return most
+
+
+def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
+    """The op that spans the peak's tick, else the last one before it."""
+    best: Op | None = None
+    for op in trace.ops:
+        if op.start < timeline.peak_tick:
+            best = op
+        else:
+            break
+    if best is None:
+        return None
+    word = op_word(trace.ops[best.gradient_of], trace) + "'s gradient" if best.gradient_of is not None else op_word(best, trace)
+    return PeakRow(word, best.layer, best.where, best.phase, best.step, timeline.peak_allocated)
+
+
+def _notes(trace: Trace) -> tuple[str, ...]:
+    if trace.device == "cpu" and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
+        return ("oneDNN keeps compiled kernels and small scratch outside of torch's allocator: not counted here",)
+    return ()
+
+
+def _scaling(what: Any, options: StepOptions, device: str | None, explanation: Explanation) -> Scaling | None:
+    """Record once more at twice the batch: the fixed part and the part per sample."""
+    batch = options.batch
+    if batch is None or batch < 1:
+        return None
+    try:
+        doubled = simulate(record(build_of(what, options.with_batch(2 * batch)), device=device))
+    except MemplanError:
+        return None  # a model that takes just this batch
+    peaks = (explanation.timeline.peak_allocated, doubled.peak_allocated)
+    slope = (peaks[1] - peaks[0]) / batch
+    return Scaling((batch, 2 * batch), peaks, peaks[0] - slope * batch, slope)

@@ -1,0 +1,130 @@
+"""What an explanation is: immutable rows that know nothing of how they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.simulation.liveness import Timeline
+from memplan.trace.model import Assumption
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRow:
+    """A storage kept from forward to backward, as one op keeps it.
+
+    ``bytes`` are those of the whole storage; ``counted`` is true for the one op among its sharers that it counts for,
+    so that the counted rows add up to the saved total.
+    """
+
+    layer: str
+    op: str
+    role: str
+    bytes: int
+    counted: bool
+    shape: tuple[int, ...]
+    dtype: str
+    needed_for: tuple[str, ...]
+    shared_with: tuple[str, ...]
+    why: str
+    where: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """A layer: what it outputs, keeps, owns, in bytes.
+
+    ``saved_bytes`` counts a storage that several layers keep for the first of them only, so that the column adds up
+    to the saved total; ``kept_bytes`` counts it for each. ``needed_for`` is out of ``weight_gradient`` and
+    ``input_gradient``; a layer that keeps bytes for neither keeps them for nothing.
+    """
+
+    name: str
+    kind: str
+    output_bytes: int
+    saved_bytes: int
+    kept_bytes: int
+    shared_with: tuple[str, ...]
+    needed_for: tuple[str, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    why: tuple[str, ...]
+    where: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PeakRow:
+    """The op that is running when the most is allocated. ``step`` is 0-based, -1 while building."""
+
+    op: str
+    layer: str
+    where: str | None
+    phase: str
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How the peak grows with the batch: peak = fixed + per_sample * batch, from recordings at the ``batches`` given."""
+
+    batches: tuple[int, ...]
+    peaks: tuple[int, ...]
+    fixed: float
+    per_sample: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where the memory of a step goes. All numbers are bytes.
+
+    ``by_cause`` is what is live at the allocated peak and adds up to it exactly; ``by_cause_reserved`` the same at the
+    reserved peak; ``by_cause_most`` the most that each cause holds at any time (not at the same time).
+    """
+
+    title: str
+    device: str
+    train: bool
+    timeline: Timeline
+    by_cause: dict[str, int]
+    by_cause_reserved: dict[str, int]
+    by_cause_most: dict[str, int]
+    layers: tuple[LayerRow, ...]
+    saved: tuple[SavedRow, ...]
+    saved_bytes: int
+    peak: PeakRow | None
+    sentence: str
+    scaling: Scaling | None
+    notes: tuple[str, ...]
+    assumptions: tuple[Assumption, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: every number and text of the explanation, without the events of the timeline."""
+        data = {
+            field.name: _plain(getattr(self, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "timeline"
+        }
+        timeline = self.timeline
+        data["timeline"] = {
+            "device": timeline.device,
+            "peak_allocated": timeline.peak_allocated,
+            "peak_reserved": timeline.peak_reserved,
+            "build": _plain(timeline.build),
+            "steps": _plain(timeline.steps),
+        }
+        return data
+
+    def __str__(self) -> str:
+        from memplan.explanation.text import summary
+
+        return summary(self)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, dict) else value

@@ -1,0 +1,159 @@
+"""Tensors described rather than held: what an input will be, for a step that is made later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memplan.errors import InputError
+
+_DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
+        "float8_e4m3fn float8_e5m2"
+    ).split()
+}
+_SHORT = {
+    "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",
+    "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",
+}  # fmt: skip
+_TEXT = re.compile(r"(?P<shape>\d+(?:x\d+)*|scalar)(?::(?P<dtype>\w+))?(?:<(?P<high>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor to be made: shape, dtype and, for integers, the range of its values ``low <= value < high``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    low: float | None = None
+    high: float | None = None
+    seed: int = 0
+
+    def make(self) -> torch.Tensor:
+        """The tensor; a fake one under a fake mode. Drawn from a generator of its own."""
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            values = torch.randn(self.shape, generator=generator)
+            if self.low is not None or self.high is not None:
+                low, high = self.low or 0.0, 1.0 if self.high is None else self.high
+                values.uniform_(low, high, generator=generator)
+            return values if self.dtype == torch.float32 else values.to(self.dtype)
+        low, high = int(self.low or 0), 2 if self.high is None else int(self.high)
+        return torch.randint(low, high, self.shape, generator=generator, dtype=self.dtype)
+
+
+def spec(
+    text: str, dtype: str | torch.dtype | None = None, *, low: float | None = None, high: float | None = None, seed: int = 0
+) -> Spec:  # fmt: skip
+    """Describe a tensor: ``"8x3x224x224"``, ``"8x1024:int64<50257"``, ``"scalar"``.
+
+    Args:
+        text: sizes joined by "x", then optionally ":" and a dtype, then optionally "<" and the end of an integer range.
+        dtype: the dtype, if it is not in the text; float32 by default.
+        low, high: values are drawn from low <= value < high: integers from 0 to 1 by default, floats from a normal
+            distribution unless one of them is given.
+        seed: of the generator that a real step draws the values from.
+
+    Raises:
+        InputError: the text does not describe a tensor.
+
+    Example:
+        >>> memplan.spec("8x1024", dtype="int64", high=50257).shape
+        (8, 1024)
+    """
+    match = _TEXT.fullmatch(str(text).strip())
+    if match is None:
+        raise InputError(
+            f"input {text!r} does not describe a tensor",
+            expected="sizes joined by x, then :dtype and <end if needed, as in 8x3x224x224 or 8x1024:int64<50257",
+            do="Write it so",
+        )
+    sizes = match["shape"]
+    shape = () if sizes == "scalar" else tuple(int(size) for size in sizes.split("x"))
+    chosen = _dtype(match["dtype"] or dtype or "float32")
+    if match["high"] is not None:
+        high = int(match["high"])
+    _check_range(text, chosen, low, high)
+    return Spec(shape, chosen, low, high, seed)
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    if isinstance(name, torch.dtype):
+        return name
+    found = _DTYPES.get(_SHORT.get(name, name))
+    if found is None:
+        raise InputError(f"dtype {name!r}", expected=f"one of {', '.join(_DTYPES)}", do="Choose one of these")
+    return found
+
+
+def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float | None) -> None:
+    is_float = dtype.is_floating_point or dtype.is_complex
+    bottom, top = low or 0, high if high is not None else (1 if is_float else 2)
+    if top <= bottom:
+        raise InputError(
+            f"input {text!r} draws values from {bottom} up to, not including, {top}",
+            expected="an end above the beginning",
+            do="Raise the end, or leave it out",
+        )
+
+
+def as_spec(value: Any) -> Any:
+    """Text becomes a Spec; everything else stays."""
+    return spec(value) if isinstance(value, str) else value
+
+
+def realize(value: Any) -> Any:
+    """A Spec becomes a tensor, a real tensor a new one of its kind (values are kept where there is memory for them)."""
+    if isinstance(value, Spec):
+        return value.make()
+    if isinstance(value, torch.Tensor):
+        return like(value)
+    if isinstance(value, Mapping):
+        return {key: realize(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(realize(item) for item in value)
+    return value
+
+
+def like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, strides and dtype on the CPU: fake under a fake mode, else a copy."""
+    from memplan import _torch
+
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if not isinstance(made, _torch.FakeTensor) and tensor.device.type != "meta":
+        with torch.no_grad():
+            made.copy_(tensor)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def with_batch(value: Any, old: int, new: int) -> Any:
+    """The same specs and tensors with a leading dimension of ``new`` wherever it was ``old``."""
+    if isinstance(value, torch.Tensor):
+        value = Spec(tuple(value.shape), value.dtype)
+    if isinstance(value, Spec):
+        return replace(value, shape=(new, *value.shape[1:])) if value.shape[:1] == (old,) else value
+    if isinstance(value, Mapping):
+        return {key: with_batch(item, old, new) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(with_batch(item, old, new) for item in value)
+    return value
+
+
+def batch_of(*values: Any) -> int | None:
+    """The leading dimension of the first tensor or spec that has one."""
+    for value in values:
+        if isinstance(value, Mapping):
+            value = list(value.values())
+        if isinstance(value, (list, tuple)):
+            found = batch_of(*value)
+            if found is not None:
+                return found
+        elif isinstance(value, (Spec, torch.Tensor)) and len(value.shape) > 0:
+            return int(value.shape[0])
+    return None

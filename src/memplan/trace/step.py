@@ -1,0 +1,266 @@
+"""From a module, its inputs and a loss to a ``build`` that `record` and `measure` take."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.errors import DeviceError, InputError, TargetError
+from memplan.trace.session import Build, Step
+from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
+
+_AUTOCAST = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What, besides the model, makes a step: see `memplan.explain`."""
+
+    inputs: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[Any, ...] = ()
+    loss: Callable[..., Any] | None = None
+    optimizer: Callable[[Any], Any] | None = None
+    autocast: torch.dtype | str | None = None
+    train: bool = True
+    dtype: torch.dtype | None = None
+    """Of the model's floating-point parameters, where it is not to stay as made."""
+
+    def checked(self) -> StepOptions:
+        """The same with text turned into specs.
+
+        Raises:
+            InputError: an input that does not describe a tensor, an unknown autocast.
+        """
+        autocast = self.autocast
+        if isinstance(autocast, str):
+            autocast = _AUTOCAST.get(autocast)
+            if autocast is None:
+                raise InputError(f"autocast={self.autocast!r}", expected=f"one of {', '.join(_AUTOCAST)}, or None")
+        return replace(
+            self,
+            inputs=tuple(as_spec(value) for value in self.inputs),
+            kwargs={name: as_spec(value) for name, value in self.kwargs.items()},
+            targets=tuple(as_spec(value) for value in self.targets),
+            autocast=autocast,
+        )
+
+    @property
+    def batch(self) -> int | None:
+        """Leading dimension of the first input, None where there is none."""
+        return batch_of(*self.inputs, *self.kwargs.values())
+
+    def with_batch(self, new: int) -> StepOptions:
+        """The same step with another leading dimension wherever an input, keyword or target has the batch's."""
+        old = self.batch
+        if old is None:
+            return self
+        return replace(
+            self,
+            inputs=with_batch(self.inputs, old, new),
+            kwargs=with_batch(dict(self.kwargs), old, new),
+            targets=with_batch(self.targets, old, new),
+        )
+
+
+def build_of(what: Any, options: StepOptions) -> Build:
+    """A ``build`` for a module, a callable that makes one, or a ``build``.
+
+    A module that exists is copied, never changed; of what a callable makes, nothing is allocated while recording.
+
+    Raises:
+        TargetError: ``what`` is none of these.
+        DeviceError: the module is on a device that this version has no model of.
+    """
+    if isinstance(what, nn.Module):
+        _check_device(what)
+    elif not callable(what):
+        raise TargetError(
+            f"{type(what).__name__} {what!r:.60}",
+            expected="a module, a callable that makes one, a build that returns a step, or a Trace",
+            do="Pass one of these",
+        )
+
+    def build() -> Step:
+        made = copy_module(what) if isinstance(what, nn.Module) else what()
+        if isinstance(made, nn.Module):
+            return _step(made, options)
+        if not callable(made):
+            raise TargetError(
+                f"{_title(what)} returned {_describe(made)}",
+                expected="a module, or a step: a callable without arguments that runs one training step",
+                do="Return one of these",
+            )
+        if options.inputs or options.kwargs or options.targets or options.loss or options.optimizer:
+            raise InputError(
+                f"{_title(what)} returned a step, and inputs, targets, a loss or an optimizer were given, too",
+                expected="only what a module needs; a step brings its own",
+                do="Leave them out, or pass a callable that returns the module",
+            )
+        return made
+
+    return build
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """A copy whose parameters and buffers are new: fake under a fake mode, real ones with the same values else.
+
+    Raises:
+        TargetError: the module holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        own = {**part._parameters, **part._buffers}
+        for tensor in (*own.values(), *_torch.tree_leaves(list(vars(part).values()))):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+                made = like(tensor.detach())
+                made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+                memo[id(tensor)] = made
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # __deepcopy__ is the user's code and can raise anything
+        raise TargetError(
+            f"{type(module).__name__} cannot be copied ({type(error).__name__}: {str(error).splitlines()[0]})",
+            expected="a module that copy.deepcopy takes, so that yours is left as it is",
+            do="Pass a callable that makes the module instead",
+        ) from error
+
+
+def _check_device(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise DeviceError(
+                f"{name} is on {tensor.device}",
+                expected="a module on the CPU, the one device that this version knows",
+                do="Pass a callable that makes the module on the CPU: nothing of it will be allocated",
+            )
+
+
+def _step(model: nn.Module, options: StepOptions) -> Step:
+    if options.dtype is not None:
+        model.to(options.dtype)
+    model.train(options.train)
+    _check_inputs(model, options)
+    inputs, kwargs = realize(options.inputs), realize(dict(options.kwargs))
+    targets = realize(options.targets)
+    if not options.train:
+        return lambda: _infer(model, inputs, kwargs, options)
+    optimizer = _optimizer(model, options)
+
+    def step() -> None:
+        if optimizer is not None:
+            optimizer.zero_grad()
+        else:
+            model.zero_grad()
+        with _autocast(options):
+            output = model(*inputs, **kwargs)
+            loss = _loss(output, targets, options)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return step
+
+
+def _infer(model: nn.Module, inputs: Any, kwargs: Any, options: StepOptions) -> None:
+    with torch.no_grad(), _autocast(options):
+        output = model(*inputs, **kwargs)
+    del output
+
+
+def _autocast(options: StepOptions) -> AbstractContextManager[Any]:
+    if options.autocast is None:
+        return nullcontext()
+    assert isinstance(options.autocast, torch.dtype), "options were checked"
+    return torch.autocast("cpu", dtype=options.autocast)
+
+
+def _optimizer(model: nn.Module, options: StepOptions) -> Any:
+    if options.optimizer is None:
+        return None
+    try:
+        return options.optimizer(model.parameters())
+    except Exception as error:  # an optimizer can refuse its parameters in any way
+        raise InputError(
+            f"the optimizer raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            expected="a callable that takes the model's parameters, as torch.optim.AdamW does",
+            do="Pass such a callable",
+        ) from error
+
+
+def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
+    if options.loss is not None:
+        value = options.loss(output, *targets)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _describe(value)
+            raise InputError(
+                f"the loss returned {shape}", expected="a scalar tensor", do="Reduce it, by .mean() or .sum()"
+            )
+        return value
+    given = getattr(output, "loss", None)
+    if isinstance(given, torch.Tensor) and given.numel() == 1:
+        return given
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    tensors = _float_tensors(output)
+    if not tensors:
+        raise InputError(
+            f"the model returned {_describe(output)}, without a floating-point tensor",
+            expected="a tensor that a loss can be made of",
+            do="Give a loss that makes a scalar of it",
+        )
+    total = tensors[0].sum()
+    for tensor in tensors[1:]:
+        total = total + tensor.sum()
+    return total
+
+
+def _float_tensors(output: Any) -> list[torch.Tensor]:
+    leaves = output.values() if isinstance(output, Mapping) else _torch.tree_leaves(output)
+    found: list[torch.Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_floating_point() and leaf.requires_grad:
+                found.append(leaf)
+        elif isinstance(leaf, (list, tuple, Mapping)):
+            found += _float_tensors(leaf)
+    return found
+
+
+def _check_inputs(model: nn.Module, options: StepOptions) -> None:
+    """Whether forward() can be called so, before it fails somewhere inside."""
+    try:
+        signature = inspect.signature(model.forward)
+        signature.bind(*options.inputs, **options.kwargs)
+    except TypeError as error:
+        given = f"{len(options.inputs)} input(s)" if options.inputs else "no input"
+        raise InputError(
+            f"{type(model).__name__}.forward{_parameters(model)} was given {given}"
+            + (f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else "")
+            + f" ({error})",
+            expected="an input for each parameter without a default",
+            do="Describe each with an --input (or memplan.spec), by name with a --kwarg",
+        ) from None
+    except ValueError:  # a forward without a signature that Python can see
+        return
+
+
+def _parameters(model: nn.Module) -> str:
+    names = [str(p).split(":")[0].split(" =")[0] for p in inspect.signature(model.forward).parameters.values()]
+    return f"({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})"
+
+
+def _title(what: Any) -> str:
+    return getattr(what, "__qualname__", None) or getattr(getattr(what, "func", None), "__qualname__", None) or "it"
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
