@@ -29,8 +29,7 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(project, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         return self.relu(out + self.shortcut(x))
 
 

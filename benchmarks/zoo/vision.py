@@ -142,7 +142,7 @@ class InvertedResidual(nn.Module):
 def mobilenet() -> Step:
     """After MobileNetV3: depthwise separable convolutions, ReLU6 and hardswish, squeeze and excite."""
     shapes = ((16, 3, 1), (24, 3, 2), (24, 3, 1), (40, 5, 2), (40, 5, 1), (80, 3, 2), (80, 3, 1), (112, 3, 1))
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), nn.Hardswish(inplace=True)]
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish(True)]
     inputs = 16
     for index, (outputs, kernel, stride) in enumerate(shapes):
         layers.append(InvertedResidual(inputs, outputs, kernel, stride, late=index >= 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,19 @@ _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
-Transients = Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Semantics:
+    """What a device's kernels do beyond what a fake tensor tells.
+
+    ``transient_bytes(name, args, kwargs, result)``: bytes that a kernel holds for itself while it runs.
+    ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
+    """
+
+    transient_bytes: Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
+    results: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
+
 
 
 @dataclass(slots=True)
@@ -75,14 +87,14 @@ class _Signature:
 class Observer:
     """Notes every op with its place, and every storage with its birth and death."""
 
-    def __init__(self, place: Place, *, real: bool, transients: Transients | None = None) -> None:
+    def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None) -> None:
         self.place = place
         self.ledger = Ledger(real=real)
         self.marks = Marks()
         self.notes: list[Note] = []
         self.by_sequence: dict[int, int] = {}
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
-        self._transients = transients
+        self._semantics = semantics
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
         self._updating: set[int] = set()
@@ -174,11 +186,14 @@ class Observer:
             for _, name in signature.positions[:1]:
                 if isinstance(args[0], torch.Tensor) and name:
                     ledger.resized(args[0], index)
+        size = 0
+        if self._semantics is not None:
+            corrected = self._semantics.results.get(signature.name)
+            result = result if corrected is None else corrected(args, kwargs, result)
+            size = self._semantics.transient_bytes(signature.name, args, kwargs, result)
         _results(result, ledger, index, note.writes)
-        if self._transients is not None:
-            size = self._transients(signature.name, args, kwargs, result)
-            if size:
-                ledger.transient(size, index)
+        if size:
+            ledger.transient(size, index)
         note.end = ledger.clock
         if note.phase == "optimizer":
             self._updating.update(note.writes)

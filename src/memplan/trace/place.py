@@ -50,11 +50,10 @@ def format_frame(frame: tuple[str, int] | None) -> str | None:
 
 
 def _short(path: str) -> str:
-    for root in (os.getcwd(), *sorted(filter(None, sys.path), key=len, reverse=True)):
-        root = os.path.abspath(root) + os.sep
-        if path.startswith(root):
-            return path[len(root) :]
-    return os.path.basename(path)
+    roots = {os.path.abspath(root) + os.sep for root in (os.getcwd(), *sys.path)}
+    within = [root for root in roots if path.startswith(root)]
+    # the longest: site-packages rather than a working directory that a virtual environment lies in
+    return path[len(max(within, key=len)) :] if within else os.path.basename(path)
 
 
 class Place:

@@ -54,12 +54,15 @@ def undisturbed() -> Iterator[None]:
     """
     state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = _numpy_state()
-    enabled = gc.isenabled()
-    gc.collect()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
+    if not frozen:
+        gc.freeze()  # what was there before is none of our business, and walking it at every step costs most of all
     try:
         yield
     finally:
+        if not frozen:
+            gc.unfreeze()
         if enabled:
             gc.enable()
         torch.set_rng_state(state)

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from memplan.trace.semantics import convolution
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+_FORMULAS: dict[str, Formula] = {
+    "aten.convolution.default": convolution.transient,
+    "aten.convolution_backward.default": convolution.transient_backward,
+}
 
 
 def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that the kernel holds together with the op's results, before it returns."""
-    return 0
+    """Bytes that the kernel holds at its worst moment beyond what was there before and its results."""
+    formula = _FORMULAS.get(name)
+    return 0 if formula is None else max(0, formula(args, kwargs, result))

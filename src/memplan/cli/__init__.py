@@ -1,0 +1,126 @@
+"""The command line: `memplan COMMAND`. A command is one file here and one line in `COMMANDS`.
+
+Nothing heavy is imported until a command runs: help has to answer within 0.3 s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from memplan import __version__
+from memplan.errors import MemplanError
+
+COMMANDS: dict[str, str] = {
+    "explain": "Say where the memory of a step goes, before it runs.",
+}
+"""Name of each command and what it does. ``memplan.cli.NAME`` holds it as ``command``, a click command."""
+
+HELP = """Where the memory of a PyTorch step goes, before it runs.
+
+\b
+  memplan explain examples/resnet18.py:make --input 32x3x224x224
+  memplan explain torchvision.models:resnet18 --input 32x3x224x224 --optimizer adamw
+
+Nothing of the model is allocated, and no GPU is needed.
+
+Exit code: 0 done; 1 found something, or does not fit; 2 bad usage, or a step that cannot be recorded.
+"""
+
+
+class Commands(click.Group):
+    """A group that imports a command when it is asked for, and answers every error with one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name, imported now; None where there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        return importlib.import_module(f"memplan.cli.{cmd_name}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the nearest names where a command is unknown."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from memplan.cli.parsing import offer
+
+            raise click.UsageError(f"There is no command {args[0]!r}. {offer(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help, without importing any command."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
+        """Run the command line and exit."""
+        given = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(given, *rest, **extra)
+        except BaseException as error:  # whatever it is, it ends as one line and an exit code
+            code = _answer(error, debug="--debug" in given)
+        if isinstance(code, int):
+            sys.exit(_flushed(code))
+        sys.exit(_flushed(0))
+
+
+def _answer(error: BaseException, *, debug: bool) -> int:
+    """Say what went wrong in one line on stderr and return the exit code."""
+    if isinstance(error, BrokenPipeError):
+        return 0  # whoever read the output has seen enough of it
+    if debug and not isinstance(error, (click.ClickException, SystemExit)):
+        traceback.print_exception(error)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        _say("interrupted")
+        return 130
+    if isinstance(error, SystemExit):  # the user's code: ours does not raise it inside of a command
+        _say(f"the target's code called sys.exit({error.code!r}). Expected code that returns. Take the call out.")
+        return 2
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "memplan"
+        _say(f"{error.format_message().rstrip('.')}. See {command} --help.".replace("?.", "?"))
+    elif isinstance(error, click.ClickException):
+        _say(error.format_message())
+    elif isinstance(error, MemplanError):
+        _say(str(error))
+    else:
+        _say(
+            f"{type(error).__name__}: {error} ({_innermost(error)}). Expected that memplan finds no error of its own. "
+            "Run it again with --debug for the traceback, and report it."
+        )
+    return 2
+
+
+def _say(text: str) -> None:
+    click.echo("memplan: " + " ".join(text.split()), err=True)
+
+
+def _innermost(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else "nowhere"
+
+
+def _flushed(code: int) -> int:
+    """The exit code, after flushing: a pipe that broke late must not make the interpreter complain at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ValueError:  # closed by the user's code
+        pass
+    return code
+
+
+main = Commands("memplan", help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+main = click.version_option(__version__, prog_name="memplan")(main)

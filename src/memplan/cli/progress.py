@@ -1,0 +1,59 @@
+"""A line on the terminal while something takes long, and nothing in a pipe."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+AFTER = 1.0
+"""Seconds before the line appears: what is quicker needs none."""
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Show ``text`` and the seconds passed on stderr, from the first second on, if stderr is a terminal.
+
+    What the user's code prints meanwhile goes to stderr, so that stdout holds the report alone.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield
+            return
+        line = _Line(text)
+        try:
+            yield
+        finally:
+            line.stop()
+
+
+class _Line:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._shown = None
+        self._timer = threading.Timer(AFTER, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+        self._stopped = False
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with self._lock:
+            if self._stopped:
+                return
+            self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._shown.add_task(self._text)
+            self._shown.start()
+
+    def stop(self) -> None:
+        """Take the line away."""
+        self._timer.cancel()
+        with self._lock:
+            self._stopped = True
+            if self._shown is not None:
+                self._shown.stop()

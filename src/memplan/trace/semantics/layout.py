@@ -1,0 +1,93 @@
+"""What the formulas of the kernels' temporaries share: bytes, copies, layouts, this machine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+Arguments = tuple[Any, ...]
+
+
+@functools.cache
+def simd() -> int:
+    """Floats in a vector register: the channel block of oneDNN's layouts.
+
+    16 was verified on AVX512; 8 (AVX2) and below (ARM, plain x86) are what oneDNN documents.
+    """
+    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
+
+
+@functools.cache
+def has_amx() -> bool:
+    """Whether oneDNN multiplies bfloat16 with tiles: brgemm kernels, which want channels last."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # in 2.13, not in 2.11
+    return bool(capabilities.get("amx_bf16", False))
+
+
+@functools.cache
+def level_2_cache() -> int:
+    """Bytes of the L2 cache, which oneDNN sizes its buffers by."""
+    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def padded(n: int, block: int) -> int:
+    """The next multiple of ``block``."""
+    return -(-n // block) * block
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among the values and in the lists among them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [v for v in value if isinstance(v, torch.Tensor)]
+    return found
+
+
+def copied(tensor: torch.Tensor) -> int:
+    """Bytes of ``tensor.contiguous()``."""
+    return 0 if tensor.is_contiguous() else bytes_of(tensor)
+
+
+
+
+def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """c10/core/MemoryFormat.h, is_channels_last_strides_2d_s4 and ..._3d_s5."""
+    order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(sizes))
+    if order is None or strides[1] == 0:
+        return False
+    least = 0
+    for d in order:
+        if sizes[d] == 0 or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * max(sizes[d], 1)
+    return True
+
+
+def suggests_channels_last(tensor: torch.Tensor) -> bool:
+    """``Tensor::suggest_memory_format``."""
+    return like_channels_last(tensor.shape, tensor.stride())
+
+
+def copied_to(tensor: torch.Tensor, last: bool) -> int:
+    """Bytes of ``tensor.contiguous(memory_format)``, channels last or plain."""
+    if not last:
+        return copied(tensor)
+    form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return 0 if tensor.is_contiguous(memory_format=form) else bytes_of(tensor)
+
+
+def space(sizes: Sequence[int]) -> int:
+    """Positions in the dimensions after batch and channel."""
+    return prod(sizes[2:])

@@ -1,0 +1,90 @@
+"""Temporaries of convolutions that oneDNN does not take: PyTorch's own im2col kernels.
+
+ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp, NaiveDilatedConvolution.cpp,
+NaiveConvolutionTranspose2d.cpp, NaiveConvolutionTranspose3d.cpp; Convolution.cpp calls them a group at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+from memplan.trace.semantics.layout import bytes_of, copied, space
+
+
+def _columns(channels: int, weight: torch.Tensor, positions: int, itemsize: int) -> int:
+    return channels * prod(weight.shape[2:]) * positions * itemsize
+
+
+def _skips_columns(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
+    """A 1x1 kernel reads its input as it is."""
+    return prod(weight.shape[2:]) == 1 and all(s == 1 for s in stride) and not any(padding)
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    groups: int,
+    transposed: bool,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> int:
+    """The columns; with groups also the slices of input and output, which are put together at the end."""
+    batch, size = x.shape[0], x.element_size()
+    copies = copied(x) + copied(weight)
+    if transposed:
+        columns = _columns(y.shape[1] // groups, weight, space(x.shape), size)
+        if x.dim() < 5:
+            columns *= batch
+        else:
+            columns += space(y.shape) * size  # ones, for the bias
+    elif _skips_columns(weight, stride, padding):
+        columns = 0
+    else:
+        columns = _columns(x.shape[1] // groups, weight, space(y.shape), size)
+        if all(d == 1 for d in dilation):
+            columns *= batch
+    if groups == 1:
+        return copies + columns
+    return copies + max(bytes_of(x) // groups + columns, bytes_of(y))
+
+
+def backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: Sequence[bool],
+    groups: int,
+    transposed: bool,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> int:
+    """Columns are live while the last result is computed; the results of a group are slices first."""
+    batch, size = x.shape[0], x.element_size()
+    copies = copied(gradient) + copied(x) + copied(weight)
+    data = weights = 0
+    if transposed:
+        data = weights = _columns(gradient.shape[1] // groups, weight, space(x.shape), size)
+    elif not (_skips_columns(weight, stride, padding) and x.dim() < 5):
+        image = _columns(x.shape[1] // groups, weight, space(gradient.shape), size)
+        dilated = any(d != 1 for d in dilation)
+        weights = image if dilated else image * batch
+        data = weights if x.dim() == 5 or dilated else 0
+    w, into = bytes_of(weight) // groups, bytes_of(x) // groups
+    moments = [0]
+    if mask[0]:
+        moments.append(data - (w if mask[1] else 0))
+    if mask[1]:
+        moments.append(weights)
+    extra = max(moments)
+    if groups == 1:
+        return copies + extra
+    # Each group's slices of gradient and input, then all groups' results beside their concatenation.
+    slices = bytes_of(gradient) // groups + into
+    results = (bytes_of(x) if mask[0] else 0) + (bytes_of(weight) if mask[1] else 0)
+    return copies + max(slices + extra, results if mask[1] else bytes_of(x))
