@@ -99,7 +99,7 @@ def _key_of(value: Any) -> Any:
         TypeError: an argument that this is not sure of.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor or value.constant is not None or value.is_sparse or value.is_complex():
+        if type(value) is not FakeTensor or value.layout != torch.strided or value.constant is not None or value.is_complex():
             raise TypeError
         return value.shape, value.stride(), value.dtype
     if isinstance(value, _PLAIN):
@@ -157,10 +157,12 @@ class _Memo:
             if output is None:
                 metadata.append(None)
                 continue
-            if type(output) is not FakeTensor or output.constant is not None or output.device.type != "cpu":
+            if type(output) is not FakeTensor or output.layout != torch.strided or output.is_complex():
                 return
             storage = output.untyped_storage()
-            if storage_key(storage) in seen or output.is_sparse or output.is_complex() or output.storage_offset():
+            if storage_key(storage) in seen or output.constant is not None or output.storage_offset():
+                return
+            if output.device.type != "cpu":
                 return
             seen.add(storage_key(storage))
             metadata.append((output.shape, output.stride(), output.dtype))
@@ -202,10 +204,12 @@ class FakeMode(FakeTensorMode):
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
         torch._subclasses.FakeTensor = FakeTensor
+        seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:
             return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
         finally:
             torch._subclasses.FakeTensor = _NoFakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
+            fake_tensor.FakeTensor = seen
             self._inside = False
 
     def __enter__(self) -> Any:
@@ -289,6 +293,18 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of, its values last."""
+    with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
+        if tensor.layout == torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
 def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
     """C++ reference counts of the tensor and of its storage."""
     counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -361,4 +377,23 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
         patched(torch, compile=compile_and_say),
         patched(eval_frame.OptimizedModule, __call__=call_and_say),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def modules_converted_as_real() -> Iterator[None]:
+    """`Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
+
+    For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees.
+    """
+    apply = torch.nn.Module._apply
+
+    def apply_as_real(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, _NoFakeTensor
+        try:
+            return apply(self, *args, **kwargs)
+        finally:
+            fake_tensor.FakeTensor = seen
+
+    with patched(torch.nn.Module, _apply=apply_as_real):
         yield

@@ -62,6 +62,14 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does; a reader that has seen enough of the output ends it without a word."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            _silence()
+            return 0
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> NoReturn:
         """Run the command line and exit."""
         given = list(sys.argv[1:] if args is None else args)
@@ -77,16 +85,13 @@ class Commands(click.Group):
 
 def _answer(error: BaseException, *, debug: bool) -> int:
     """Say what went wrong in one line on stderr and return the exit code."""
-    if isinstance(error, BrokenPipeError):
-        return 0  # whoever read the output has seen enough of it
-    if debug and not isinstance(error, (click.ClickException, SystemExit)):
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 2
+    if debug and not isinstance(error, click.ClickException):
         traceback.print_exception(error)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         _say("interrupted")
         return 130
-    if isinstance(error, SystemExit):  # the user's code: ours does not raise it inside of a command
-        _say(f"the target's code called sys.exit({error.code!r}). Expected code that returns. Take the call out.")
-        return 2
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "memplan"
         _say(f"{error.format_message().rstrip('.')}. See {command} --help.".replace("?.", "?"))
@@ -116,10 +121,15 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
     except ValueError:  # closed by the user's code
         pass
     return code
+
+
+def _silence() -> None:
+    """Send what is left for stdout nowhere, else the interpreter complains of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 main = Commands("memplan", help=HELP, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,6 +6,10 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 AFTER = 1.0
 """Seconds before the line appears: what is quicker needs none."""
@@ -32,11 +36,11 @@ class _Line:
     def __init__(self, text: str) -> None:
         self._text = text
         self._lock = threading.Lock()
-        self._shown = None
+        self._shown: Progress | None = None
+        self._stopped = False
         self._timer = threading.Timer(AFTER, self._show)
         self._timer.daemon = True
         self._timer.start()
-        self._stopped = False
 
     def _show(self) -> None:
         from rich.console import Console

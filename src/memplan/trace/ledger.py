@@ -25,6 +25,8 @@ class Entry:
     key: int = 0
     address: int = 0
     """Of the data, where the allocation is a real one."""
+    foreign: bool = False
+    """Memory that torch's allocator does not know, such as numpy's; it counts for 0 bytes."""
     reference: Any = None
 
 
@@ -53,10 +55,17 @@ class Ledger:
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry of the tensor's storage, if it is known."""
+        if tensor.layout != torch.strided:
+            tensor = _torch.sparse_parts(tensor)[-1]
         return self._live.get(_torch.storage_key(tensor.untyped_storage()))
 
     def entry(self, tensor: torch.Tensor, op: int | None) -> Entry:
-        """The entry of the tensor's storage; a storage never seen before is born now, in ``op``."""
+        """The entry of the tensor's storage; a storage never seen before is born now, in ``op``.
+
+        Of a sparse tensor, the entry is that of its values; its indices get one of their own.
+        """
+        if tensor.layout != torch.strided:
+            return [self.entry(part, op) for part in _torch.sparse_parts(tensor)][-1]
         storage = tensor.untyped_storage()
         key = _torch.storage_key(storage)
         entry = self._live.get(key)
@@ -64,14 +73,21 @@ class Ledger:
 
     def resized(self, tensor: torch.Tensor, op: int) -> None:
         """A storage that was resized in place is another allocation: the new one is made, then the old one freed."""
+        if tensor.layout != torch.strided:
+            return
         storage = tensor.untyped_storage()
         entry = self._live.get(_torch.storage_key(storage))
-        if entry is None or entry.bytes == storage.nbytes():
+        if entry is None or entry.foreign or entry.bytes == storage.nbytes():
             return
         entry.reference = None
         self._born(storage, entry.key, tensor, op)
         self.clock += 1
         entry.died = self.clock
+
+    def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
+        """A tensor over memory that torch's allocator did not give."""
+        entry = self.entry(tensor, op)
+        entry.bytes, entry.foreign = 0, True
 
     def transient(self, size: int, op: int, dtype: str = "") -> None:
         """A storage that is born and dies within one op."""

@@ -15,7 +15,7 @@ from memplan.trace.join import join
 from memplan.trace.model import Trace
 from memplan.trace.observer import Observer
 from memplan.trace.place import Place
-from memplan.trace.session import Build, check_steps, choose_device, located, run_build, undisturbed
+from memplan.trace.session import COMPILED, Build, check_steps, choose_device, located, run_build, undisturbed
 
 
 def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
@@ -42,10 +42,12 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     observer = Observer(place, real=True)
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     mode = _torch.EagerMode(_marked(observer))
+    compiled: list[str] = []
     with undisturbed(), ExitStack() as stack:
         with mode:
             observer.calibrate()
         stack.enter_context(place.following())
+        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(COMPILED)))
         with profile, mode:
             with _torch.marker("build"):
                 step = run_build(build, observer)
@@ -66,6 +68,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
         entries = observer.ledger.entries
         del step
     joined = join(parts, entries, record, steps)
+    notes += tuple(dict.fromkeys(compiled))
     if joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
     return Trace(

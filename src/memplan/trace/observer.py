@@ -18,6 +18,7 @@ _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 # Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
+_LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
@@ -191,6 +192,8 @@ class Observer:
             corrected = self._semantics.results.get(signature.name)
             result = result if corrected is None else corrected(args, kwargs, result)
             size = self._semantics.transient_bytes(signature.name, args, kwargs, result)
+        if signature.name == _LIFT and not args[0].untyped_storage().resizable():
+            ledger.foreign(result, index)  # torch.from_numpy: the memory is numpy's
         _results(result, ledger, index, note.writes)
         if size:
             ledger.transient(size, index)

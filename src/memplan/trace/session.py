@@ -19,6 +19,7 @@ from memplan.trace.place import format_frame, frame_of_error
 Step = Callable[[], Any]
 Build = Callable[[], Step]
 
+COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved"
 
 
@@ -131,7 +132,7 @@ def located(observer: Observer, what: str) -> Iterator[None]:
         raise StepError(
             f"{what} raised {type(error).__name__}: {text}",
             expected="a step that runs",
-            do="Mend the step; the same call outside of memplan should raise the same error.",
+            do="Mend it if it fails without memplan, too; else run memplan.measure(build), and tell us",
             layer=layer,
             where=where,
         ) from error

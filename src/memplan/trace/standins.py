@@ -13,6 +13,7 @@ from memplan import _torch
 from memplan.trace.model import Assumption
 from memplan.trace.observer import Observer
 from memplan.trace.place import format_frame, user_frame
+from memplan.trace.session import COMPILED
 
 
 class _StandinFloat(float):
@@ -105,11 +106,13 @@ class Standins:
                     fake,
                     item=lambda tensor: self._item(tensor),
                     tolist=lambda tensor: self._tolist(tensor),
+                    numpy=lambda tensor, **_: self._numpy(tensor),
                     __bool__=lambda tensor: self._bool(tensor),
+                    __format__=lambda tensor, form: format(tensor.item() if tensor.dim() == 0 else str(tensor), form),
                     __deepcopy__=lambda tensor, memo: _deepcopy(tensor, memo),
                 )
             )
-            stack.enter_context(_torch.patched(torch.utils, swap_tensors=_swap))
+            stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
             yield
 
@@ -132,6 +135,17 @@ class Standins:
             return tensor.constant.tolist()
         return self._item(tensor) if tensor.dim() == 0 else [self._tolist(row) for row in tensor.unbind()]
 
+    def _numpy(self, tensor: Any) -> Any:
+        import numpy
+
+        if tensor.constant is not None:
+            return tensor.constant.numpy()
+        if tensor.requires_grad:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        name = str(tensor.dtype).removeprefix("torch.")
+        self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all 1")
+        return numpy.ones(tuple(tensor.shape), dtype=name)
+
     def _bool(self, tensor: torch.Tensor) -> bool:
         value = torch.Tensor.__bool__(tensor)
         if not self._last_real:
@@ -142,7 +156,7 @@ class Standins:
         self._add("branch", "a value that was taken as 1 DECIDES A BRANCH: the step may take another path when it really runs")
 
     def _compiled(self) -> None:
-        self._add("compiled", "torch.compile was asked for and recorded as if eager: fused kernels may keep less")
+        self._add("compiled", COMPILED)
 
     def _add(self, kind: str, text: str) -> None:
         key = (kind, text, user_frame())
@@ -166,7 +180,3 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
     memo[id(tensor)] = copy
     return copy
 
-
-def _swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    """What `Module.to` does to a real parameter: it keeps its identity and takes the new data."""
-    first.data = second.data

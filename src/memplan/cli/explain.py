@@ -1,0 +1,180 @@
+"""`memplan explain`: where the memory of a step goes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.progress import progress
+from memplan.cli.targets import contained
+from memplan.errors import DataDependentError, InputError, MemplanError, StepError, TargetError
+
+if TYPE_CHECKING:
+    from memplan.explanation.model import Explanation, Scaling
+    from memplan.trace.model import Trace
+
+HELP = """Say where the memory of a step goes, before it runs.
+
+TARGET is path/to/file.py:callable or package.module:callable. The callable returns a module, or it is a build: it
+makes model, data and optimizer and returns the step, a function without arguments. Or TARGET is a trace that --trace
+wrote.
+
+\b
+  memplan explain examples/resnet18.py:make --input 32x3x224x224 \\
+      --target "32:int64<1000" --loss cross_entropy --optimizer adamw
+  memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
+
+answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which layer saves what, and why.
+
+\b
+Exit code: 0 done; 2 bad usage, a step that cannot be recorded, or one whose
+path hangs on a value that a recording does not have.
+"""
+
+
+@click.command("explain", help=HELP)
+@step_options
+@click.option("--measure", "really", is_flag=True, help="Really run the step here, instead of predicting it.")
+@click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, help="Layers to list; 0 for all.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone.")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
+def command(
+    really: bool, top: int, json_file: str | None, trace_file: str | None, **given: Any
+) -> int:
+    """Run the command and return its exit code."""
+    arguments = StepArguments(**given)
+    for option, path in (("--json", json_file), ("--trace", trace_file)):
+        check_writable(path, option)
+    trace, explanation = _explain(arguments, really)
+    from memplan.reports.json import dumps
+    from memplan.reports.terminal import print_explanation
+
+    if trace_file is not None:
+        write(trace_file, trace.to_json())
+    if json_file is not None:
+        write(json_file, dumps(explanation))
+    if "-" not in (json_file, trace_file):
+        print_explanation(explanation, top=top)
+    return _warn_of_branches(explanation)
+
+
+def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    if given.target.endswith(".json"):
+        return _explain_file(given, really)
+    with progress(f"{'running' if really else 'recording'} {given.target}"), contained(given.target):
+        try:
+            return _explain_target(describe(given), given, really)
+        except DataDependentError as error:
+            raise DataDependentError(error.found, expected=error.expected, do=_MEASURE) from error
+        except StepError as error:
+            raise advised(error, given) from error.__cause__
+
+
+_MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
+
+
+def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    from memplan.explanation.explain import explain_trace
+    from memplan.trace.measure import measure
+    from memplan.trace.record import record
+
+    trace = (measure if really else record)(described.build(), device=given.device)
+    explanation = explain_trace(trace, title=given.target, train=not given.infer)
+    if really:
+        return trace, explanation
+    return trace, replace(explanation, scaling=_scaling(described, given.device, explanation))
+
+
+def _scaling(described: Described, device: str | None, explanation: Explanation) -> Scaling | None:
+    """Record once more at twice the batch: the fixed part and the part per sample."""
+    from memplan.explanation.model import Scaling
+    from memplan.simulation.liveness import simulate
+    from memplan.trace.record import record
+
+    batch = described.batch
+    if batch is None or batch < 1:
+        return None
+    try:
+        doubled = simulate(record(described.with_batch(2 * batch).build(), device=device))
+    except MemplanError:
+        return None  # a step that takes just this batch
+    peaks = (explanation.timeline.peak_allocated, doubled.peak_allocated)
+    slope = (peaks[1] - peaks[0]) / batch
+    return Scaling((batch, 2 * batch), peaks, peaks[0] - slope * batch, slope)
+
+
+def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
+    """Explain a step that was recorded before."""
+    from memplan.explanation.explain import explain_trace
+    from memplan.trace.json import load_trace
+
+    surplus = given.given() + (["--measure"] if really else [])
+    if surplus:
+        raise InputError(
+            f"{given.target} is a trace, and {', '.join(surplus)} was given, too",
+            expected="a trace alone: its step is already recorded",
+            do="Leave the options out, or name a callable",
+        )
+    try:
+        trace = load_trace(given.target)
+    except OSError as error:
+        raise TargetError(
+            f"{given.target} cannot be read ({error.strerror})", expected="a trace that --trace wrote", do="Check the path"
+        ) from error
+    trains = any(op.phase == "backward" for op in trace.ops)
+    return trace, explain_trace(trace, title=given.target, train=trains)
+
+
+def _warn_of_branches(explanation: Explanation) -> int:
+    """2, and a line, where a value that no recording has decided which way the step went; else 0."""
+    branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
+    if not branches:
+        return 0
+    places = dict.fromkeys(assumption.where for assumption in branches if assumption.where)
+    message = MemplanError(
+        f"a branch is decided by a value that a recording does not have, at {', '.join(places) or 'an unknown line'}",
+        expected="a step whose path follows from shapes; what is shown is one of its paths",
+        do=_MEASURE,
+    )
+    click.echo(f"memplan: {message}", err=True)
+    return 2
+
+
+def check_writable(path: str | None, option: str) -> None:
+    """See that a file can be written before the work for it is done.
+
+    Raises:
+        InputError: its folder does not exist or takes no new file, or it is a folder itself.
+    """
+    if path is None or path == "-":
+        return
+    folder = Path(path).resolve().parent
+    if os.path.isdir(path):
+        found = f"{option} {path} is a folder"
+    elif not folder.is_dir():
+        found = f"{option} {path}: there is no folder {folder}"
+    elif not os.access(folder, os.W_OK):
+        found = f"{option} {path}: the folder {folder} cannot be written to"
+    else:
+        return
+    raise InputError(found, expected="a file in a folder that can be written to", do="Choose another path")
+
+
+def write(path: str, text: str) -> None:
+    """Write a file in one move; ``-`` is stdout, and a pipe or a device is written to as it is."""
+    from memplan.trace.json import write_whole
+
+    if path == "-":
+        sys.stdout.write(text)
+    elif os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # /dev/null must stay what it is
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        write_whole(os.path.realpath(path), text)

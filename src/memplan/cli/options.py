@@ -1,0 +1,334 @@
+"""The options that say what step to look at, the same for every command, and the step that they describe."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.parsing import check_arguments, keywords, literal, named, offer, parameters
+from memplan.cli.targets import Target, contained, resolve
+from memplan.errors import InputError, MemplanError, StepError, TargetError
+
+if TYPE_CHECKING:
+    import torch
+
+    from memplan.trace.session import Build
+    from memplan.trace.step import StepOptions
+
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_BATCH_NAMES = ("batch", "batch_size")
+
+Decorated = Callable[..., Any]
+
+_TARGET_HELP = """package.module:callable or path/to/file.py:callable"""
+_OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
+    click.argument("target"),
+    click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", help="Argument of the target. Repeatable."),
+    click.option(
+        "--input", "inputs", multiple=True, metavar="SPEC",
+        help="An input: 8x3x224x224, or 8x1024:int64<50257. Repeatable, in order.",
+    ),
+    click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="An input by name. Repeatable."),
+    click.option("--target", "targets", multiple=True, metavar="SPEC", help="What the loss takes after the output."),
+    click.option(
+        "--loss", metavar="NAME",
+        help="cross_entropy, mse_loss, any other of torch.nn.functional, or module:callable. Default: the output's "
+        ".loss, else its sum.",
+    ),
+    click.option(
+        "--optimizer", metavar="NAME",
+        help="adamw, sgd:lr=0.1,momentum=0.9, any other of torch.optim, or module:callable. Default: none.",
+    ),
+    click.option(
+        "--precision", type=click.Choice(PRECISIONS), default="fp32", show_default=True,
+        help="bf16, fp16: autocast. With -true: weights, and inputs without a dtype of their own, converted.",
+    ),
+    click.option("--infer", is_flag=True, help="Forward only: evaluation mode under no_grad."),
+    click.option(
+        "--batch", type=click.IntRange(min=1), metavar="N",
+        help="Leading dimension of the inputs, or the target's argument batch or batch_size.",
+    ),
+    click.option("--device", metavar="NAME", help="cpu. Default: the CPU, and a line that says how CUDA differs."),
+    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+)  # fmt: skip
+
+
+def step_options(function: Decorated) -> Decorated:
+    """Give a command the target and the options that describe its step; `StepArguments` takes their values."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+@dataclass(frozen=True)
+class StepArguments:
+    """The values of `step_options` as they were typed."""
+
+    target: str
+    args: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    kwargs: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+    loss: str | None = None
+    optimizer: str | None = None
+    precision: str = "fp32"
+    infer: bool = False
+    batch: int | None = None
+    device: str | None = None
+
+    def given(self) -> list[str]:
+        """Names of the options that differ from their defaults, as typed."""
+        plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
+        plain |= {name: getattr(self, name) for name in ("loss", "optimizer", "infer", "batch", "device")}
+        found = [f"--{name}" for name, value in plain.items() if value]
+        return [*found, "--precision"] if self.precision != "fp32" else found
+
+
+@dataclass(frozen=True)
+class Described:
+    """A step that a command can record, and the batch that it has, if that is known."""
+
+    target: Target
+    arguments: Mapping[str, Any]
+    options: StepOptions
+    batch_name: str | None
+    """The target's own argument for the batch, if it has one."""
+
+    def build(self) -> Build:
+        """What `record` and `measure` take."""
+        from memplan.trace.step import build_of
+
+        return build_of(_maker(self.target, self.arguments, self.options), self.options)
+
+    @property
+    def batch(self) -> int | None:
+        """Leading dimension of the first input, else what the target's argument for it is, else None."""
+        if self.options.batch is not None or self.batch_name is None:
+            return self.options.batch
+        default = (parameters(self.target.what) or {})[self.batch_name].default
+        found = self.arguments.get(self.batch_name, default)
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def with_batch(self, new: int) -> Described:
+        """The same step with another batch."""
+        arguments = dict(self.arguments) | ({self.batch_name: new} if self.batch_name else {})
+        return replace(self, arguments=arguments, options=self.options.with_batch(new))
+
+
+def describe(given: StepArguments) -> Described:
+    """Find the target and read every option.
+
+    Raises:
+        TargetError: no such target.
+        InputError: an option that does not describe what it should, or does not suit the others.
+    """
+    arguments = {name: literal(text) for name, text in named(given.args, "--arg").items()}
+    target = resolve(given.target)
+    known = parameters(target.what) or {}
+    batch_name = next((name for name in _BATCH_NAMES if name in known), None)
+    if given.batch is not None and batch_name is not None and batch_name in arguments:
+        raise InputError(
+            f"--batch {given.batch} and --arg {batch_name}={arguments[batch_name]}",
+            expected="one of them",
+            do="Leave one out",
+        )
+    options = _read(given)
+    if given.batch is not None and batch_name is not None:
+        arguments[batch_name] = given.batch
+    check_arguments(target.what, arguments, title=target.text, option="--arg")
+    if given.batch is not None:
+        if batch_name is None and options.batch is None:
+            raise InputError(
+                f"--batch {given.batch}, and no --input with a leading dimension to replace",
+                expected=f"an --input, or a target with an argument named {' or '.join(_BATCH_NAMES)}",
+                do="Give the --input, or add the argument to the target",
+            )
+        options = options.with_batch(given.batch)
+    return Described(target, arguments, options, batch_name)
+
+
+def _read(given: StepArguments) -> StepOptions:
+    from memplan.trace.step import StepOptions
+
+    kind, _, is_true = given.precision.partition("-")
+    dtype = _dtype(_DTYPES[kind]) if is_true else None
+    if given.targets and given.loss is None and not given.infer:
+        raise InputError("--target without --loss", expected="a loss that takes it", do="Give --loss cross_entropy, say")
+    train = not given.infer
+    if given.infer and (given.targets or given.loss or given.optimizer):
+        click.echo("memplan: --infer runs forward only: loss, targets and optimizer are left out", err=True)
+    return StepOptions(
+        inputs=tuple(_spec(text, dtype) for text in given.inputs),
+        kwargs={name: _value(text, dtype) for name, text in named(given.kwargs, "--kwarg").items()},
+        targets=tuple(_spec(text, dtype) for text in given.targets) if train else (),
+        loss=loss_of(given.loss) if train and given.loss else None,
+        optimizer=optimizer_of(given.optimizer) if train and given.optimizer else None,
+        autocast=_DTYPES[kind] if kind in _DTYPES and not is_true else None,
+        train=train,
+        dtype=dtype,
+    ).checked()
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _spec(text: str, dtype: torch.dtype | None) -> Any:
+    from memplan.trace.spec import spec
+
+    return spec(text, dtype)
+
+
+def _value(text: str, dtype: torch.dtype | None) -> Any:
+    word = literal(text)
+    return word if word is None or isinstance(word, bool) else _spec(text, dtype)
+
+
+def loss_of(name: str) -> Callable[..., Any]:
+    """The loss of a name, which says what it was given where it does not fit.
+
+    Raises:
+        InputError: no such loss.
+        TargetError: no such ``module:callable``.
+    """
+    from torch import nn
+    from torch.nn import functional
+
+    if ":" in name:
+        found = resolve(name).what
+    else:
+        found = getattr(functional, name, None) or getattr(nn, name, None)
+        if not callable(found) or name.startswith("_") or inspect.ismodule(found):
+            losses = [other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))]
+            raise InputError(
+                f"there is no loss {name!r} in torch.nn.functional",
+                expected="the name of one, such as cross_entropy, or module:callable",
+                do=offer(name, losses),
+            )
+    if inspect.isclass(found):
+        check_arguments(found, {}, title=name, option="--loss")
+        found = found()
+    return _fitting(found, name)
+
+
+def _fitting(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The loss, with an error that names the output and the targets in place of one from inside of torch."""
+
+    @functools.wraps(loss, updated=())
+    def fitting(output: Any, *targets: Any) -> Any:
+        from memplan import _torch
+
+        try:
+            return loss(output, *targets)
+        except (MemplanError, *_torch.DATA_DEPENDENT):
+            raise
+        except Exception as error:  # any loss, of the user's own, too
+            shown = ", ".join(_shape(target) for target in targets) or "no target"
+            text = " ".join(str(error).split()) or "no message"
+            raise InputError(
+                f"the loss {name} does not fit the output {_shape(output)} and {shown} ({type(error).__name__}: {text:.200})",
+                expected="a loss and targets that fit the model's output",
+                do="Change --target or --loss" if targets else "Give a --target, or another --loss",
+            ) from error
+
+    return fitting
+
+
+def _shape(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return type(value).__name__
+    return f"{'x'.join(map(str, shape)) or 'scalar'}:{str(getattr(value, 'dtype', '')).removeprefix('torch.')}"
+
+
+def optimizer_of(text: str) -> Callable[[Any], Any] | None:
+    """The optimizer of ``adamw``, ``sgd:lr=0.1,momentum=0.9`` or ``module:callable``; None for ``none``.
+
+    Raises:
+        InputError: no such optimizer, or none with such options.
+        TargetError: no such ``module:callable``.
+    """
+    name, _, options = text.rpartition(":")
+    if not name or "=" not in options:
+        name, options = text, ""
+    given = keywords(options, "--optimizer") if options else {}
+    if name.lower() == "none":
+        return None
+    if ":" in name:
+        found = resolve(name).what
+    else:
+        known = _optimizers()
+        if name.lower() not in known:
+            raise InputError(
+                f"there is no optimizer {name!r} in torch.optim",
+                expected="the name of one, such as adamw, or module:callable",
+                do=offer(name.lower(), known),
+            )
+        found = known[name.lower()]
+    check_arguments(found, given, title=f"the optimizer {name}", option="--optimizer", first=1)
+    return functools.partial(found, **given)
+
+
+def _optimizers() -> dict[str, Any]:
+    import torch
+
+    classes = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
+    base = torch.optim.Optimizer
+    return {name: value for name, value in classes.items() if issubclass(value, base) and value is not base}
+
+
+def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -> Callable[[], Any]:
+    """The target without arguments, which says what it returned if that is no use."""
+
+    def make() -> Any:
+        from torch import nn
+
+        with contained(target.text):
+            made = target.what(**arguments)
+        if isinstance(made, nn.Module):
+            return made
+        if not callable(made):
+            place = f" at {target.where}" if target.where else ""
+            raise TargetError(
+                f"{target.text}{place} returned {'None' if made is None else f'a {type(made).__name__}'}",
+                expected="a module, or a step: a callable without arguments that runs one training step",
+                do="Return one of these",
+            )
+        if not options.train or options.autocast is not None or options.dtype is not None:
+            raise InputError(
+                f"{target.text} returned a step, and --infer or --precision was given",
+                expected="these only for a module; a step brings its own",
+                do="Leave them out, or name a callable that returns the module",
+            )
+        return _contained_step(made, target)
+
+    make.__qualname__ = make.__name__ = target.name
+    return make
+
+
+def _contained_step(step: Callable[[], Any], target: Target) -> Callable[[], Any]:
+    def run() -> Any:
+        with contained(f"the step of {target.text}"):
+            return step()
+
+    return run
+
+
+def advised(error: StepError, given: StepArguments) -> MemplanError:
+    """The same error, with the inputs named where it came out of the model: they are what most often does not fit."""
+    specs = [*(f"--input {text}" for text in given.inputs), *(f"--kwarg {text}" for text in given.kwargs)]
+    if not specs or error.layer is None:
+        return error
+    return InputError(
+        error.found,
+        expected=f"inputs that the model takes (it was given {' '.join(specs)})",
+        do="Change them, or mend the model; it should raise the same outside of memplan",
+    )
