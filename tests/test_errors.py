@@ -52,11 +52,11 @@ def test_the_tree_is_this_one_and_its_docstring_draws_it_all() -> None:
             "No file train.py. Expected file.py:callable. Name a file that exists.",
         ),
         (RecordingError("It broke"), "It broke."),
-        (RecordingError("It broke", layer="net.0"), "It broke in layer net.0."),
-        (StepError("It broke", where="a.py:3", do="Mend it"), "It broke at a.py:3. Mend it."),
+        (RecordingError("It broke", layer="net.0"), "It broke (in layer net.0)."),
+        (StepError("It broke", where="a.py:3", do="Mend it"), "It broke (at a.py:3). Mend it."),
         (
             DataDependentError("A shape depends on values", layer="net.0", where="a.py:3"),
-            "A shape depends on values in layer net.0 at a.py:3.",
+            "A shape depends on values (in layer net.0, at a.py:3).",
         ),
         (
             BudgetError("Too little", expected="2 B or more", smallest_budget=2),

@@ -6,6 +6,7 @@ Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,12 +233,12 @@ class FakeMode(FakeTensorMode):
             if known is not NotImplemented:
                 return known
         result = self.dispatch(func, types, args, kwargs)
-        if key is not None:
-            self._memo.remember(key, (args, kwargs), result)
         if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
             with no_modes():
                 real = func(*args, **kwargs)
             return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+        if key is not None:
+            self._memo.remember(key, (args, kwargs), result)
         return result
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -370,7 +371,10 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
 
     def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
         said()
-        return call(self, *args, **kwargs)
+        with warnings.catch_warnings():
+            # it warns of global hooks on modules: ours
+            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+            return call(self, *args, **kwargs)
 
     with (
         torch.compiler.set_stance("force_eager"),

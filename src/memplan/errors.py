@@ -107,7 +107,7 @@ class RecordingError(MemplanError, RuntimeError):
 
     Example:
         >>> str(RecordingError("nonzero() was called", layer="roi.head", where="model.py:12"))
-        'nonzero() was called in layer roi.head at model.py:12.'
+        'nonzero() was called (in layer roi.head, at model.py:12).'
     """
 
     def __init__(
@@ -119,8 +119,8 @@ class RecordingError(MemplanError, RuntimeError):
         layer: str | None = None,
         where: str | None = None,
     ) -> None:
-        place = (f" in layer {layer}" if layer else "") + (f" at {where}" if where else "")
-        super().__init__(found + place, expected=expected, do=do)
+        place = ", ".join(part for part in (layer and f"in layer {layer}", where and f"at {where}") if part)
+        super().__init__(f"{found.rstrip('.')} ({place})" if place else found, expected=expected, do=do)
         self.layer = layer
         self.where = where
 

@@ -92,23 +92,25 @@ def _answer(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         _say("interrupted")
         return 130
-    if isinstance(error, click.UsageError):
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.message, err=True)
+    elif isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "memplan"
-        _say(f"{error.format_message().rstrip('.')}. See {command} --help.".replace("?.", "?"))
+        _say(f"{error.format_message().rstrip('.')}. See {command} --help.")
     elif isinstance(error, click.ClickException):
         _say(error.format_message())
     elif isinstance(error, MemplanError):
         _say(str(error))
     else:
         _say(
-            f"{type(error).__name__}: {error} ({_innermost(error)}). Expected that memplan finds no error of its own. "
-            "Run it again with --debug for the traceback, and report it."
+            f"{type(error).__name__}: {error} ({_innermost(error)}). "
+            "Expected no error inside of memplan. Run it again with --debug for the traceback, and report it."
         )
     return 2
 
 
 def _say(text: str) -> None:
-    click.echo("memplan: " + " ".join(text.split()), err=True)
+    click.echo("memplan: " + " ".join(text.split()).replace("?.", "?"), err=True)
 
 
 def _innermost(error: BaseException) -> str:
@@ -117,7 +119,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _flushed(code: int) -> int:
-    """The exit code, after flushing: a pipe that broke late must not make the interpreter complain at its end."""
+    """The exit code, after flushing: a pipe that broke late must not make the interpreter complain."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

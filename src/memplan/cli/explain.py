@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.options import DEBUG, Described, StepArguments, advised, describe, step_options
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
 from memplan.errors import DataDependentError, InputError, MemplanError, StepError, TargetError
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
 
 HELP = """Say where the memory of a step goes, before it runs.
 
-TARGET is path/to/file.py:callable or package.module:callable. The callable returns a module, or it is a build: it
-makes model, data and optimizer and returns the step, a function without arguments. Or TARGET is a trace that --trace
-wrote.
+TARGET is path/to/file.py:callable or package.module:callable. The callable returns a module, or it is
+a build: it makes model, data and optimizer and returns the step, a function without arguments. Or TARGET
+is a trace that --trace wrote.
 
 \b
   memplan explain examples/resnet18.py:make --input 32x3x224x224 \\
       --target "32:int64<1000" --loss cross_entropy --optimizer adamw
   memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
 
-answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which layer saves what, and why.
+The first answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which
+layer saves what, and why.
 
 \b
 Exit code: 0 done; 2 bad usage, a step that cannot be recorded, or one whose
@@ -42,14 +44,27 @@ path hangs on a value that a recording does not have.
 @click.command("explain", help=HELP)
 @step_options
 @click.option("--measure", "really", is_flag=True, help="Really run the step here, instead of predicting it.")
-@click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, help="Layers to list; 0 for all.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone.")
-@click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
-def command(
-    really: bool, top: int, json_file: str | None, trace_file: str | None, **given: Any
-) -> int:
+@click.option(
+    "--top",
+    type=click.IntRange(min=0),
+    default=12,
+    show_default=True,
+    metavar="N",
+    help="Layers to list; 0 for all.",
+)
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone."
+)
+@click.option(
+    "--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later."
+)
+def command(really: bool, top: int, json_file: str | None, trace_file: str | None, **given: Any) -> int:
     """Run the command and return its exit code."""
     arguments = StepArguments(**given)
+    if json_file == trace_file == "-":
+        raise InputError(
+            "--json - and --trace -", expected="stdout for one of them", do="Name a file for the other"
+        )
     for option, path in (("--json", json_file), ("--trace", trace_file)):
         check_writable(path, option)
     trace, explanation = _explain(arguments, really)
@@ -85,11 +100,18 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     from memplan.trace.measure import measure
     from memplan.trace.record import record
 
+    _quieten()
     trace = (measure if really else record)(described.build(), device=given.device)
     explanation = explain_trace(trace, title=given.target, train=not given.infer)
     if really:
         return trace, explanation
     return trace, replace(explanation, scaling=_scaling(described, given.device, explanation))
+
+
+def _quieten() -> None:
+    """Keep torch from logging a traceback of its own for an error that is answered with one line."""
+    if not click.get_current_context().meta.get(DEBUG):
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 def _scaling(described: Described, device: str | None, explanation: Explanation) -> Scaling | None:
@@ -126,7 +148,9 @@ def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanatio
         trace = load_trace(given.target)
     except OSError as error:
         raise TargetError(
-            f"{given.target} cannot be read ({error.strerror})", expected="a trace that --trace wrote", do="Check the path"
+            f"{given.target} cannot be read ({error.strerror})",
+            expected="a trace that --trace wrote",
+            do="Check the path",
         ) from error
     trains = any(op.phase == "backward" for op in trace.ops)
     return trace, explain_trace(trace, title=given.target, train=trains)
@@ -139,7 +163,8 @@ def _warn_of_branches(explanation: Explanation) -> int:
         return 0
     places = dict.fromkeys(assumption.where for assumption in branches if assumption.where)
     message = MemplanError(
-        f"a branch is decided by a value that a recording does not have, at {', '.join(places) or 'an unknown line'}",
+        f"a branch is decided by a value that a recording does not have, "
+        f"at {', '.join(places) or 'an unknown line'}",
         expected="a step whose path follows from shapes; what is shown is one of its paths",
         do=_MEASURE,
     )

@@ -24,22 +24,24 @@ PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _BATCH_NAMES = ("batch", "batch_size")
 
+DEBUG = "memplan.debug"
+"""Where a click context's ``meta`` says whether tracebacks are wanted."""
+
 Decorated = Callable[..., Any]
 
-_TARGET_HELP = """package.module:callable or path/to/file.py:callable"""
 _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     click.argument("target"),
-    click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", help="Argument of the target. Repeatable."),
+    click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", help="Argument of the target."),
     click.option(
         "--input", "inputs", multiple=True, metavar="SPEC",
-        help="An input: 8x3x224x224, or 8x1024:int64<50257. Repeatable, in order.",
+        help="An input, such as 8x3x224x224 or 8x1024:int64<50257. One option for each, in order.",
     ),
-    click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="An input by name. Repeatable."),
-    click.option("--target", "targets", multiple=True, metavar="SPEC", help="What the loss takes after the output."),
+    click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="An input by name."),
+    click.option("--target", "targets", multiple=True, metavar="SPEC", help="What the loss takes besides."),
     click.option(
         "--loss", metavar="NAME",
-        help="cross_entropy, mse_loss, any other of torch.nn.functional, or module:callable. Default: the output's "
-        ".loss, else its sum.",
+        help="cross_entropy, mse_loss, any other of torch.nn.functional, or module:callable. Default: the "
+        "output's .loss, else its sum.",
     ),
     click.option(
         "--optimizer", metavar="NAME",
@@ -54,13 +56,16 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--batch", type=click.IntRange(min=1), metavar="N",
         help="Leading dimension of the inputs, or the target's argument batch or batch_size.",
     ),
-    click.option("--device", metavar="NAME", help="cpu. Default: the CPU, and a line that says how CUDA differs."),
-    click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error."),
+    click.option("--device", metavar="NAME", help="cpu; by default that, and a line on how CUDA differs."),
+    click.option(
+        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
+        callback=lambda context, _, value: context.meta.update({DEBUG: value}),
+    ),
 )  # fmt: skip
 
 
 def step_options(function: Decorated) -> Decorated:
-    """Give a command the target and the options that describe its step; `StepArguments` takes their values."""
+    """Give a command the target and the options of its step; `StepArguments` takes their values."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -159,7 +164,9 @@ def _read(given: StepArguments) -> StepOptions:
     kind, _, is_true = given.precision.partition("-")
     dtype = _dtype(_DTYPES[kind]) if is_true else None
     if given.targets and given.loss is None and not given.infer:
-        raise InputError("--target without --loss", expected="a loss that takes it", do="Give --loss cross_entropy, say")
+        raise InputError(
+            "--target without --loss", expected="a loss that takes it", do="Give --loss cross_entropy, say"
+        )
     train = not given.infer
     if given.infer and (given.targets or given.loss or given.optimizer):
         click.echo("memplan: --infer runs forward only: loss, targets and optimizer are left out", err=True)
@@ -193,7 +200,7 @@ def _value(text: str, dtype: torch.dtype | None) -> Any:
 
 
 def loss_of(name: str) -> Callable[..., Any]:
-    """The loss of a name, which says what it was given where it does not fit.
+    """The loss of ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``.
 
     Raises:
         InputError: no such loss.
@@ -203,11 +210,13 @@ def loss_of(name: str) -> Callable[..., Any]:
     from torch.nn import functional
 
     if ":" in name:
-        found = resolve(name).what
+        found: Any = resolve(name).what
     else:
         found = getattr(functional, name, None) or getattr(nn, name, None)
         if not callable(found) or name.startswith("_") or inspect.ismodule(found):
-            losses = [other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))]
+            losses = [
+                other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))
+            ]
             raise InputError(
                 f"there is no loss {name!r} in torch.nn.functional",
                 expected="the name of one, such as cross_entropy, or module:callable",
@@ -216,37 +225,7 @@ def loss_of(name: str) -> Callable[..., Any]:
     if inspect.isclass(found):
         check_arguments(found, {}, title=name, option="--loss")
         found = found()
-    return _fitting(found, name)
-
-
-def _fitting(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The loss, with an error that names the output and the targets in place of one from inside of torch."""
-
-    @functools.wraps(loss, updated=())
-    def fitting(output: Any, *targets: Any) -> Any:
-        from memplan import _torch
-
-        try:
-            return loss(output, *targets)
-        except (MemplanError, *_torch.DATA_DEPENDENT):
-            raise
-        except Exception as error:  # any loss, of the user's own, too
-            shown = ", ".join(_shape(target) for target in targets) or "no target"
-            text = " ".join(str(error).split()) or "no message"
-            raise InputError(
-                f"the loss {name} does not fit the output {_shape(output)} and {shown} ({type(error).__name__}: {text:.200})",
-                expected="a loss and targets that fit the model's output",
-                do="Change --target or --loss" if targets else "Give a --target, or another --loss",
-            ) from error
-
-    return fitting
-
-
-def _shape(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    if shape is None:
-        return type(value).__name__
-    return f"{'x'.join(map(str, shape)) or 'scalar'}:{str(getattr(value, 'dtype', '')).removeprefix('torch.')}"
+    return found
 
 
 def optimizer_of(text: str) -> Callable[[Any], Any] | None:
@@ -256,23 +235,23 @@ def optimizer_of(text: str) -> Callable[[Any], Any] | None:
         InputError: no such optimizer, or none with such options.
         TargetError: no such ``module:callable``.
     """
-    name, _, options = text.rpartition(":")
-    if not name or "=" not in options:
-        name, options = text, ""
-    given = keywords(options, "--optimizer") if options else {}
+    known = _optimizers()
+    name, _, options = text.partition(":")
+    if name.lower() not in known and ":" in text:  # module:callable, with options behind another colon
+        name, _, options = text.rpartition(":") if "=" in text.rpartition(":")[2] else (text, "", "")
     if name.lower() == "none":
         return None
+    given = keywords(options, "--optimizer") if options else {}
     if ":" in name:
         found = resolve(name).what
-    else:
-        known = _optimizers()
-        if name.lower() not in known:
-            raise InputError(
-                f"there is no optimizer {name!r} in torch.optim",
-                expected="the name of one, such as adamw, or module:callable",
-                do=offer(name.lower(), known),
-            )
+    elif name.lower() in known:
         found = known[name.lower()]
+    else:
+        raise InputError(
+            f"there is no optimizer {name!r} in torch.optim",
+            expected="the name of one, such as adamw, or module:callable",
+            do=offer(name.lower(), known),
+        )
     check_arguments(found, given, title=f"the optimizer {name}", option="--optimizer", first=1)
     return functools.partial(found, **given)
 
@@ -298,7 +277,7 @@ def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -
         if not callable(made):
             place = f" at {target.where}" if target.where else ""
             raise TargetError(
-                f"{target.text}{place} returned {'None' if made is None else f'a {type(made).__name__}'}",
+                f"{target.text}{place} returned {'None' if made is None else f'a value of type {type(made).__name__}'}",
                 expected="a module, or a step: a callable without arguments that runs one training step",
                 do="Return one of these",
             )
@@ -323,7 +302,7 @@ def _contained_step(step: Callable[[], Any], target: Target) -> Callable[[], Any
 
 
 def advised(error: StepError, given: StepArguments) -> MemplanError:
-    """The same error, with the inputs named where it came out of the model: they are what most often does not fit."""
+    """The same error, with the inputs named where it came out of the model: what most often does not fit."""
     specs = [*(f"--input {text}" for text in given.inputs), *(f"--kwarg {text}" for text in given.kwargs)]
     if not specs or error.layer is None:
         return error

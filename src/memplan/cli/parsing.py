@@ -43,7 +43,9 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
             raise InputError(f"{option} {pair!r}", expected=f"{option} name=value", do="Write it so")
         if name in found:
             raise InputError(
-                f"{option} {name} was given twice ({found[name]} and {value})", expected="it once", do="Leave one out"
+                f"{option} {name} was given twice ({found[name]} and {value})",
+                expected="it once",
+                do="Leave one out",
             )
         found[name] = value
     return found
@@ -75,7 +77,7 @@ def offer(name: str, among: Iterable[str]) -> str:
         return f"Did you mean {' or '.join(near)}?"
     if not names:
         return ""
-    return f"There is {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}"
+    return f"There is {_listed(names)}"
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
@@ -125,7 +127,7 @@ def check_arguments(
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _is_near(name: str, among: Sequence[str]) -> bool:

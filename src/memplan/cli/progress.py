@@ -50,9 +50,9 @@ class _Line:
         with self._lock:
             if self._stopped:
                 return
-            self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._shown.add_task(self._text)
-            self._shown.start()
+            shown = self._shown = Progress(*columns, console=Console(stderr=True), transient=True)
+            shown.add_task(self._text)
+            shown.start()
 
     def stop(self) -> None:
         """Take the line away."""

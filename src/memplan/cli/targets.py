@@ -46,7 +46,7 @@ class Target:
 def resolve(text: str) -> Target:
     """Find what a target names, importing its module or file.
 
-    A file's folder goes on ``sys.path``, as when Python runs the file; for a module the working directory does.
+    A file's folder goes on ``sys.path``, as when Python runs the file; for a module, the working directory.
 
     Args:
         text: ``package.module:callable`` or ``path/to/file.py:callable``; the callable may be dotted.
@@ -74,7 +74,7 @@ def resolve(text: str) -> Target:
         raise _import_failed(place, error) from error
     if not callable(found):
         raise TargetError(
-            f"{text} is a {type(found).__name__}",
+            f"{text} is of type {type(found).__name__}",
             expected="a callable: one that makes a module, or a build that returns a step",
             do=offer(name, callables(module)) or "Name a callable",
         )
@@ -93,8 +93,10 @@ def import_place(place: str) -> ModuleType:
 
 
 def callables(module: ModuleType) -> list[str]:
-    """Names of the callables that a module itself defines; of all of its public ones where it defines none."""
-    public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    """Names of the callables that a module itself defines; of all public ones where it defines none."""
+    public = {
+        name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+    }
     own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     return own or list(public)
 
@@ -118,7 +120,7 @@ def contained(what: str) -> Iterator[None]:
 
 
 def location(error: BaseException) -> str | None:
-    """``file:line`` of the user's code where an exception was raised: the innermost frame that is not a library's."""
+    """``file:line`` where an exception was raised: the innermost frame of the user's own code."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short(error.filename)}:{error.lineno}"
     frames = [
@@ -159,7 +161,8 @@ def _load(path: Path) -> ModuleType:
     if known is not None or name in sys.stdlib_module_names:
         name = f"memplan_target_{name}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    assert spec is not None, "a .py file has a spec"
+    assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # as an import does: dataclasses and pickle look it up
     try:
@@ -201,7 +204,8 @@ def _import_failed(place: str, error: Exception) -> TargetError:
     if isinstance(error, ModuleNotFoundError) and error.name:
         do = f"Install {error.name.split('.')[0]} next to memplan, or run memplan where it is installed"
     return TargetError(
-        f"importing {place} raised {type(error).__name__}: {text or 'no message'}" + (f" at {where}" if where else ""),
+        f"importing {place} raised {type(error).__name__}: {text or 'no message'}"
+        + (f" at {where}" if where else ""),
         expected="a module that Python can import",
         do=do,
     )
@@ -233,7 +237,9 @@ def _no_file(path: Path) -> TargetError:
         found = f"there is no folder {path.parent} in {os.getcwd()}"
     else:
         found = f"there is no file {path}"
-    return TargetError(found, expected="path/to/file.py:callable", do=offer(path.name, beside) or "Check the path")
+    return TargetError(
+        found, expected="path/to/file.py:callable", do=offer(path.name, beside) or "Check the path"
+    )
 
 
 def _no_module(place: str, missing: str) -> TargetError:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import yaml
 
 _NAME = re.compile(r"\b[A-Za-z_]\w*\b")
+# What a formula asks of a tensor without reading its values; autograd keeps these apart, not the tensor.
+_METADATA = re.compile(
+    r"\b\w+\s*(?:\.|->)\s*(?:sym_)?(?:sizes?|strides?|numel|dim|layout|scalar_type|options|device|dtype|defined)\([^()]*\)"
+)
 
 # Formulas that give several gradients at once do not say which of them reads what; these do.
 # Sources: aten/src/ATen/native/{Convolution,Normalization,layer_norm,group_norm,Activation}.cpp.
@@ -34,7 +38,7 @@ class Formula:
 
     def reads(self, role: str) -> bool:
         """Whether the text mentions an argument, or any result for the role ``result``."""
-        names = set(_NAME.findall(self.text))
+        names = set(_NAME.findall(_METADATA.sub("", self.text)))
         if role in ("result", "kept"):
             return True if role == "kept" else bool(names - set(self.variables))
         return role in names

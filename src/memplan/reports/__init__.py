@@ -1,0 +1,1 @@
+"""Explanation -> something to read: one file an output."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
+from rich.box import Box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -19,9 +21,11 @@ from memplan.reports.columns import Column, fit
 from memplan.trace.model import Assumption
 
 PIPE_WIDTH = 80
+_BOX = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")  # rules below the header and above the sums
 _REASONS = 5
 _LINES_OF_A_REASON = 3
 _BAR = 24
+_NUMBER = re.compile(r"\d+")
 _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
 
@@ -33,11 +37,24 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, top:
         file: where to; stdout by default.
         top: how many layers to list; 0 for all.
     """
-    file = file or sys.stdout
     console = Console(file=file, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
     ascii_only = not console.encoding.lower().startswith("utf")
+    if console.is_terminal:
+        _print(explanation, console, top, ascii_only)
+        return
+    console = Console(
+        file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None
+    )
+    with console.capture() as capture:
+        _print(explanation, console, top, ascii_only)
+    text = "".join(
+        f"{line.rstrip()}\n" for line in capture.get().splitlines()
+    )  # rich fills lines up with spaces
+    out = sys.stdout if file is None else file
+    out.write(text.encode(console.encoding, "replace").decode(console.encoding))
+
+
+def _print(explanation: Explanation, console: Console, top: int, ascii_only: bool) -> None:
     for part in render(explanation, top, console.width, ascii_only=ascii_only):
         console.print(part)
 
@@ -53,7 +70,7 @@ def render(
         width: columns of text that there are: it decides which columns the table by layer has.
         ascii_only: draw without characters that an old encoding lacks.
     """
-    parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, ascii_only)]
+    parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, width, ascii_only)]
     if explanation.layers:
         parts += ["", _by_layer(explanation, top, width, ascii_only), _legend(explanation)]
     reasons = list(_reasons(explanation, top))
@@ -75,23 +92,22 @@ def _head(explanation: Explanation) -> Iterator[RenderableType]:
     yield ""
 
 
-def _by_cause(explanation: Explanation, ascii_only: bool) -> Table:
+def _by_cause(explanation: Explanation, width: int, ascii_only: bool) -> Table:
     """What is live at the peak, largest first; the last row adds up to the peak."""
-    table = _table()
-    for header in ("By cause", "at the peak", "share", "", "most at any time"):
-        is_text = header in ("By cause", "")
-        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
-    for cause, size, largest in sorted(rows, key=lambda row: (-row[1], -row[2])):
-        if size or largest:
-            bar = ("#" if ascii_only else "█") * round(_BAR * size / peak) if peak else ""
-            table.add_row(
-                LABELS.get(cause, cause), format_bytes(size), _share(size, peak), Text(bar, "cyan"), format_bytes(largest)
-            )
-    table.add_section()
-    table.add_row("peak", format_bytes(sum(explanation.by_cause.values())), _share(peak, peak), "", "", style="bold")
-    return table
+    rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
+    block = "#" if ascii_only else "█"
+    bars = [block * round(_BAR * size / peak) if peak else "" for _, size, _ in rows]
+    total = sum(explanation.by_cause.values())
+    columns = [
+        Column("By cause", (*(LABELS.get(row[0], row[0]) for row in rows), "peak"), shrinks_to=12),
+        Column("at the peak", (*(format_bytes(row[1]) for row in rows), format_bytes(total)), right=True),
+        Column("share", (*(_share(row[1], peak) for row in rows), _share(total, peak)), right=True, drop=1),
+        Column("", (*bars, ""), drop=3),
+        Column("most at any time", (*(format_bytes(row[2]) for row in rows), ""), right=True, drop=2),
+    ]
+    return _table(columns, width, len(rows), ascii_only)
 
 
 def _share(part: int, whole: int) -> str:
@@ -100,31 +116,151 @@ def _share(part: int, whole: int) -> str:
 
 
 def _by_layer(explanation: Explanation, top: int, width: int, ascii_only: bool) -> Table:
-    rows = _sorted(explanation)
+    """The layers that save (in inference: output) the most, the sum of the others, the sum of all."""
+    rows = sorted(explanation.layers, key=_weight_of(explanation.train), reverse=True)
     shown = rows[:top] if top else rows
-    columns = [
-        Column("By layer", [clean(row.name) for row in shown], shrinks_to=16, from_left=True, drop=0),
-        Column("kind", [clean(row.kind) for row in shown], shrinks_to=9, drop=3),
-        Column("outputs", _sizes(row.output_bytes for row in shown), right=True, drop=1),
-    ]
-    if explanation.train:
-        columns += [
-            Column("saves", [_saves(row) for row in shown], right=True, drop=0),
-            Column("needed\nfor", [_needs(row) for row in shown], drop=2),
-            Column("shared\nwith", [_shared(row) for row in shown], shrinks_to=10, from_left=True, drop=4),
-        ]
-    columns.append(Column("weights", _sizes(row.weight_bytes for row in shown), right=True, drop=5))
-    if explanation.train:
-        columns.append(Column("gradients", _sizes(row.gradient_bytes for row in shown), right=True, drop=6))
-    _add_sums(columns, rows, len(shown))
+    parts = [column.of(rows, len(shown)) for column in (_TRAINING if explanation.train else _INFERENCE)]
+    return _table(parts, width, len(shown), ascii_only)
+
+
+def _weight_of(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
+    """What layers are sorted by, the most first."""
+    return lambda row: (row.saved_bytes, row.kept_bytes, row.output_bytes) if train else (row.output_bytes,)
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A column of the table by layer: what it says of a layer, and of several together."""
+
+    header: str
+    cell: Callable[[LayerRow], str]
+    total: Callable[[Sequence[LayerRow]], str]
+    right: bool = False
+    shrinks_to: int | None = None
+    from_left: bool = False
+    drop: int = 0
+
+    def of(self, rows: Sequence[LayerRow], shown: int) -> Column:
+        cells = [self.cell(row) for row in rows[:shown]]
+        hidden = rows[shown:]
+        is_name = self.header == _NAME
+        if hidden:
+            cells.append(f"... {len(hidden)} more" if is_name else self.total(hidden))
+        cells.append(f"all {len(rows)} layers" if is_name else self.total(rows))
+        return Column(self.header, tuple(cells), self.right, self.shrinks_to, self.from_left, self.drop)
+
+
+def _bytes_field(header: str, name: str, drop: int) -> _Field:
+    def total(rows: Sequence[LayerRow]) -> str:
+        return format_bytes(sum(getattr(row, name) for row in rows))
+
+    return _Field(header, lambda row: _size(getattr(row, name)), total, right=True, drop=drop)
+
+
+def _size(number: int) -> str:
+    return format_bytes(number) if number else "-"
+
+
+def _saves(row: LayerRow) -> str:
+    """What counts for this layer; "(shared)" where all that it keeps counts for another."""
+    return "(shared)" if row.kept_bytes and not row.saved_bytes else _size(row.saved_bytes)
+
+
+def _needs(row: LayerRow) -> str:
+    if not row.kept_bytes:
+        return "-"
+    words = [_NEEDS.get(need, need) for need in row.needed_for]
+    return "both" if len(words) > 1 else "".join(words) or "nothing"
+
+
+def _shared(row: LayerRow) -> str:
+    """The first layer that shares with this one, and how many others do."""
+    layers = dict.fromkeys(clean(other).rsplit("'s ", 1)[0] for other in row.shared_with)
+    others = [layer for layer in layers if layer != clean(row.name)]
+    if not others:
+        return "-"
+    return others[0] + (f" +{len(others) - 1}" if len(others) > 1 else "")
+
+
+def _nothing(rows: Sequence[LayerRow]) -> str:
+    return ""
+
+
+_NAME = "By layer"
+_INFERENCE = (
+    _Field(_NAME, lambda row: clean(row.name), _nothing, shrinks_to=16, from_left=True),
+    _Field("kind", lambda row: clean(row.kind), _nothing, shrinks_to=9, drop=3),
+    _bytes_field("outputs", "output_bytes", 1),
+    _bytes_field("weights", "weight_bytes", 5),
+)
+_TRAINING = (
+    *_INFERENCE[:3],
+    _bytes_field("saves", "saved_bytes", 0),
+    _Field("needed\nfor", _needs, _nothing, drop=2),
+    _Field("shared\nwith", _shared, _nothing, shrinks_to=12, from_left=True, drop=4),
+    _INFERENCE[3],
+    _bytes_field("gradients", "gradient_bytes", 6),
+)
+
+
+def _legend(explanation: Explanation) -> Text:
+    outputs = "outputs: a layer's last result, not all alive at one time."
+    if not explanation.train:
+        return Text(outputs, "dim")
+    return Text(
+        "saves: kept from forward to backward, for the gradient of its weight, its input, or both; what "
+        f"several layers keep together counts for the first, and is (shared) for the others. {outputs}",
+        "dim",
+    )
+
+
+def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
+    """The layers that save the most, each with what and for what; those that repeat one are counted."""
+    rows = [row for row in explanation.layers if row.saved_bytes and row.why]
+    rows.sort(key=_weight_of(True), reverse=True)
+    alike: dict[tuple[object, ...], list[LayerRow]] = {}
+    for row in rows:
+        alike.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
+    for first, *others in list(alike.values())[: min(top, _REASONS) if top else None]:
+        where = f" ({clean(first.where)})" if first.where else ""
+        like = f", and {len(others)} layer{'s' if len(others) > 1 else ''} like it" if others else ""
+        yield Text(f"{clean(first.name)}, {format_bytes(first.saved_bytes)}{where}{like}")
+        lines = [clean(why) for why in first.why]
+        shown = lines[:_LINES_OF_A_REASON] if top else lines
+        if len(shown) < len(lines):
+            shown[-1] = f"{shown[-1]}; and {len(lines) - len(shown)} smaller"
+        yield Padding(Text("\n".join(shown)), (0, 0, 0, 2))
+
+
+def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
+    lines = [_assumed(assumption) for assumption in explanation.assumptions if assumption.kind != "branch"]
+    lines += [f"note: {clean(note)}" for note in explanation.notes]
+    if lines:
+        yield ""
+    for line in lines:
+        yield Text(line)
+
+
+def _assumed(assumption: Assumption) -> str:
+    times = f" ({assumption.count} times)" if assumption.count > 1 else ""
+    where = f", at {clean(assumption.where)}" if assumption.where else ""
+    return f"assumed: {clean(assumption.text)}{times}{where}"
+
+
+def _table(columns: Sequence[Column], width: int, sums_from: int, ascii_only: bool) -> Table:
+    """A table of the columns that fit, with a rule above the rows that add others up."""
     kept, gap = fit(columns, width, "..." if ascii_only else "…")
-    table = _table(gap)
+    table = Table(box=_BOX, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
     for column in kept:
         justify = "right" if column.right else "left"
         table.add_column(column.header, justify=justify, no_wrap=True, overflow="crop", vertical="bottom")
-    count = len(kept[0].cells)
-    for index in range(count):
-        if index == len(shown):
+    for index, row in enumerate(zip(*(column.cells for column in kept), strict=True)):
+        if index == sums_from:
             table.add_section()
-        table.add_row(*(Text(column.cells[index]) for column in kept), style="dim" if index >= len(shown) else "")
+        table.add_row(*(Text(cell, "bold" if index >= sums_from else "") for cell in row))
     return table
+
+
+def clean(text: str) -> str:
+    """A name as it may be printed: characters that steer a terminal become question marks."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.errors import DeviceError, StepError
 from memplan.trace.ledger import Ledger
 from memplan.trace.model import Phase
-from memplan.trace.place import Place, user_frame
+from memplan.trace.place import Place, format_frame, user_frame
 
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 # Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
+_ONES = "aten.ones_like.default"
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -147,10 +149,7 @@ class Observer:
             return False
         if _torch.use_counts(held) != self._last_reference or not _is_dense(held):
             return False
-        frame = sys._getframe(2)  # a backward written in Python has a frame of its own below the engine's
-        while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "<lambda>", "dispatch"):
-            frame = frame.f_back
-        return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+        return _called_by("_engine_run_backward")  # a backward written in Python has a frame of its own there
 
     def _note(
         self,
@@ -167,15 +166,13 @@ class Observer:
         needs: list[str] = []
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
-            if isinstance(value, torch.Tensor):
-                reads.append((name, ledger.entry(value, None).id))
-                if value.requires_grad:
-                    needs.append(name)
-            elif isinstance(value, (list, tuple)):
-                for item in value:
-                    if isinstance(item, torch.Tensor):
-                        reads.append((name, ledger.entry(item, None).id))
-                        if item.requires_grad and (not needs or needs[-1] != name):
+            for item in (value,) if not isinstance(value, (list, tuple)) else value:
+                if isinstance(item, torch.Tensor):
+                    reads.append((name, ledger.entry(item, None).id))
+                    if item.requires_grad:
+                        if not ledger.real and not isinstance(item, _torch.FakeTensor):
+                            raise _made_outside(item)
+                        if not needs or needs[-1] != name:
                             needs.append(name)
         if signature.name == _UNSCALE:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
@@ -213,6 +210,8 @@ class Observer:
             self._after_backward = True
             node = _torch.backward_node()
             sequence = _torch.node_sequence(node) if node is not None else None
+        elif signature.name == _ONES and _called_by("_make_grads"):
+            phase = "backward"  # the gradient of the loss itself, made before the engine starts
         elif self._after_backward and phase == "forward":
             phase = self._phase_after_backward(signature, reads, needs, grad_enabled)
         if grad_enabled:
@@ -301,9 +300,35 @@ class Observer:
                             self.marks.states.add(entry.id)
 
 
+_DISPATCHING = frozenset({"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum"})
+
+
+def _called_by(function: str) -> bool:
+    """Whether the innermost frame outside of our dispatch is that function of torch's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == function
+
+
+def _made_outside(tensor: torch.Tensor) -> StepError:
+    return StepError(
+        f"the step uses a real parameter of shape {tuple(tensor.shape)} that was made outside of build",
+        expected="a build that makes the model itself, so that recording neither allocates nor changes it",
+        do="Make the model inside of build, or pass the module to memplan.explain, which copies it",
+        where=format_frame(user_frame()),
+    )
+
+
 def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None:
     if isinstance(result, torch.Tensor):
         writes.append(ledger.entry(result, index).id)
+        if result.device.type not in ("cpu", "meta"):
+            raise DeviceError(
+                f"a tensor on {result.device} at {format_frame(user_frame())}",
+                expected="tensors on the CPU, the one device that this version knows",
+                do="Let build choose the CPU",
+            )
     elif isinstance(result, (list, tuple)):
         for item in result:
             _results(item, ledger, index, writes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from memplan.trace.place import format_frame, frame_of_error
 Step = Callable[[], Any]
 Build = Callable[[], Step]
 
+# what torch says where a build without CUDA is asked for it, or a machine without a GPU
+_CUDA = re.compile(r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs", re.I)
 COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved"
 
@@ -129,10 +132,18 @@ def located(observer: Observer, what: str) -> Iterator[None]:
     except Exception as error:  # the user's code can raise anything; the original stays as __cause__
         layer, where = _locate(observer, error)
         text = str(error).strip().split("\n")[0] or "no message"
+        if _CUDA.search(text):
+            raise StepError(
+                f"{what} puts something on CUDA",
+                expected="the CPU, the one device that this version knows",
+                do="Let build choose the device, as in: 'cuda' if torch.cuda.is_available() else 'cpu'",
+                layer=layer,
+                where=where,
+            ) from error
         raise StepError(
-            f"{what} raised {type(error).__name__}: {text}",
+            f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}",
             expected="a step that runs",
-            do="Mend it if it fails without memplan, too; else run memplan.measure(build), and tell us",
+            do="Check the inputs; mend the step if it fails without memplan, too; else run memplan.measure(build)",
             layer=layer,
             where=where,
         ) from error

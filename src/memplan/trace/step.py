@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import DeviceError, InputError, TargetError
+from memplan.errors import DeviceError, InputError, MemplanError, TargetError
 from memplan.trace.session import Build, Step
 from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
 
@@ -198,11 +198,10 @@ def _optimizer(model: nn.Module, options: StepOptions) -> Any:
 
 def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
     if options.loss is not None:
-        value = options.loss(output, *targets)
+        value = _given_loss(options.loss, output, targets)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else _describe(value)
             raise InputError(
-                f"the loss returned {shape}", expected="a scalar tensor", do="Reduce it, by .mean() or .sum()"
+                f"the loss returned {_describe(value)}", expected="a scalar tensor", do="Reduce it, by .mean() or .sum()"
             )
         return value
     given = getattr(output, "loss", None)
@@ -213,14 +212,28 @@ def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
     tensors = _float_tensors(output)
     if not tensors:
         raise InputError(
-            f"the model returned {_describe(output)}, without a floating-point tensor",
-            expected="a tensor that a loss can be made of",
-            do="Give a loss that makes a scalar of it",
+            f"the model returned {_describe(output)}, in which no floating-point tensor needs a gradient",
+            expected="an output that depends on a parameter with requires_grad",
+            do="Unfreeze a parameter, give a loss, or explain inference (train=False, --infer)",
         )
     total = tensors[0].sum()
     for tensor in tensors[1:]:
         total = total + tensor.sum()
     return total
+
+
+def _given_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
+    try:
+        return loss(output, *targets)
+    except (MemplanError, *_torch.DATA_DEPENDENT):
+        raise
+    except Exception as error:  # a loss can refuse its arguments in any way
+        text = str(error).strip().split("\n")[0].rstrip(".")
+        raise InputError(
+            f"the loss raised {type(error).__name__}: {text}",
+            expected=f"a loss that fits the model's output, {_describe(output)}, and {len(targets)} target(s)",
+            do="Check the loss and the targets",
+        ) from error
 
 
 def _float_tensors(output: Any) -> list[torch.Tensor]:
@@ -263,4 +276,6 @@ def _title(what: Any) -> str:
 
 
 def _describe(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype)[6:]}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"

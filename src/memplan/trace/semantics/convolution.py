@@ -15,7 +15,7 @@ documented ones, unverified.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -48,31 +48,43 @@ class Shape:
     narrow_space: tuple[int, ...]
     kernel: tuple[int, ...]
     groups: int
-    strided: bool
+    steps: int
+    """The strides' product."""
     padding: bool
     dilated: bool
     itemsize: int
     bf16: bool
 
     @property
+    def strided(self) -> bool:
+        """Whether it skips positions."""
+        return self.steps > 1
+
+    @property
     def depthwise(self) -> bool:
+        """Whether every channel stays by itself."""
         return self.groups > 1 and self.groups == self.wide == self.narrow
 
     @property
     def volumetric(self) -> bool:
+        """Whether it is a 3-d convolution."""
         return len(self.kernel) == 3
 
     @property
     def pointwise(self) -> bool:
+        """Whether it is a matrix product over the channels."""
         return prod(self.kernel) == 1 and not self.padding
 
     def wide_bytes(self, block: int = 1) -> int:
+        """Bytes of the input, its channels in blocks."""
         return self.batch * padded(self.wide, block) * prod(self.wide_space) * self.itemsize
 
     def narrow_bytes(self, block: int = 1) -> int:
+        """Bytes of the output, its channels in blocks."""
         return self.batch * padded(self.narrow, block) * prod(self.narrow_space) * self.itemsize
 
     def weight_bytes(self, wide_block: int = 1, narrow_block: int = 1) -> int:
+        """Bytes of the weight, its channels in blocks."""
         channels = padded(self.wide // self.groups, wide_block) * padded(self.narrow, narrow_block)
         return channels * prod(self.kernel) * self.itemsize
 
@@ -114,7 +126,7 @@ def _columns(s: Shape) -> int:
 
 
 def _plain(s: Shape, result: int, cap: int | None = None) -> Work:
-    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; forward, at most 4/5 of the L2 cache."""
+    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of a forward."""
     columns = _columns(s)
     return Work(0, 0, result, torch.get_num_threads() * (min(columns, cap) if cap else columns))
 
@@ -133,7 +145,7 @@ def _forward(s: Shape) -> Work:
     if s.depthwise:
         if s.volumetric:
             return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
-        if max(s.kernel) > 14:  # jit_dw: the padding has to fit its registers
+        if max(s.kernel) > 14:
             return _plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
     if s.bf16 and has_amx() and (s.groups == 1 or _group_block(s) == 16):
@@ -173,8 +185,35 @@ def _data_gradient(s: Shape) -> Work:
     return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b))
 
 
+def _in_place(s: Shape, data_gradient: bool) -> Work:
+    """On channels-last tensors only the weight is reordered: oneDNN reads and writes the rest as it is."""
+    work = _data_gradient(s) if data_gradient else _forward(s)
+    if s.depthwise or s.bf16:
+        return replace(work, weight=s.weight_bytes(1, simd()))
+    if s.groups > 1:
+        narrow = s.groups * padded(s.narrow // s.groups, simd())
+        wide = padded(s.wide // s.groups, simd())
+        return Work(0, narrow * wide * prod(s.kernel) * s.itemsize, 0)
+    block = simd()
+    weight = s.weight_bytes(block, 1) if data_gradient else s.weight_bytes(1, block)
+    return Work(0, weight, 0, work.scratch if data_gradient else 12_288)
+
+
+def _in_place_weight_gradient(s: Shape) -> Work:
+    """The same for the weight's gradient; every group's channels are padded, there is no im2col."""
+    few = s.depthwise and max(s.kernel) <= 3 and not s.dilated
+    if s.groups == 1 or few:
+        return _weight_gradient(s)
+    per_group = padded(s.wide // s.groups, simd()) * padded(s.narrow // s.groups, simd())
+    return Work(0, s.groups * per_group * prod(s.kernel) * s.itemsize, 0)
+
+
 def _batch_threads(s: Shape, block: int) -> int:
-    """Threads that share the weight gradient's batch: jit_avx512_common_conv_kernel.cpp, balance()."""
+    """Threads that share the weight gradient's batch: jit_avx512_common_conv_kernel.cpp, balance().
+
+    The costs of a weight's read and write are those that fit what was measured.
+    """
+    weight_cost, steps = (12, 1) if s.pointwise else (5, s.steps)
     threads = torch.get_num_threads()
     if threads < s.groups:
         return 1
@@ -186,8 +225,9 @@ def _batch_threads(s: Shape, block: int) -> int:
         for narrow in range(1, min(threads // batch, blocks_narrow) + 1):
             wide = min(threads // batch // narrow, blocks_wide)
             images, n, w = -(-s.batch // batch), -(-blocks_narrow // narrow), -(-blocks_wide // wide)
-            bill = images * w * block * prod(s.wide_space) + images * n * block * prod(s.narrow_space)
-            bill += 8 * n * w * block * block * prod(s.kernel)
+            bill = images * w * block * prod(s.wide_space) // steps
+            bill += images * n * block * prod(s.narrow_space)
+            bill += weight_cost * n * w * block * block * prod(s.kernel)
             if cost is None or bill <= cost:
                 best, cost = batch, bill
     return best
@@ -206,6 +246,8 @@ def _weight_gradient(s: Shape) -> Work:
         if _group_block(s) < 8:
             return _plain_weight_gradient(s)
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, other=s.wide_bytes())
+    if max(s.kernel) > 14:  # a ViT's patches
+        return _plain_weight_gradient(s)
     weight, block, other = s.weight_bytes(b, b), b, s.wide_bytes(b)
     if not s.pointwise:
         if s.wide <= 3:
@@ -242,9 +284,9 @@ def _shape(
     wide_space, narrow_space, kernel = into[2:], out[2:], tuple(weight.shape[2:])
     if len(kernel) == 1:  # view1d_as_2d
         wide_space, narrow_space, kernel = (1, *wide_space), (1, *narrow_space), (1, *kernel)
-    strided, padding, dilated = any(v > 1 for v in steps[0]), any(steps[1]), any(v > 1 for v in steps[2])
+    padding, dilated = any(steps[1]), any(v > 1 for v in steps[2])
     channels = x.shape[0], into[1], out[1]
-    kind = groups, strided, padding, dilated, x.element_size(), bf16
+    kind = groups, prod(steps[0]), padding, dilated, x.element_size(), bf16
     return Shape(*channels, wide_space, narrow_space, kernel, *kind)
 
 
@@ -262,10 +304,11 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     last = _works_channels_last(x, weight)
     copies = copied_to(x, last and x.dim() > 3) + copied_to(weight, last)
     s = _shape(x, weight, result.shape, (stride, padding, dilation), transposed, groups)
-    work = _data_gradient(s) if transposed else _forward(s)
     y = bytes_of(result)
     if last:
-        return copies + work.weight
+        work = _in_place(s, transposed)
+        return copies + work.weight + work.scratch
+    work = _data_gradient(s) if transposed else _forward(s)
     pad = 0
     if bias is not None and transposed and not work.last:
         pad = work.result  # the bias is added afterwards
@@ -286,11 +329,12 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     w = bytes_of(weight)
     moments = [0]
     if mask[0]:
-        work = _forward(s) if transposed else _data_gradient(s)
+        plain = _forward if transposed else _data_gradient
+        work = _in_place(s, not transposed) if last else plain(s)
         moments.append(work.weight + work.scratch + held if last else _finish(work, held, 0))
     new = held
     if mask[1] or mask[2]:
-        work = _weight_gradient(s)
+        work = _in_place_weight_gradient(s) if last else _weight_gradient(s)
         new += w if mask[1] else 0
         if last:
             moments.append(held + work.weight + max(work.scratch, 2 * w))

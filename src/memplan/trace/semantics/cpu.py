@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memplan.trace.semantics import convolution
+from memplan.trace.semantics import attention, convolution, kernels, matmul
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _FORMULAS: dict[str, Formula] = {
     "aten.convolution.default": convolution.transient,
     "aten.convolution_backward.default": convolution.transient_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": attention.forward,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention.backward,
+    **kernels.FORMULAS,
+    **matmul.FORMULAS,
 }
 
 

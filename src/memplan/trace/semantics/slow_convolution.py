@@ -1,7 +1,7 @@
 """Temporaries of convolutions that oneDNN does not take: PyTorch's own im2col kernels.
 
 ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp, NaiveDilatedConvolution.cpp,
-NaiveConvolutionTranspose2d.cpp, NaiveConvolutionTranspose3d.cpp; Convolution.cpp calls them a group at a time.
+NaiveConvolutionTranspose2d.cpp, NaiveConvolutionTranspose3d.cpp; Convolution.cpp calls them once a group.
 """
 
 from __future__ import annotations

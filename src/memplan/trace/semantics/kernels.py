@@ -1,0 +1,242 @@
+"""Temporaries of PyTorch's own CPU kernels: norms, softmax, losses, pooling, reductions, casts.
+
+Each formula names the file under ATen/native it comes from. ``result`` is the op's result, ``args`` its
+operands as dispatched. What stays below 64 KiB or 2 % of the op's own tensors is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+def copies_of(*positions: int) -> Formula:
+    """The kernel works on ``contiguous()`` of these operands."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        return sum(copied(args[i]) for i in positions)
+
+    return formula
+
+
+def copies_by_format(*positions: int) -> Formula:
+    """The kernel works on these operands in the memory format that the first of them suggests."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        last = suggests_channels_last(args[positions[0]])
+        return sum(copied_to(args[i], last) for i in positions)
+
+    return formula
+
+
+def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice on the contiguous path.
+
+    Where the formats differ, a kernel of strides runs, in float32 for reduced precision.
+    """
+    gradient, x, mask = args[0], args[1], args[9]
+    same = gradient.is_contiguous() and x.is_contiguous()
+    if not same and suggests_channels_last(x):
+        same = copied_to(x, True) == 0 and copied_to(gradient, True) == 0
+    if same:
+        return bytes_of(x) if mask[0] else 0
+    return 4 * x.numel() if x.dtype in _REDUCED and not copied_to(x, suggests_channels_last(x)) else 0
+
+
+def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """layer_norm.cpp: copies; layer_norm_kernel.cpp: two rows of sums a thread."""
+    gradient, x, shape, mask = args[0], args[1], args[2], args[7]
+    rows = 0
+    if mask[1] or mask[2]:
+        size = 8 if x.dtype is torch.float64 else 4
+        rows = 2 * torch.get_num_threads() * size
+        for n in shape:
+            rows *= n
+    return copied(gradient) + copied(x) + rows
+
+
+def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """transformers/attention.cpp, _safe_softmax: which entries are masked, and which rows are all masked."""
+    x, dim = args[0], args[1]
+    return x.numel() + x.numel() // max(1, x.shape[dim])
+
+
+def unreduced_loss(buffers: int) -> Formula:
+    """Loss.cpp: an unreduced loss and its reduction, which float32 accumulates.
+
+    The structured losses (mse_loss, smooth_l1_loss, soft_margin_loss) also leave the unreduced loss as the
+    result's storage; the fake result has a scalar's. ``buffers`` are the operand-sized ones, the result too.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        numel = torch.Size(shape).numel()
+        if result.dim() == len(shape) and result.numel() == numel and numel != 1:
+            return 0
+        taken = buffers * numel * result.element_size()
+        if result.dtype in _REDUCED:
+            taken = max(taken, (buffers if buffers < 3 else 1) * numel * result.element_size() + 4 * numel)
+        return taken - result.untyped_storage().nbytes()
+
+    return formula
+
+
+def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Loss.cpp, binary_cross_entropy_with_logits: two operand-sized terms, then their reduction."""
+    x = args[0]
+    if result.dim():
+        return bytes_of(x)
+    return 2 * bytes_of(x) + (4 * x.numel() if x.dtype in _REDUCED else 0)
+
+
+def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """DilatedMaxPool2d.cpp and the like: indices and result in the memory format of the output's gradient."""
+    last = suggests_channels_last(args[0])
+    indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
+    return sum(copied_to(t, last) for t in [args[0], result, *indices])
+
+
+def resize(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """cpu/UpSampleKernel.cpp: a small image is resized in channels last, whatever its format."""
+    if sum(result.shape[2:]) > 128 or result.shape[1] == 1:
+        return 0
+    return copied_to(args[0], True) + copied_to(result, True)
+
+
+def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Embedding.cpp: both operands contiguous."""
+    return copied(args[0]) + copied(args[1])
+
+
+def to_common(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorIterator.cpp, cast_common_dtype_to_outputs: operands of another dtype are cast as a whole."""
+    a, b = args[0], args[1]
+    if not isinstance(b, torch.Tensor):
+        return _cast(a, result.dtype) if not a.is_floating_point() and result.is_floating_point() else 0
+    common = a.dtype if a.dtype is b.dtype else torch.result_type(a, b)
+    if common is not torch.bool and result.is_floating_point() and not common.is_floating_point:
+        common = result.dtype
+    return _cast(a, common) + _cast(b, common)
+
+
+def to_common_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """The same where the first operand is the result: cast twice, as operand and as output."""
+    a, b = args[0], args[1]
+    if not isinstance(b, torch.Tensor) or a.dtype is b.dtype:
+        return 0
+    common = torch.result_type(a, b)
+    return 2 * _cast(a, common) + _cast(b, common)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    return 0 if tensor.dtype is dtype or not tensor.dim() else tensor.numel() * dtype.itemsize
+
+
+def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorCompare.cpp, where_self_out."""
+    return _cast(args[1], result.dtype) + _cast(args[2], result.dtype)
+
+
+def summed_as(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp: an operand of another dtype than the sum's is cast as a whole."""
+    return _cast(args[0], result.dtype)
+
+
+def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, mean_out: reduced precision is summed in float32, cast as a whole."""
+    x = args[0]
+    wide = torch.float32 if result.dtype in _REDUCED else result.dtype
+    return _cast(x, wide) + (result.numel() * 4 if result.dtype in _REDUCED else 0)
+
+
+def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, any and all: the operand as booleans."""
+    return 0 if args[0].dtype is torch.bool else args[0].numel()
+
+
+def unary(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """A function of integers computes on a cast of them."""
+    return _cast(args[0], result.dtype)
+
+
+def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """One operand-sized temporary: native_dropout's scaled mask, median's and kthvalue's working copy."""
+    return bytes_of(args[0])
+
+
+def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
+    return bytes_of(args[0]) + bytes_of(result)
+
+
+def rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """layer_norm.cpp, rms_norm_composite: squares, then the product; reduced precision in float32."""
+    x = args[0]
+    if x.dtype in _REDUCED:
+        return 2 * 4 * x.numel() + 4 * x.numel() - bytes_of(x)
+    return bytes_of(x)
+
+
+_CASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "pow", "atan2", "fmod", "remainder", "hypot", "copysign", "floor_divide")
+_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
+_UNARY = ("sqrt", "rsqrt", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "reciprocal", "erf")
+_BY_FORMAT = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool3d_with_indices", "reflection_pad3d", "replication_pad3d", "reflection_pad2d", "replication_pad2d", "pixel_shuffle", "channel_shuffle")
+_RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "_upsample_nearest_exact2d")
+_POOL_BACKWARD = ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "upsample_bicubic2d_backward", "max_pool3d_with_indices_backward")
+
+FORMULAS: dict[str, Formula] = {
+    "aten.native_batch_norm_backward.default": batch_norm_backward,
+    "aten.native_layer_norm.default": copies_of(0),
+    "aten.native_layer_norm_backward.default": layer_norm_backward,
+    "aten._fused_rms_norm.default": rms_norm,
+    "aten._softmax.default": copies_of(0),
+    "aten._log_softmax.default": copies_of(0),
+    "aten._softmax_backward_data.default": copies_of(0, 1),
+    "aten._log_softmax_backward_data.default": copies_of(0, 1),
+    "aten._safe_softmax.default": safe_softmax,
+    "aten.log_sigmoid_forward.default": copies_of(0),
+    "aten.mse_loss.default": unreduced_loss(2),
+    "aten.smooth_l1_loss.default": unreduced_loss(2),
+    "aten.l1_loss.default": unreduced_loss(2),
+    "aten.huber_loss.default": unreduced_loss(1),
+    "aten.kl_div.default": unreduced_loss(3),
+    "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
+    "aten.embedding_dense_backward.default": embedding_backward,
+    "aten.where.self": where,
+    "aten.mean.default": mean,
+    "aten.mean.dim": mean,
+    "aten.sum.default": summed_as,
+    "aten.sum.dim_IntList": summed_as,
+    "aten.cumsum.default": summed_as,
+    "aten.cumprod.default": summed_as,
+    "aten.linalg_vector_norm.default": summed_as,
+    "aten.any.default": truth,
+    "aten.any.dim": truth,
+    "aten.all.default": truth,
+    "aten.all.dim": truth,
+    "aten.max.default": copies_of(0),
+    "aten.min.default": copies_of(0),
+    "aten.argmax.default": lambda args, kwargs, result: 0 if len(args) > 1 else copied(args[0]),
+    "aten.argmin.default": lambda args, kwargs, result: 0 if len(args) > 1 else copied(args[0]),
+    "aten.logsumexp.default": logsumexp,
+    "aten.native_dropout.default": one_more,
+    "aten.median.default": one_more,
+    "aten.median.dim": one_more,
+    **{f"aten.{name}.Tensor": to_common for name in (*_CASTING, *_COMPARING)},
+    **{f"aten.{name}_.Tensor": to_common_in_place for name in _CASTING},
+    **{f"aten.{name}.default": unary for name in _UNARY},
+    "aten.pow.Tensor_Tensor": to_common,
+    **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
+    **{f"aten.{name}.default": resize for name in _RESIZING},
+    "aten.avg_pool3d.default": copies_of(0),
+    "aten.nll_loss2d_forward.default": copies_of(0),
+    **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
+}

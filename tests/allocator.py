@@ -1,0 +1,46 @@
+"""What torch's CPU allocator says, read without memplan: the independent source that predictions are held against."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType  # the profiler's raw events have no public reader
+
+
+def allocations(run: Callable[[], Any]) -> list[int]:
+    """The allocator's events while ``run()`` runs, in order: bytes, negative where they are released."""
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        run()
+    events: list[tuple[int, int]] = []
+    stack = list(profile.profiler.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]  # it ran
+    while stack:
+        event = stack.pop()
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+        stack.extend(event.children)
+    return [size for _, size in sorted(events)]
+
+
+def peak_of(sizes: list[int]) -> int:
+    """The highest running sum."""
+    level = highest = 0
+    for size in sizes:
+        level += size
+        highest = max(highest, level)
+    return highest
+
+
+def measured_peak(build: Callable[[], Callable[[], Any]], steps: int = 2) -> int:
+    """Bytes at the peak of build and steps, as the allocator saw them."""
+
+    def run() -> None:
+        step = build()
+        for _ in range(steps):
+            step()
+
+    return peak_of(allocations(run))

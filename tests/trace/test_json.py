@@ -1,0 +1,76 @@
+"""Traces go to JSON and back unchanged, and files from strangers are not trusted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from steps import STEPS
+
+import memplan
+from memplan.errors import TraceFormatError
+from memplan.trace.json import dumps, loads, write_whole
+
+
+@pytest.fixture(scope="module")
+def trace() -> memplan.Trace:
+    return memplan.record(STEPS["grad_scaler_and_clipping"])
+
+
+def test_round_trip(trace: memplan.Trace, tmp_path: Path) -> None:
+    memplan.save_trace(trace, tmp_path / "a.json")
+    assert memplan.load_trace(tmp_path / "a.json") == trace
+    assert loads(trace.to_json()) == trace
+
+
+def test_a_measured_trace_too() -> None:
+    measured = memplan.measure(STEPS["in_place"], steps=1)
+    assert loads(dumps(measured)) == measured
+
+
+def _changed(trace: memplan.Trace, change: Any) -> str:
+    data = json.loads(dumps(trace))
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda d: d.update(schema=99), "schema version 99.*Expected version 1"),
+        (lambda d: d.update(format="other"), "not a trace"),
+        (lambda d: d.pop("ops"), "damaged"),
+        (lambda d: d["storages"][3].pop(), "damaged"),
+        (lambda d: d["storages"][3].__setitem__(0, -5), "damaged"),
+        (lambda d: d["storages"][3].__setitem__(1, "magic"), "damaged"),
+        (lambda d: d["storages"][3].__setitem__(2, d["storages"][4][2]), "damaged"),
+        (lambda d: d["ops"][0].__setitem__(8, [10**9]), "damaged"),
+        (lambda d: d["ops"][0].__setitem__(8, [-1]), "damaged"),
+        (lambda d: d.update(steps=[10**9]), "damaged"),
+        (lambda d: d.update(end="x"), "damaged"),
+    ],
+)
+def test_damage_is_named(trace: memplan.Trace, change: Any, text: str) -> None:
+    with pytest.raises(TraceFormatError, match=text):
+        loads(_changed(trace, change))
+
+
+@given(st.one_of(st.text(), st.binary(max_size=200)))
+def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, content: str | bytes) -> None:
+    path = tmp_path_factory.mktemp("files") / "x.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(TraceFormatError):
+        memplan.load_trace(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "new \ud800")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

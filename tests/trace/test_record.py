@@ -1,0 +1,179 @@
+"""What is recorded on fake tensors, held against what the allocator really did."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from allocator import measured_peak
+from steps import STEPS, mlp, plain
+from torch import nn
+
+import memplan
+from memplan.errors import DataDependentError, DeviceError, StepError, UsageError
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_peak_is_what_the_allocator_reports(name: str) -> None:
+    build = STEPS[name]
+    torch.manual_seed(0)
+    predicted = memplan.simulate(memplan.record(build)).peak_allocated
+    # below by the scalars that kernels wrap and by the random state that checkpoint keeps on the host
+    assert predicted == pytest.approx(measured_peak(build), rel=0.002)
+
+
+def test_every_step_has_its_own_peak() -> None:
+    # a batch so large that every step peaks in its backward, with the optimizer's state there from the second on
+    trace = memplan.record(lambda: plain(mlp(), torch.randn(8192, 512), torch.optim.Adam), steps=3)
+    peaks = [step.peak_allocated for step in memplan.simulate(trace).steps]
+    parameters = list(mlp().parameters())
+    state = sum(2 * p.numel() * 4 + 4 for p in parameters)
+    assert peaks[1] - peaks[0] == state
+    assert peaks[2] == peaks[1]
+
+
+def test_nothing_is_allocated() -> None:
+    def build() -> Any:
+        model = nn.Linear(1 << 20, 1 << 20, bias=False)  # 4 TiB
+        return lambda: model(torch.randn(4, 1 << 20)).sum().backward()
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated > 8 << 40
+
+
+def test_recording_twice_gives_the_same_text() -> None:
+    build = STEPS["grad_scaler_and_clipping"]
+    assert memplan.record(build).to_json() == memplan.record(build).to_json()
+
+
+def test_random_state_and_modules_stay_as_they_were() -> None:
+    model = mlp(32)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    memplan.explain(model, "8x32", optimizer=torch.optim.Adam)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+
+
+def test_global_hooks_and_patches_are_gone_after_a_failure() -> None:
+    call, item = torch.Tensor.__bool__, torch.Tensor.item
+
+    def build() -> Any:
+        raise ValueError("no data")
+
+    with pytest.raises(StepError, match="build raised ValueError: no data"):
+        memplan.record(build)
+    assert (torch.Tensor.__bool__, torch.Tensor.item) == (call, item)
+    assert float(torch.ones(3).sum()) == 3.0
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not nn.modules.module._global_parameter_registration_hooks
+
+
+def test_ops_say_where_they_come_from() -> None:
+    trace = memplan.record(STEPS["accumulation_and_two_losses"], steps=1)
+    forward = [op for op in trace.ops if op.name == "aten.addmm.default" and op.phase == "forward"]
+    assert {op.layer for op in forward} >= {"Sequential.0", "Sequential.2", "Linear", "Linear#2"}
+    assert all(op.where and "steps.py:" in op.where for op in forward)
+    backward = [op for op in trace.ops if op.phase == "backward" and op.gradient_of is not None]
+    assert backward and all(op.layer == trace.ops[op.gradient_of or 0].layer for op in backward)
+    assert {op.phase for op in trace.ops} == {"build", "forward", "backward", "optimizer"}
+
+
+def test_layers_of_the_only_model_have_its_own_names() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second[0](self.first(x)) + x
+
+    trace = memplan.record(lambda: plain(Block(), torch.randn(4, 8)), steps=1)
+    assert {op.layer for op in trace.ops if op.phase == "forward"} == {"first", "second.0", "Block", ""}
+    assert {s.name for s in trace.storages if s.cause == "weight"} == {
+        "first.weight", "first.bias", "second.0.weight", "second.0.bias",
+    }  # fmt: skip
+
+
+def test_recomputed_ops_are_marked() -> None:
+    trace = memplan.record(STEPS["checkpoint_reentrant"], steps=1)
+    again = [op for op in trace.ops if op.recomputed]
+    once = [op for op in trace.ops if op.phase == "forward" and op.name == "aten.addmm.default"]
+    assert len([op for op in again if op.name == "aten.addmm.default"]) == len(once) == 12
+
+
+def test_a_scalar_gets_a_standin_that_is_listed() -> None:
+    def build() -> Any:
+        model, x = mlp(16), torch.randn(4, 16)
+
+        def step() -> None:
+            loss = model(x).sum()
+            loss.backward()
+            average = 0.9 * loss.item()
+            if average > 100:
+                model.zero_grad()
+
+        return step
+
+    trace = memplan.record(build)
+    kinds = [(a.kind, a.count) for a in trace.assumptions]
+    assert kinds == [("branch", 2), ("scalar", 2)]
+    assert "DECIDES A BRANCH" in trace.assumptions[0].text
+    assert all("test_record.py:" in (a.where or "") for a in trace.assumptions)
+
+
+def test_known_values_are_no_standins() -> None:
+    def build() -> Any:
+        assert torch.tensor([3, 4]).tolist() == [3, 4]
+        assert torch.arange(3).sum().item() == 3
+        return lambda: None
+
+    assert memplan.record(build).assumptions == ()
+
+
+def test_compiled_modules_run_as_if_eager_and_say_so() -> None:
+    build = lambda: plain(torch.compile(mlp(64)), torch.randn(8, 64))  # noqa: E731  # pyright: ignore[reportArgumentType]  # a callable
+    eager = lambda: plain(mlp(64), torch.randn(8, 64))  # noqa: E731
+    trace = memplan.record(build)
+    assert [a.kind for a in trace.assumptions].count("compiled") >= 1
+    assert memplan.simulate(trace).peak_allocated == memplan.simulate(memplan.record(eager)).peak_allocated
+
+
+def test_data_dependent_shapes_are_refused_with_layer_and_line() -> None:
+    class Head(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x[:, 0] > 0]
+
+    def build() -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), Head())
+        return lambda: model(torch.randn(8, 4)).sum().backward()
+
+    with pytest.raises(DataDependentError, match=r"nonzero.*memplan\.measure") as caught:
+        memplan.record(build)
+    assert caught.value.layer == "1"
+    assert "test_record.py:" in (caught.value.where or "")
+    assert memplan.simulate(memplan.measure(build)).peak_allocated > 0
+
+
+def test_real_parameters_from_outside_are_refused_and_untouched() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(StepError, match="made outside of build"):
+        memplan.record(lambda: lambda: model(torch.randn(2, 4)).sum().backward())
+    assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: memplan.record(lambda: None), StepError, "build returned None"),
+        (lambda: memplan.record(lambda: nn.Linear(2, 2)), StepError, "build returned the module Linear"),
+        (lambda: memplan.record(lambda: lambda: None, steps=0), UsageError, "steps=0"),
+        (lambda: memplan.record(lambda: lambda: None, device="h9000"), DeviceError, "h9000"),
+        (lambda: memplan.record(3), StepError, "3 is not callable"),
+        (lambda: memplan.record(lambda: lambda: torch.zeros(2).cuda()), StepError, "on CUDA"),
+    ],
+)
+def test_bad_input_is_named(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
