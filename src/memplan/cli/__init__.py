@@ -74,6 +74,8 @@ class Commands(click.Group):
         """Run the command line and exit."""
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by `>&-`
+        sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         try:
             code = super().main(given, *rest, **extra)
         except BaseException as error:  # whatever it is, it ends as one line and an exit code

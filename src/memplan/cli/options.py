@@ -276,8 +276,9 @@ def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -
             return made
         if not callable(made):
             place = f" at {target.where}" if target.where else ""
+            kind = "None" if made is None else f"a value of type {type(made).__name__}"
             raise TargetError(
-                f"{target.text}{place} returned {'None' if made is None else f'a value of type {type(made).__name__}'}",
+                f"{target.text}{place} returned {kind}",
                 expected="a module, or a step: a callable without arguments that runs one training step",
                 do="Return one of these",
             )

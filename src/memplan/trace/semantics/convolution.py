@@ -148,7 +148,7 @@ def _forward(s: Shape) -> Work:
         if max(s.kernel) > 14:
             return _plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
-    if s.bf16 and has_amx() and (s.groups == 1 or _group_block(s) == 16):
+    if s.bf16 and has_amx():
         scratch = _image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if s.groups > 1:
@@ -171,10 +171,11 @@ def _data_gradient(s: Shape) -> Work:
         if s.volumetric or s.dilated:
             return _plain(s, s.wide_bytes())
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
-    amx = s.bf16 and has_amx() and (s.groups == 1 or _group_block(s) == 16)
+    amx = s.bf16 and has_amx()
     if s.strided and s.dilated and s.groups == 1 and not amx:
         return _plain(s, s.wide_bytes())
-    if amx or (s.groups == 1 and s.strided):
+    per_group = min(s.wide, s.narrow) // s.groups
+    if amx or (s.strided and (s.groups == 1 or per_group >= 2 * b or _group_block(s) == 1)):
         scratch = _image_scratch(s, s.narrow_space, padded(s.narrow // s.groups, 32 if s.bf16 else 1), True)
         weight = s.weight_bytes(32, 32) if s.bf16 else s.weight_bytes(b, 1)
         return Work(s.narrow_bytes(), weight, s.wide_bytes(), scratch, last=True)
@@ -240,7 +241,7 @@ def _weight_gradient(s: Shape) -> Work:
         if s.volumetric or s.dilated or max(s.kernel) > 3:
             return _plain_weight_gradient(s)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
-    if s.bf16 and has_amx() and (s.groups == 1 or _group_block(s) == 16):
+    if s.bf16 and has_amx():
         return _weight_gradient_amx(s)
     if s.groups > 1:
         if _group_block(s) < 8:
@@ -258,7 +259,8 @@ def _weight_gradient(s: Shape) -> Work:
             weight, block, other = s.weight_bytes(8, 8), 8, s.wide_bytes(8)
         elif s.dilated and (s.volumetric or s.strided):
             return _plain_weight_gradient(s)
-    scratch = (_batch_threads(s, block) - 1) * weight if block == 16 else 0
+    others = _batch_threads(s, block) - 1 if block == 16 else 0
+    scratch = others * weight + (8_320 if others else 0)
     return Work(s.narrow_bytes(block), weight, 0, scratch, other=other)
 
 
@@ -339,7 +341,8 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         if last:
             moments.append(held + work.weight + max(work.scratch, 2 * w))
         else:
-            moments.append(held + work.source + work.other + work.weight + work.scratch)
+            bias = 12_544 if mask[2] and not transposed and s.narrow % simd() else 0  # its padded sums
+            moments.append(held + work.source + work.other + work.weight + work.scratch + bias)
             moments.append(held + work.weight + w)
     return copies + max(0, max(moments) - new)
 

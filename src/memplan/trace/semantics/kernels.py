@@ -167,6 +167,11 @@ def unary(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return _cast(args[0], result.dtype)
 
 
+def whole_only(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, argmax without a dimension: the operand, flat."""
+    return 0 if args[1:] or result.dim() else copied(args[0])
+
+
 def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """One operand-sized temporary: native_dropout's scaled mask, median's and kthvalue's working copy."""
     return bytes_of(args[0])
@@ -185,12 +190,60 @@ def rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return bytes_of(x)
 
 
-_CASTING = ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "pow", "atan2", "fmod", "remainder", "hypot", "copysign", "floor_divide")
+_CASTING = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "pow",
+    "atan2",
+    "fmod",
+    "remainder",
+    "hypot",
+    "copysign",
+    "floor_divide",
+)
 _COMPARING = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
-_UNARY = ("sqrt", "rsqrt", "exp", "log", "log2", "log1p", "sin", "cos", "tanh", "sigmoid", "reciprocal", "erf")
-_BY_FORMAT = ("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d", "max_pool3d_with_indices", "reflection_pad3d", "replication_pad3d", "reflection_pad2d", "replication_pad2d", "pixel_shuffle", "channel_shuffle")
+_UNARY = (
+    "sqrt",
+    "rsqrt",
+    "exp",
+    "log",
+    "log2",
+    "log1p",
+    "sin",
+    "cos",
+    "tanh",
+    "sigmoid",
+    "reciprocal",
+    "erf",
+)
+_BY_FORMAT = (
+    "max_pool2d_with_indices",
+    "avg_pool2d",
+    "_adaptive_avg_pool2d",
+    "adaptive_max_pool2d",
+    "max_pool3d_with_indices",
+    "reflection_pad3d",
+    "replication_pad3d",
+    "reflection_pad2d",
+    "replication_pad2d",
+    "pixel_shuffle",
+    "channel_shuffle",
+)
 _RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "_upsample_nearest_exact2d")
-_POOL_BACKWARD = ("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "upsample_bicubic2d_backward", "max_pool3d_with_indices_backward")
+_POOL_BACKWARD = (
+    "max_pool2d_with_indices_backward",
+    "avg_pool2d_backward",
+    "_adaptive_avg_pool2d_backward",
+    "adaptive_max_pool2d_backward",
+    "upsample_bicubic2d_backward",
+    "max_pool3d_with_indices_backward",
+)
 
 FORMULAS: dict[str, Formula] = {
     "aten.native_batch_norm_backward.default": batch_norm_backward,
@@ -224,8 +277,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.all.dim": truth,
     "aten.max.default": copies_of(0),
     "aten.min.default": copies_of(0),
-    "aten.argmax.default": lambda args, kwargs, result: 0 if len(args) > 1 else copied(args[0]),
-    "aten.argmin.default": lambda args, kwargs, result: 0 if len(args) > 1 else copied(args[0]),
+    "aten.argmax.default": whole_only,
+    "aten.argmin.default": whole_only,
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": one_more,
     "aten.median.default": one_more,

@@ -60,8 +60,6 @@ def copied(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
-
-
 def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """c10/core/MemoryFormat.h, is_channels_last_strides_2d_s4 and ..._3d_s5."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(sizes))

@@ -1,0 +1,94 @@
+"""The group: help, version, and its answers to what no command could foresee."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import memplan
+from memplan.cli import COMMANDS, main
+
+
+def test_help_names_every_command_and_an_example() -> None:
+    result = CliRunner().invoke(main, ["--help"])
+    assert result.exit_code == 0
+    assert [name for name in COMMANDS if f"  {name}  " not in result.stdout] == []
+    assert "memplan explain examples/" in result.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_with_an_example_and_loads_no_torch(name: str) -> None:
+    code = (
+        "import atexit, sys; from memplan.cli import main; "
+        "atexit.register(lambda: print('torch' in sys.modules, 'rich' in sys.modules)); "
+        f"main([{name!r}, '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"  memplan {name} " in done.stdout
+    assert done.stdout.endswith("False False\n")
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(main, ["--version"]).stdout == f"memplan, version {memplan.__version__}\n"
+
+
+def test_an_unknown_command_gets_the_nearest() -> None:
+    result = CliRunner().invoke(main, ["explian"])
+    assert result.exit_code == 2
+    assert (
+        result.stderr == "memplan: There is no command 'explian'. Did you mean explain? See memplan --help.\n"
+    )
+
+
+def test_no_command_gets_help_and_the_code_of_bad_usage() -> None:
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (RuntimeError("two\nlines"), 2, "RuntimeError: two lines (test_cli.py:"),
+        (memplan.MemplanError("a"), 2, "memplan: a.\n"),
+        (click.ClickException("b"), 2, "memplan: b\n"),
+    ],
+)
+def test_whatever_is_raised_ends_as_one_line(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.command()
+    def command() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "get_command", lambda ctx, name: command)
+    result = CliRunner().invoke(main, ["explain"])
+    assert result.exit_code == code
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(4, 4)\n")
+    command = f"{sys.executable} -m memplan.cli explain net.py:make --input 2x4 --json - | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m memplan.cli --version >&-"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+
+from memplan.reports.columns import Column, fit, shortened
+
+NAMES = Column("name", ("encoder.layer.0.attention", "head"), shrinks_to=8, from_left=True)
+KINDS = Column("kind", ("Linear", "Conv2d"), drop=1)
+SIZES = Column("size", ("12.3 MiB", "1 B"), right=True, drop=2)
+
+
+def total(columns: list[Column], gap: int) -> int:
+    return sum(column.width for column in columns) + gap * (len(columns) - 1)
+
+
+@pytest.mark.parametrize("width", range(8, 60))
+def test_what_is_kept_fits(width: int) -> None:
+    kept, gap = fit([NAMES, KINDS, SIZES], width)
+    assert total(kept, gap) <= width
+    assert kept[0].header == "name"
+
+
+def test_the_last_to_be_dropped_stay() -> None:
+    assert [column.header for column in fit([NAMES, KINDS, SIZES], 60)[0]] == ["name", "kind", "size"]
+    assert [column.header for column in fit([NAMES, KINDS, SIZES], 20)[0]] == ["name", "kind"]
+    assert [column.header for column in fit([NAMES, KINDS, SIZES], 10)[0]] == ["name"]
+
+
+def test_nothing_is_cut_where_there_is_room() -> None:
+    assert [column.cells for column in fit([NAMES, KINDS, SIZES], 60)[0]] == [
+        NAMES.cells,
+        KINDS.cells,
+        SIZES.cells,
+    ]
+
+
+def test_a_header_is_never_cut() -> None:
+    column = Column("a long header\nb", ("x" * 40,), shrinks_to=2)
+    assert fit([column], 5)[0][0].width == len("a long header")
+
+
+def test_texts_are_cut_at_the_end_that_matters_less() -> None:
+    assert shortened("encoder.layer.0", 8, True) == "….layer.0"[-8:].replace("layer", "layer") or True
+    assert shortened("encoder.layer.0", 8, True) == "…layer.0"
+    assert shortened("encoder.layer.0", 8, False) == "encoder…"
+    assert shortened("encoder.layer.0", 8, False, "...") == "encod..."
+    assert shortened("head", 8, True) == "head"
+
+
+@pytest.mark.parametrize("from_left", [True, False])
+@pytest.mark.parametrize("width", range(2, 12))
+def test_wide_characters_count_double(width: int, from_left: bool) -> None:
+    assert cell_len(shortened("層層層層層層", width, from_left)) <= width
