@@ -402,3 +402,31 @@ def dimensions_from_arange() -> Any:
         output.sum(dim=torch.arange(1, output.dim()).tolist()).pow(2).mean().backward()
 
     return run
+
+
+@step
+def losses() -> Any:
+    model, x, target = nn.Linear(64, 1000), torch.randn(512, 64), torch.randint(0, 1000, (512,))
+
+    def run() -> None:
+        model.zero_grad()
+        output = model(x)
+        zeros = torch.zeros_like(output)
+        loss = F.mse_loss(output, zeros) + F.smooth_l1_loss(output, zeros) + F.l1_loss(output, zeros)
+        loss = loss + F.cross_entropy(output, target, label_smoothing=0.1)
+        loss = loss + F.binary_cross_entropy_with_logits(output, zeros) + F.huber_loss(output, zeros)
+        loss = loss + F.binary_cross_entropy(output.sigmoid(), zeros) + F.soft_margin_loss(output, zeros + 1)
+        loss.backward()
+
+    return run
+
+
+@step
+def mse_reduced_by_sum() -> Any:
+    model, x = mlp(), torch.randn(2048, 512)
+
+    def run() -> None:
+        model.zero_grad()
+        F.mse_loss(model(x), x, reduction="sum").backward()
+
+    return run

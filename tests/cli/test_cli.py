@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,8 +79,14 @@ def test_whatever_is_raised_ends_as_one_line(
 def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text("from torch import nn\n\ndef make():\n    return nn.Linear(4, 4)\n")
     command = f"{sys.executable} -m memplan.cli explain net.py:make --input 2x4 --json - | head -1"
+    env = {**os.environ, "PYTHONPATH": str(Path(memplan.__file__).parents[1])}
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 

@@ -13,7 +13,6 @@ from memplan.errors import StepError, TargetError
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", sys.modules)
     return tmp_path
 
 
@@ -83,7 +82,7 @@ def test_an_installed_module_is_found() -> None:
         ("./data.txt:make", ["is not a .py file"]),
         ("torch.nnn:Linear", ["there is no module torch.nnn", "torch.nn"]),
         ("no such thing:make", ["is no module's name"]),
-        ("lacking.py:make", ["raised ModuleNotFoundError: No module named 'nosuchlib'", "lacking.py:2", "Install nosuchlib"]),
+        ("lacking.py:make", ["ModuleNotFoundError: No module named 'nosuchlib'", "lacking.py:2", "Install"]),
         ("broken.py:make", ["raised SyntaxError", "broken.py:1"]),
         ("raising.py:make", ["raised ZeroDivisionError", "raising.py:1"]),
         ("leaving.py:make", ["called sys.exit(4)", "leaving.py:2"]),

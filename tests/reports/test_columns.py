@@ -41,7 +41,6 @@ def test_a_header_is_never_cut() -> None:
 
 
 def test_texts_are_cut_at_the_end_that_matters_less() -> None:
-    assert shortened("encoder.layer.0", 8, True) == "….layer.0"[-8:].replace("layer", "layer") or True
     assert shortened("encoder.layer.0", 8, True) == "…layer.0"
     assert shortened("encoder.layer.0", 8, False) == "encoder…"
     assert shortened("encoder.layer.0", 8, False, "...") == "encod..."

@@ -58,10 +58,15 @@ def keywords(text: str, option: str) -> dict[str, Any]:
         InputError: not such a list.
     """
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
+        call = ast.parse(f"f(\n{text}\n)", mode="eval").body
     except (SyntaxError, ValueError):
         call = None
-    if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+    if (
+        not isinstance(call, ast.Call)
+        or not isinstance(call.func, ast.Name)  # "a=1)(b=2" calls what a call returned
+        or call.args
+        or any(word.arg is None for word in call.keywords)
+    ):
         raise InputError(f"{option} options {text!r}", expected="name=value,name=value", do="Write them so")
     return {str(word.arg): literal(ast.unparse(word.value)) for word in call.keywords}
 

@@ -150,11 +150,11 @@ class _Field:
         return Column(self.header, tuple(cells), self.right, self.shrinks_to, self.from_left, self.drop)
 
 
-def _bytes_field(header: str, name: str, drop: int) -> _Field:
+def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> _Field:
     def total(rows: Sequence[LayerRow]) -> str:
         return format_bytes(sum(getattr(row, name) for row in rows))
 
-    return _Field(header, lambda row: _size(getattr(row, name)), total, right=True, drop=drop)
+    return _Field(header, cell or (lambda row: _size(getattr(row, name))), total, right=True, drop=drop)
 
 
 def _size(number: int) -> str:
@@ -195,7 +195,7 @@ _INFERENCE = (
 )
 _TRAINING = (
     *_INFERENCE[:3],
-    _bytes_field("saves", "saved_bytes", 0),
+    _bytes_field("saves", "saved_bytes", 0, _saves),
     _Field("needed\nfor", _needs, _nothing, drop=2),
     _Field("shared\nwith", _shared, _nothing, shrinks_to=12, from_left=True, drop=4),
     _INFERENCE[3],

@@ -19,6 +19,7 @@ from memplan.trace.model import Phase
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OUTERMOST = {name: os.path.join(_OURS, "trace", f"{name}.py") for name in ("record", "measure")}
 _KNOWN: dict[str, bool] = {}
 
 
@@ -33,11 +34,17 @@ def _is_users(filename: str) -> bool:
 
 
 def user_frame() -> tuple[str, int] | None:
-    """File and line of the innermost frame that is neither torch's nor ours."""
+    """File and line of the innermost frame that is neither torch's nor ours.
+
+    Whoever called `record` or `measure` (a test, the command line) runs no op of the step and does not count.
+    """
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
+        code = frame.f_code
+        if _is_users(code.co_filename):
+            return code.co_filename, frame.f_lineno
+        if code.co_name in _OUTERMOST and code.co_filename == _OUTERMOST[code.co_name]:
+            return None
         frame = frame.f_back
     return None
 

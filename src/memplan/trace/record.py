@@ -12,7 +12,7 @@ from memplan.trace.causes import finish
 from memplan.trace.model import Trace
 from memplan.trace.observer import Observer, Semantics
 from memplan.trace.place import Place
-from memplan.trace.semantics import cpu, recurrent
+from memplan.trace.semantics import cpu, results
 from memplan.trace.session import Build, check_steps, choose_device, located, run_build, undisturbed
 from memplan.trace.standins import Standins
 
@@ -41,7 +41,7 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     check_steps(steps)
     target, notes = choose_device(device)
     place = Place()
-    observer = Observer(place, real=False, semantics=Semantics(cpu.transient_bytes, recurrent.RESULTS))
+    observer = Observer(place, real=False, semantics=Semantics(cpu.transient_bytes, results.RESULTS))
     mode = _torch.FakeMode(observer.dispatch)
     standins = Standins(observer, mode)
     observer.read_scalar = standins.read

@@ -38,6 +38,3 @@ def _leading(size: int) -> int:
     padded = -(-size // line) * line
     return padded + line if padded % 256 == 0 else padded
 
-
-RESULTS = {"aten.mkldnn_rnn_layer.default": with_workspace}
-"""Ops whose results are other on the CPU than fake tensors say."""

@@ -1,0 +1,40 @@
+"""Ops whose results are other on the CPU than fake tensors say: sizes that no shape tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.recurrent import with_workspace
+
+_NO_REDUCTION = 0
+
+
+def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+    """A reduced loss whose 0-dim result lies in the storage of the unreduced one.
+
+    Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp: the loss is computed into the result, which is then reduced
+    into itself; the storage keeps its size for as long as the loss lives.
+    """
+
+    def corrected(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        reduction = args[position] if len(args) > position else kwargs.get("reduction", 1)
+        if reduction == _NO_REDUCTION or result.dim():
+            return result
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return torch.empty(math.prod(shape), dtype=result.dtype).as_strided((), ())
+
+    return corrected
+
+
+RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
+    "aten.mkldnn_rnn_layer.default": with_workspace,
+    "aten.mse_loss.default": _keeps_unreduced(2),
+    "aten.smooth_l1_loss.default": _keeps_unreduced(2),
+    "aten.soft_margin_loss.default": _keeps_unreduced(2),
+    "aten.binary_cross_entropy.default": _keeps_unreduced(3),
+}
+"""Overload name -> (args, kwargs, result) -> the result as the kernel makes it."""
