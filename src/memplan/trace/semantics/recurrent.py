@@ -21,7 +21,7 @@ def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     if not train:
         return result
     size = workspace_bytes(args[0].shape[0], args[0].shape[1], args[0].shape[2], args[10])
-    return output, hidden, cell, torch.empty(size, dtype=torch.uint8)
+    return output, hidden, cell, output.new_empty(size, dtype=torch.uint8)
 
 
 def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:

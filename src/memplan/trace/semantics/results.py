@@ -25,7 +25,7 @@ def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]
         if reduction == _NO_REDUCTION or result.dim():
             return result
         shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        return torch.empty(math.prod(shape), dtype=result.dtype).as_strided((), ())
+        return result.new_empty(math.prod(shape)).as_strided((), ())
 
     return corrected
 
