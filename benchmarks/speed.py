@@ -153,9 +153,7 @@ def markdown(rows: list[Row], large: Row, versions: dict[str, str]) -> str:
 
     said = ", ".join(f"{key} {value}" for key, value in versions.items())
     lines = ["# Seconds to a prediction", ""]
-    lines.append(
-        f"Medians, from building on fake tensors to the peak; imports and a warm-up come before; {said}."
-    )
+    lines.append(f"Medians, from building on fake tensors to the peak; imports and a warm-up come before; {said}.")
     lines += ["", f"Transformer, d {WIDTH}, {HEADS} heads, sequence {SEQUENCE}, batch {BATCH}, AdamW."]
     lines[-1] += " Per step: two steps and their build, divided by two. Peaks in bytes, over two steps."
     lines += ["", "| layers | tool | 1 step, s | 2 steps, s | per step, s | predicted peak |"]
@@ -171,12 +169,8 @@ def markdown(rows: list[Row], large: Row, versions: dict[str, str]) -> str:
     ]
     lines[-1] += " process: "
     if "seconds" in large:
-        lines[-1] += (
-            f"{large['seconds']:.2f} s; resident memory {large['resident_before']:,d} bytes after the "
-        )
-        lines[-1] += (
-            f"imports, {large['resident_peak']:,d} at most; predicted peak {large['predicted_peak']:,d}."
-        )
+        lines[-1] += f"{large['seconds']:.2f} s; resident memory {large['resident_before']:,d} bytes after the "
+        lines[-1] += f"imports, {large['resident_peak']:,d} at most; predicted peak {large['predicted_peak']:,d}."
     else:
         lines[-1] += large.get("error", "not run") + "."
     return "\n".join([*lines, ""])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812  # torch's own name for it
+import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 

@@ -39,9 +39,7 @@ sizes = st.one_of(
     st.integers(0, 2**13),
     st.integers(0, 2**60),
     # the neighbourhood of each unit, where rounding rolls over
-    st.builds(
-        lambda power, delta: max(0, 2 ** (10 * power) + delta), st.integers(1, 5), st.integers(-9999, 9999)
-    ),
+    st.builds(lambda power, delta: max(0, 2 ** (10 * power) + delta), st.integers(1, 5), st.integers(-9999, 9999)),
 )
 
 

@@ -64,9 +64,7 @@ def test_the_tree_is_this_one_and_its_docstring_draws_it_all() -> None:
         ),
     ],
 )
-def test_a_message_says_what_was_found_what_was_expected_and_what_to_do(
-    error: MemplanError, text: str
-) -> None:
+def test_a_message_says_what_was_found_what_was_expected_and_what_to_do(error: MemplanError, text: str) -> None:
     assert str(error) == text
     assert "\n" not in text
 

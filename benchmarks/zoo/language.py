@@ -61,9 +61,7 @@ def llama_gradient_checkpointing() -> Step:
 @zoo
 def llama_lora() -> Step:
     """Only low-rank matrices beside the attention's projections learn; the rest keeps no weight gradient."""
-    config = LoraConfig(
-        r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]
-    )
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     model, ids = get_peft_model(llama_model(), config), tokens(4, 256)
     return training_with_labels(model, adamw(model), input_ids=ids, labels=ids)
 

@@ -20,9 +20,7 @@ def classifier() -> nn.Sequential:
             nn.ReLU(),
             nn.MaxPool2d(2),
         ]
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(2048, 1000)
-    )
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.5), nn.Linear(2048, 1000))
 
 
 @zoo
@@ -133,9 +131,7 @@ def retained_graph() -> Step:
 @zoo
 def gradient_penalty() -> Step:
     """Second derivatives: the gradient for the input is itself differentiated (create_graph)."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.SiLU()
-    )
+    model = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.SiLU(), nn.Conv2d(32, 32, 3, padding=1), nn.SiLU())
     head = nn.Linear(32, 1)
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
     x = torch.randn(8, 3, 96, 96, requires_grad=True)
@@ -209,9 +205,7 @@ def zero_grad_after_step() -> Step:
 def moving_average() -> Step:
     """A second copy of the weights follows the first, and a schedule moves the learning rate."""
     model = resnet18_model()
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)
-    )
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999))
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     (x,), (labels,) = images(8, 128)

@@ -206,9 +206,7 @@ def instancenorm_net() -> Step:
         )
 
     start = (nn.Conv2d(3, 64, 7, 2, 3), nn.InstanceNorm2d(64), nn.ReLU(inplace=True))
-    model = nn.Sequential(
-        *start, *[block() for _ in range(6)], nn.Conv2d(64, 12, 3, padding=1), nn.PixelShuffle(2)
-    )
+    model = nn.Sequential(*start, *[block() for _ in range(6)], nn.Conv2d(64, 12, 3, padding=1), nn.PixelShuffle(2))
     pictures = torch.rand(4, 3, 192, 192)
     return training(model, torch.optim.Adam(model.parameters()), F.l1_loss, (pictures,), (pictures,))
 

@@ -55,16 +55,43 @@ _DEVICE = torch.ops.prim.device.default
 # In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
 _IN_PLACE = frozenset(
     f"aten::{name}_"
-    for name in (
-        "add sub mul div addcmul addcdiv lerp copy zero fill sqrt rsqrt reciprocal neg abs exp log pow clamp "
-        "clamp_min clamp_max relu sigmoid tanh uniform normal bernoulli"
-    ).split()
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "copy",
+        "zero",
+        "fill",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "neg",
+        "abs",
+        "exp",
+        "log",
+        "pow",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "uniform",
+        "normal",
+        "bernoulli",
+    ]
 )
 
 
 # Their values follow from their arguments: kept where small, so that shapes and branches computed from them are right
 # (`torch.arange(2, x.dim()).tolist()` is a common way to name dimensions).
-_FACTORIES = frozenset(f"aten::{name}" for name in "arange zeros ones full eye linspace scalar_tensor".split())
+_FACTORIES = frozenset(
+    f"aten::{name}" for name in ["arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor"]
+)
 _CONSTANT_NUMEL = 64
 
 
@@ -100,7 +127,12 @@ def _key_of(value: Any) -> Any:
         TypeError: an argument that this is not sure of.
     """
     if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor or value.layout != torch.strided or value.constant is not None or value.is_complex():
+        if (
+            type(value) is not FakeTensor
+            or value.layout != torch.strided
+            or value.constant is not None
+            or value.is_complex()
+        ):
             raise TypeError
         return value.shape, value.stride(), value.dtype
     if isinstance(value, _PLAIN):
@@ -133,7 +165,12 @@ class _Memo:
             return None
         try:
             default = torch.get_default_dtype()
-            return func, default, _key_of(args), tuple([(name, _key_of(value)) for name, value in kwargs.items()])
+            return (
+                func,
+                default,
+                _key_of(args),
+                tuple([(name, _key_of(value)) for name, value in kwargs.items()]),
+            )
         except TypeError:
             return None
 

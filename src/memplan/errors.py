@@ -90,9 +90,7 @@ class BudgetError(UsageError):
         2147483648
     """
 
-    def __init__(
-        self, found: str, *, expected: str | None = None, do: str | None = None, smallest_budget: int
-    ) -> None:
+    def __init__(self, found: str, *, expected: str | None = None, do: str | None = None, smallest_budget: int) -> None:
         super().__init__(found, expected=expected, do=do)
         self.smallest_budget = smallest_budget
 

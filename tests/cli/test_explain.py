@@ -150,14 +150,10 @@ def test_loss_optimizer_and_targets_are_those_of_torch() -> None:
     assert told["by_cause"]["optimizer_state"] == 268
 
 
-@pytest.mark.parametrize(
-    "name", ["adamw", "AdamW", "adamw:lr=1e-4,betas=(0.9,0.95)", "torch.optim:AdamW:lr=0.1"]
-)
+@pytest.mark.parametrize("name", ["adamw", "AdamW", "adamw:lr=1e-4,betas=(0.9,0.95)", "torch.optim:AdamW:lr=0.1"])
 def test_an_optimizer_has_several_spellings(name: str) -> None:
     told = explained("nets.py:make", "--input", "2x4", "--optimizer", name)
-    assert (
-        told["by_cause"]["optimizer_state"] == 2 * 268 + 4 * 4
-    )  # two moments, and a step count for each parameter
+    assert told["by_cause"]["optimizer_state"] == 2 * 268 + 4 * 4  # two moments, and a step count for each parameter
 
 
 @pytest.mark.parametrize("loss", ["mse_loss", "MSELoss", "torch.nn.functional:mse_loss"])
@@ -190,9 +186,7 @@ def test_a_build_with_a_batch_is_scaled_to_twice_of_it() -> None:
 
 
 def test_inference_saves_nothing() -> None:
-    result = explain(
-        "nets.py:make", "--input", "2x4", "--infer", "--optimizer", "adamw", "--json", "out.json"
-    )
+    result = explain("nets.py:make", "--input", "2x4", "--infer", "--optimizer", "adamw", "--json", "out.json")
     assert "left out" in result.stderr
     told = json.loads(Path("out.json").read_text())
     assert told["saved_bytes"] == told["by_cause"]["optimizer_state"] == 0
@@ -337,9 +331,7 @@ def test_a_mistake_gets_one_line(args: list[str], words: list[str]) -> None:
     assert [word for word in words if word not in result.stderr] == []
 
 
-@pytest.mark.parametrize(
-    "args", [["nets.py:raising"], ["nets.py:Positive", "--input", "4x4"], ["nets.py:none"]]
-)
+@pytest.mark.parametrize("args", [["nets.py:raising"], ["nets.py:Positive", "--input", "4x4"], ["nets.py:none"]])
 def test_a_failed_run_leaves_files_as_they_were(args: list[str], folder: Path) -> None:
     for name in ("out.json", "step.json"):
         (folder / name).write_text("precious")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from allocator import measured_peak
 from steps import STEPS, mlp, plain
 from torch import nn
@@ -134,10 +134,19 @@ def test_scaling_predicts_another_batch() -> None:
 @pytest.mark.parametrize("train", [True, False])
 def test_the_step_that_is_explained_is_the_one_that_runs(train: bool) -> None:
     options = StepOptions(
-        inputs=("8x3x32x32",), targets=("8:int64<10",), loss=F.cross_entropy, optimizer=torch.optim.Adam, train=train
+        inputs=("8x3x32x32",),
+        targets=("8:int64<10",),
+        loss=F.cross_entropy,
+        optimizer=torch.optim.Adam,
+        train=train,
     ).checked()
     explanation = memplan.explain(
-        small_resnet, "8x3x32x32", targets=("8:int64<10",), loss=F.cross_entropy, optimizer=torch.optim.Adam, train=train
+        small_resnet,
+        "8x3x32x32",
+        targets=("8:int64<10",),
+        loss=F.cross_entropy,
+        optimizer=torch.optim.Adam,
+        train=train,
     )
     measured = measured_peak(build_of(small_resnet, options))
     assert explanation.timeline.peak_allocated == pytest.approx(measured, rel=0.01)
@@ -187,7 +196,9 @@ def test_outputs_with_a_loss_and_keywords() -> None:
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
             logits = self.body(x)
-            return Output(loss=F.cross_entropy(logits, labels), logits=logits) if labels is not None else Output(x=logits)
+            return (
+                Output(loss=F.cross_entropy(logits, labels), logits=logits) if labels is not None else Output(x=logits)
+            )
 
     explanation = memplan.explain(Model, kwargs={"x": "4x8", "labels": "4:int64<3"})
     assert any(op.startswith("nll_loss") or op == "log_softmax" for op in {row.op for row in explanation.saved})
@@ -201,10 +212,22 @@ def test_outputs_with_a_loss_and_keywords() -> None:
         (lambda: memplan.explain(mlp(8), "2x9"), StepError, "in layer 0"),
         (lambda: memplan.explain(lambda: 3, "2x8"), TargetError, "a module, or a step"),
         (lambda: memplan.explain(lambda: lambda: None, "2x8"), InputError, "returned a step, and inputs"),
-        (lambda: memplan.explain(mlp(8), "2x8", loss=lambda o: o), InputError, r"the loss returned.*\(2, 8\)"),
-        (lambda: memplan.explain(mlp(8), "2x8", loss=F.cross_entropy), InputError, "the loss raised TypeError"),
+        (
+            lambda: memplan.explain(mlp(8), "2x8", loss=lambda o: o),
+            InputError,
+            r"the loss returned.*\(2, 8\)",
+        ),
+        (
+            lambda: memplan.explain(mlp(8), "2x8", loss=F.cross_entropy),
+            InputError,
+            "the loss raised TypeError",
+        ),
         (lambda: memplan.explain(mlp(8).requires_grad_(False), "2x8"), InputError, "needs a gradient"),
-        (lambda: memplan.explain(mlp(8), "2x8", optimizer=lambda p: torch.optim.Adam(p, lr=-1)), InputError, "-1"),
+        (
+            lambda: memplan.explain(mlp(8), "2x8", optimizer=lambda p: torch.optim.Adam(p, lr=-1)),
+            InputError,
+            "-1",
+        ),
         (lambda: memplan.explain(mlp(8), "2x8", autocast="fp8"), InputError, "fp8"),
         (lambda: memplan.explain(memplan.record(STEPS["gru"]), "2x8"), InputError, "a Trace alone"),
     ],

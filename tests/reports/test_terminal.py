@@ -77,9 +77,7 @@ def table(text: str, header: str) -> list[str]:
     lines = [line.rstrip() for line in text.split("\n")]
     start = next(i for i, line in enumerate(lines) if line.startswith(header)) + 2
     rule = next(i for i, line in enumerate(lines[start:], start) if set(line) == {"─"})
-    end = next(
-        i for i, line in enumerate(lines[rule:], rule) if not line or line.startswith(("saves:", "outputs:"))
-    )
+    end = next(i for i, line in enumerate(lines[rule:], rule) if not line or line.startswith(("saves:", "outputs:")))
     return [line for line in lines[start:end] if set(line) != {"─"}]
 
 
@@ -120,9 +118,7 @@ def test_the_causes_add_up_to_the_peak() -> None:
     assert what.timeline.peak_allocated < 1024  # so that every size is printed exactly
     *rows, total = table(piped(what), "By cause")
     assert sum(size_in(row, 0) for row in rows) == size_in(total, 0) == what.timeline.peak_allocated
-    assert len(rows) == sum(
-        1 for cause, size in what.by_cause.items() if size or what.by_cause_most.get(cause, 0)
-    )
+    assert len(rows) == sum(1 for cause, size in what.by_cause.items() if size or what.by_cause_most.get(cause, 0))
     weights = next(row for row in rows if row.startswith("weights "))
     assert size_in(weights, 0) == 4 * (4 * 3 + 3)
 

@@ -12,7 +12,10 @@ from memplan.errors import InputError
 from memplan.trace.spec import batch_of, with_batch
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.sampled_from(["float32", "bfloat16", "int64", "bool"]))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.sampled_from(["float32", "bfloat16", "int64", "bool"]),
+)
 def test_shape_and_dtype_are_as_written(shape: list[int], dtype: str) -> None:
     made = memplan.spec("x".join(map(str, shape)) + f":{dtype}").make()
     assert tuple(made.shape) == tuple(shape)

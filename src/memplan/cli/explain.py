@@ -52,19 +52,13 @@ path hangs on a value that a recording does not have.
     metavar="N",
     help="Layers to list; 0 for all.",
 )
-@click.option(
-    "--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone."
-)
-@click.option(
-    "--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later."
-)
+@click.option("--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone.")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
 def command(really: bool, top: int, json_file: str | None, trace_file: str | None, **given: Any) -> int:
     """Run the command and return its exit code."""
     arguments = StepArguments(**given)
     if json_file == trace_file == "-":
-        raise InputError(
-            "--json - and --trace -", expected="stdout for one of them", do="Name a file for the other"
-        )
+        raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
     for option, path in (("--json", json_file), ("--trace", trace_file)):
         check_writable(path, option)
     trace, explanation = _explain(arguments, really)
@@ -163,8 +157,7 @@ def _warn_of_branches(explanation: Explanation) -> int:
         return 0
     places = dict.fromkeys(assumption.where for assumption in branches if assumption.where)
     message = MemplanError(
-        f"a branch is decided by a value that a recording does not have, "
-        f"at {', '.join(places) or 'an unknown line'}",
+        f"a branch is decided by a value that a recording does not have, at {', '.join(places) or 'an unknown line'}",
         expected="a step whose path follows from shapes; what is shown is one of its paths",
         do=_MEASURE,
     )

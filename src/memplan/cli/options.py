@@ -214,9 +214,7 @@ def loss_of(name: str) -> Callable[..., Any]:
     else:
         found = getattr(functional, name, None) or getattr(nn, name, None)
         if not callable(found) or name.startswith("_") or inspect.ismodule(found):
-            losses = [
-                other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))
-            ]
+            losses = [other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))]
             raise InputError(
                 f"there is no loss {name!r} in torch.nn.functional",
                 expected="the name of one, such as cross_entropy, or module:callable",

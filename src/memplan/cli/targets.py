@@ -94,9 +94,7 @@ def import_place(place: str) -> ModuleType:
 
 def callables(module: ModuleType) -> list[str]:
     """Names of the callables that a module itself defines; of all public ones where it defines none."""
-    public = {
-        name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")
-    }
+    public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     return own or list(public)
 
@@ -204,8 +202,7 @@ def _import_failed(place: str, error: Exception) -> TargetError:
     if isinstance(error, ModuleNotFoundError) and error.name:
         do = f"Install {error.name.split('.')[0]} next to memplan, or run memplan where it is installed"
     return TargetError(
-        f"importing {place} raised {type(error).__name__}: {text or 'no message'}"
-        + (f" at {where}" if where else ""),
+        f"importing {place} raised {type(error).__name__}: {text or 'no message'}" + (f" at {where}" if where else ""),
         expected="a module that Python can import",
         do=do,
     )
@@ -237,9 +234,7 @@ def _no_file(path: Path) -> TargetError:
         found = f"there is no folder {path.parent} in {os.getcwd()}"
     else:
         found = f"there is no file {path}"
-    return TargetError(
-        found, expected="path/to/file.py:callable", do=offer(path.name, beside) or "Check the path"
-    )
+    return TargetError(found, expected="path/to/file.py:callable", do=offer(path.name, beside) or "Check the path")
 
 
 def _no_module(place: str, missing: str) -> TargetError:

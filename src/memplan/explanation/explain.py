@@ -24,7 +24,7 @@ _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
 def explain(
     what: Any,
     *inputs: Any,
-    kwargs: Mapping[str, Any] = {},  # noqa: B006  # read only
+    kwargs: Mapping[str, Any] = {},  # read only
     targets: tuple[Any, ...] = (),
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[[Any], Any] | None = None,
@@ -103,7 +103,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 def _refuse_options(options: StepOptions) -> None:
     if options.inputs or options.kwargs or options.targets or options.loss or options.optimizer:
         raise InputError(
-            "a Trace and inputs, targets, a loss or an optimizer", expected="a Trace alone: its step is already recorded"
+            "a Trace and inputs, targets, a loss or an optimizer",
+            expected="a Trace alone: its step is already recorded",
         )
 
 
@@ -151,7 +152,11 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
             break
     if best is None:
         return None
-    word = op_word(trace.ops[best.gradient_of], trace) + "'s gradient" if best.gradient_of is not None else op_word(best, trace)
+    word = (
+        op_word(trace.ops[best.gradient_of], trace) + "'s gradient"
+        if best.gradient_of is not None
+        else op_word(best, trace)
+    )
     return PeakRow(word, best.layer, best.where, best.phase, best.step, timeline.peak_allocated)
 
 

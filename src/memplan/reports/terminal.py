@@ -42,14 +42,10 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, top:
     if console.is_terminal:
         _print(explanation, console, top, ascii_only)
         return
-    console = Console(
-        file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None
-    )
+    console = Console(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
     with console.capture() as capture:
         _print(explanation, console, top, ascii_only)
-    text = "".join(
-        f"{line.rstrip()}\n" for line in capture.get().splitlines()
-    )  # rich fills lines up with spaces
+    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())  # rich fills lines up with spaces
     out = sys.stdout if file is None else file
     out.write(text.encode(console.encoding, "replace").decode(console.encoding))
 

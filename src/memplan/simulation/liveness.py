@@ -75,7 +75,13 @@ def simulate(
     peaks = _peaks(events, bounds)
     top = max(peaks, key=lambda peak: peak.peak_allocated)
     return Timeline(
-        trace.device, tuple(events), peaks[0], tuple(peaks[1:]), top.peak_allocated, top.peak_reserved, top.peak_tick
+        trace.device,
+        tuple(events),
+        peaks[0],
+        tuple(peaks[1:]),
+        top.peak_allocated,
+        top.peak_reserved,
+        top.peak_tick,
     )
 
 

@@ -163,9 +163,7 @@ def _roles(source: Op, storage: int) -> list[str]:
     return roles or ["kept"]
 
 
-def _cause(
-    entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, list[Sharer]], first_step: int
-) -> Cause:
+def _cause(entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, list[Sharer]], first_step: int) -> Cause:
     marks = observer.marks
     for known, cause in (
         (marks.weights, "weight"),

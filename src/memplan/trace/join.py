@@ -47,7 +47,12 @@ def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: i
             cause = "temporary"
         storages.append(
             replace(
-                storage, id=number, cause=cause, bytes=allocation.bytes, born=allocation.born, died=allocation.died
+                storage,
+                id=number,
+                cause=cause,
+                bytes=allocation.bytes,
+                born=allocation.born,
+                died=allocation.died,
             )
         )
     return Joined(

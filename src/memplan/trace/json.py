@@ -70,11 +70,15 @@ def loads(text: str, source: str = "the text") -> Trace:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TraceFormatError(
-            f"{source} is not JSON ({error})", expected="a trace written by memplan", do="Record the step again."
+            f"{source} is not JSON ({error})",
+            expected="a trace written by memplan",
+            do="Record the step again.",
         ) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise TraceFormatError(
-            f"{source} is JSON, but not a trace", expected=f'"format": "{FORMAT}"', do="Record the step again."
+            f"{source} is JSON, but not a trace",
+            expected=f'"format": "{FORMAT}"',
+            do="Record the step again.",
         )
     if data.get("schema") != SCHEMA:
         raise TraceFormatError(

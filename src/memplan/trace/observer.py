@@ -25,7 +25,6 @@ _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
 
-
 @dataclass(frozen=True, slots=True)
 class Semantics:
     """What a device's kernels do beyond what a fake tensor tells.
@@ -36,7 +35,6 @@ class Semantics:
 
     transient_bytes: Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
     results: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
-
 
 
 @dataclass(slots=True)
@@ -123,7 +121,9 @@ class Observer:
             return run(func)
         if func is _ADD and self._is_engine_sum(args):
             run(_ADD_IN_PLACE)
-            return self._note(self._signatures.setdefault(_ADD_IN_PLACE, _Signature(_ADD_IN_PLACE)), args, kwargs, args[0])
+            return self._note(
+                self._signatures.setdefault(_ADD_IN_PLACE, _Signature(_ADD_IN_PLACE)), args, kwargs, args[0]
+            )
         return self._note(signature, args, kwargs, None, func, run)
 
     def calibrate(self) -> None:
@@ -300,7 +300,9 @@ class Observer:
                             self.marks.states.add(entry.id)
 
 
-_DISPATCHING = frozenset({"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum"})
+_DISPATCHING = frozenset(
+    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum"}
+)
 
 
 def _called_by(function: str) -> bool:

@@ -72,5 +72,3 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
 def _boundary(observer: Observer) -> int:
     gc.collect()
     return observer.ledger.clock
-
-

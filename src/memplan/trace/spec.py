@@ -13,10 +13,22 @@ from memplan.errors import InputError
 
 _DTYPES = {
     name: getattr(torch, name)
-    for name in (
-        "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 "
-        "float8_e4m3fn float8_e5m2"
-    ).split()
+    for name in [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+        "complex64",
+        "complex128",
+        "float8_e4m3fn",
+        "float8_e5m2",
+    ]
 }
 _SHORT = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",

@@ -153,7 +153,10 @@ class Standins:
         return value
 
     def _decided(self) -> None:
-        self._add("branch", "a value that was taken as 1 DECIDES A BRANCH: the step may take another path when it really runs")
+        self._add(
+            "branch",
+            "a value that was taken as 1 DECIDES A BRANCH: the step may take another path when it really runs",
+        )
 
     def _compiled(self) -> None:
         self._add("compiled", COMPILED)
@@ -179,4 +182,3 @@ def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
         copy.grad = _deepcopy(tensor.grad, memo)
     memo[id(tensor)] = copy
     return copy
-

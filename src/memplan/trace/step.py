@@ -17,7 +17,12 @@ from memplan.errors import DeviceError, InputError, MemplanError, TargetError
 from memplan.trace.session import Build, Step
 from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
 
-_AUTOCAST = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+_AUTOCAST = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -201,7 +206,9 @@ def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
         value = _given_loss(options.loss, output, targets)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise InputError(
-                f"the loss returned {_describe(value)}", expected="a scalar tensor", do="Reduce it, by .mean() or .sum()"
+                f"the loss returned {_describe(value)}",
+                expected="a scalar tensor",
+                do="Reduce it, by .mean() or .sum()",
             )
         return value
     given = getattr(output, "loss", None)

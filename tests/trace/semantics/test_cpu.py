@@ -267,9 +267,7 @@ def test_op(call: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(("batch", "heads", "length", "size"), [(4, 8, 256, 64), (1, 12, 1024, 64)])
 @pytest.mark.parametrize("inside", [True, False])
-def test_flash_attention(
-    dtype: torch.dtype, batch: int, heads: int, length: int, size: int, inside: bool
-) -> None:
+def test_flash_attention(dtype: torch.dtype, batch: int, heads: int, length: int, size: int, inside: bool) -> None:
     q, k, v, gradient = (torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2) for _ in range(4))
     if not inside:
         gradient = gradient.contiguous()

@@ -321,9 +321,7 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     """``aten.convolution_backward.default``."""
     gradient, x, weight, _, stride, padding, dilation, transposed, outpad, groups, mask = args[:11]
     if not uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
-        return slow_convolution.backward(
-            gradient, x, weight, mask, groups, transposed, stride, padding, dilation
-        )
+        return slow_convolution.backward(gradient, x, weight, mask, groups, transposed, stride, padding, dilation)
     last = _works_channels_last(x, weight)
     copies = sum(copied_to(t, last) for t in (gradient, x, weight))
     s = _shape(x, weight, gradient.shape, (stride, padding, dilation), transposed, groups)

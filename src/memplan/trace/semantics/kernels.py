@@ -256,6 +256,7 @@ FORMULAS: dict[str, Formula] = {
     "aten._log_softmax_backward_data.default": copies_of(0, 1),
     "aten._safe_softmax.default": safe_softmax,
     "aten.log_sigmoid_forward.default": copies_of(0),
+    "aten.soft_margin_loss_backward.default": lambda args, kwargs, result: 2 * result.untyped_storage().nbytes(),
     "aten.mse_loss.default": unreduced_loss(2),
     "aten.smooth_l1_loss.default": unreduced_loss(2),
     "aten.l1_loss.default": unreduced_loss(2),

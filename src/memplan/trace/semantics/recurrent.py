@@ -37,4 +37,3 @@ def _leading(size: int) -> int:
     line = 64 // _FLOAT
     padded = -(-size // line) * line
     return padded + line if padded % 256 == 0 else padded
-
