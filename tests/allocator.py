@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._profiler import _EventType  # the profiler's raw events have no public reader
@@ -21,7 +21,7 @@ def allocations(run: Callable[[], Any]) -> list[int]:
     while stack:
         event = stack.pop()
         if event.tag == _EventType.Allocation:
-            events.append((event.start_time_ns, event.extra_fields.alloc_size))
+            events.append((event.start_time_ns, cast(Any, event.extra_fields).alloc_size))
         stack.extend(event.children)
     return [size for _, size in sorted(events)]
 

@@ -97,7 +97,7 @@ def checkpoint_of_a_function() -> Any:
         h.sum().backward()
         with torch.no_grad():
             for weight in weights:
-                weight -= 0.1 * weight.grad
+                weight.sub_(weight.grad, alpha=0.1)  # pyright: ignore[reportArgumentType]  # it has one by now
 
     return run
 
@@ -208,7 +208,7 @@ def to_dtype_and_device() -> Any:
 @step
 def skipped_init() -> Any:
     model = torch.nn.utils.skip_init(nn.Linear, 512, 512)
-    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.get_parameter("weight"))
     return plain(model, torch.randn(256, 512), torch.optim.SGD)
 
 
@@ -343,7 +343,7 @@ def update_inside_backward() -> Any:
     model, x = mlp(1024), torch.randn(64, 1024)
     updaters = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
 
-    def update(parameter: torch.Tensor) -> None:
+    def update(parameter: Any) -> None:
         updaters[parameter].step()
         updaters[parameter].zero_grad()
 

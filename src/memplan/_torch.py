@@ -50,6 +50,7 @@ Run = Callable[[Any], Any]
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
 
 MARK = "memplan#"
+READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 
 # In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
@@ -251,15 +252,17 @@ class FakeMode(FakeTensorMode):
             self._inside = False
 
     def __enter__(self) -> Any:
-        self._patches = patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL)
-        self._patches.__enter__()
+        self._patches = contextlib.ExitStack()
+        self._patches.enter_context(patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL))
+        # it logs a traceback of every error that it raises; whoever records answers them with one message
+        self._patches.enter_context(patched(fake_tensor.log, disabled=True))
         torch._subclasses.FakeTensor = _NoFakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch._subclasses.FakeTensor = FakeTensor
-        self._patches.__exit__(None, None, None)
+        self._patches.close()
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _changes_nothing(func, args, kwargs):

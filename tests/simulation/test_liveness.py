@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -42,9 +43,7 @@ def test_every_event_and_peak_equals_the_count(program: tuple[Trace, list[int]])
     assert timeline.peak_allocated == timeline.peak_reserved == max(levels)
     assert levels[timeline.peak_tick - 1] == max(levels) or not max(levels)
     bounds = (0, *trace.steps, trace.end)
-    for step, (start, end) in zip(
-        (timeline.build, *timeline.steps), zip(bounds, bounds[1:], strict=False), strict=True
-    ):
+    for step, (start, end) in zip((timeline.build, *timeline.steps), pairwise(bounds), strict=True):
         held = levels[start - 1] if start else 0
         assert step.peak_allocated == max([held, *levels[start:end]])
 

@@ -24,6 +24,10 @@ def test_peak_is_what_the_allocator_reports(name: str) -> None:
     assert predicted == pytest.approx(measured_peak(build), rel=0.002)
 
 
+_none: Any = lambda: None  # noqa: E731
+_three: Any = 3
+
+
 def test_every_step_has_its_own_peak() -> None:
     # a batch so large that every step peaks in its backward, with the optimizer's state there from the second on
     trace = memplan.record(lambda: plain(mlp(), torch.randn(8192, 512), torch.optim.Adam), steps=3)
@@ -76,7 +80,8 @@ def test_ops_say_where_they_come_from() -> None:
     assert {op.layer for op in forward} >= {"Sequential.0", "Sequential.2", "Linear", "Linear#2"}
     assert all(op.where and "steps.py:" in op.where for op in forward)
     backward = [op for op in trace.ops if op.phase == "backward" and op.gradient_of is not None]
-    assert backward and all(op.layer == trace.ops[op.gradient_of or 0].layer for op in backward)
+    assert backward
+    assert all(op.layer == trace.ops[op.gradient_of or 0].layer for op in backward)
     assert {op.phase for op in trace.ops} == {"build", "forward", "backward", "optimizer"}
 
 
@@ -166,11 +171,11 @@ def test_real_parameters_from_outside_are_refused_and_untouched() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: memplan.record(lambda: None), StepError, "build returned None"),
+        (lambda: memplan.record(_none), StepError, "build returned None"),
         (lambda: memplan.record(lambda: nn.Linear(2, 2)), StepError, "build returned the module Linear"),
         (lambda: memplan.record(lambda: lambda: None, steps=0), UsageError, "steps=0"),
         (lambda: memplan.record(lambda: lambda: None, device="h9000"), DeviceError, "h9000"),
-        (lambda: memplan.record(3), StepError, "3 is not callable"),
+        (lambda: memplan.record(_three), StepError, "3 is not callable"),
         (lambda: memplan.record(lambda: lambda: torch.zeros(2).cuda()), StepError, "on CUDA"),
     ],
 )

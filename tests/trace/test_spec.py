@@ -40,7 +40,7 @@ def test_seed_decides() -> None:
     assert not torch.equal(memplan.spec("9", seed=4).make(), memplan.spec("9", seed=5).make())
 
 
-@pytest.mark.parametrize("text", ["", "8,3", "8x", "x3", "8x3:float7", "8:int64<0", "-3x2", "8x3<", "８x3y"])
+@pytest.mark.parametrize("text", ["", "8,3", "8x", "x3", "8x3:float7", "8:int64<0", "-3x2", "8x3<", "8x3 y"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=r"Expected|Choose"):
         memplan.spec(text)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.options import DEBUG, Described, StepArguments, advised, describe, step_options
+from memplan.cli.options import Described, StepArguments, advised, describe, step_options
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
 from memplan.errors import DataDependentError, InputError, MemplanError, StepError, TargetError
 
 if TYPE_CHECKING:
-    from memplan.explanation.model import Explanation, Scaling
+    from memplan.explanation.model import Explanation
     from memplan.trace.model import Trace
 
 HELP = """Say where the memory of a step goes, before it runs.
@@ -90,40 +88,16 @@ _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measur
 
 
 def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    from memplan.explanation.explain import explain_trace
+    from memplan.explanation.explain import explain_trace, scaled
     from memplan.trace.measure import measure
     from memplan.trace.record import record
 
-    _quieten()
     trace = (measure if really else record)(described.build(), device=given.device)
     explanation = explain_trace(trace, title=given.target, train=not given.infer)
     if really:
         return trace, explanation
-    return trace, replace(explanation, scaling=_scaling(described, given.device, explanation))
-
-
-def _quieten() -> None:
-    """Keep torch from logging a traceback of its own for an error that is answered with one line."""
-    if not click.get_current_context().meta.get(DEBUG):
-        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-
-
-def _scaling(described: Described, device: str | None, explanation: Explanation) -> Scaling | None:
-    """Record once more at twice the batch: the fixed part and the part per sample."""
-    from memplan.explanation.model import Scaling
-    from memplan.simulation.liveness import simulate
-    from memplan.trace.record import record
-
-    batch = described.batch
-    if batch is None or batch < 1:
-        return None
-    try:
-        doubled = simulate(record(described.with_batch(2 * batch).build(), device=device))
-    except MemplanError:
-        return None  # a step that takes just this batch
-    peaks = (explanation.timeline.peak_allocated, doubled.peak_allocated)
-    slope = (peaks[1] - peaks[0]) / batch
-    return Scaling((batch, 2 * batch), peaks, peaks[0] - slope * batch, slope)
+    at = lambda batch: described.with_batch(batch).build()  # noqa: E731
+    return trace, scaled(explanation, described.batch, at, given.device)
 
 
 def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:

@@ -16,6 +16,7 @@ from memplan.explanation.text import headline
 from memplan.simulation.liveness import Timeline, live_at, simulate
 from memplan.trace.model import CAUSES, Op, Trace
 from memplan.trace.record import record
+from memplan.trace.session import Build
 from memplan.trace.step import StepOptions, build_of
 
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
@@ -65,7 +66,7 @@ def explain(
         return explain_trace(what, train=train)
     trace = record(build_of(what, options), device=device)
     explanation = explain_trace(trace, title=_title(what), train=train)
-    return replace(explanation, scaling=_scaling(what, options, device, explanation))
+    return scaled(explanation, options.batch, lambda batch: build_of(what, options.with_batch(batch)), device)
 
 
 def explain_trace(trace: Trace, *, title: str = "step", train: bool = True) -> Explanation:
@@ -101,9 +102,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _refuse_options(options: StepOptions) -> None:
-    if options.inputs or options.kwargs or options.targets or options.loss or options.optimizer:
+    if replace(options, train=True) != StepOptions():
         raise InputError(
-            "a Trace and inputs, targets, a loss or an optimizer",
+            "a Trace and inputs or other options of a module's step",
             expected="a Trace alone: its step is already recorded",
         )
 
@@ -162,19 +163,23 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
 
 def _notes(trace: Trace) -> tuple[str, ...]:
     if trace.device == "cpu" and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
-        return ("oneDNN keeps compiled kernels and small scratch outside of torch's allocator: not counted here",)
+        return ("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here",)
     return ()
 
 
-def _scaling(what: Any, options: StepOptions, device: str | None, explanation: Explanation) -> Scaling | None:
-    """Record once more at twice the batch: the fixed part and the part per sample."""
-    batch = options.batch
+def scaled(
+    explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], device: str | None
+) -> Explanation:
+    """The explanation with its fixed part and its part per sample, from one more recording at twice the batch.
+
+    Unchanged where there is no batch, or where the step takes just this one.
+    """
     if batch is None or batch < 1:
-        return None
+        return explanation
     try:
-        doubled = simulate(record(build_of(what, options.with_batch(2 * batch)), device=device))
+        doubled = simulate(record(build_at(2 * batch), device=device))
     except MemplanError:
-        return None  # a model that takes just this batch
+        return explanation
     peaks = (explanation.timeline.peak_allocated, doubled.peak_allocated)
     slope = (peaks[1] - peaks[0]) / batch
-    return Scaling((batch, 2 * batch), peaks, peaks[0] - slope * batch, slope)
+    return replace(explanation, scaling=Scaling((batch, 2 * batch), peaks, peaks[0] - slope * batch, slope))

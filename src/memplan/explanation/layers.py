@@ -178,8 +178,13 @@ def _role_words(op: Op, sharer: Sharer) -> str:
 
 
 def _why(
-    trace: Trace, op: Op, sharer: Sharer, needs: list[tuple[str, str]], needed_for: tuple[str, ...], others: tuple[str, ...]
-) -> str:  # fmt: skip
+    trace: Trace,
+    op: Op,
+    sharer: Sharer,
+    needs: list[tuple[str, str]],
+    needed_for: tuple[str, ...],
+    others: tuple[str, ...],
+) -> str:
     what = f"{op_word(op, trace)} saves {_role_words(op, sharer)}"
     if needed_for:
         text = f"{what} for the {' and the '.join(need.replace('_', chr(39) + 's ') for need in needed_for)}"

@@ -67,7 +67,7 @@ class PeakRow:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the peak grows with the batch: peak = fixed + per_sample * batch, from recordings at the ``batches`` given."""
+    """How the peak grows with the batch: peak = fixed + per_sample * batch, from recordings at ``batches``."""
 
     batches: tuple[int, ...]
     peaks: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""Trace -> Timeline: bytes over time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from memplan._bytes import format_bytes
@@ -100,7 +101,7 @@ def _peaks(events: list[tuple[int, int, int]], bounds: tuple[int, ...]) -> list[
     """The peak between each two bounds; what is held when a step begins counts for it."""
     peaks: list[StepPeak] = []
     position, level = 0, 0
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         best, best_tick = level, start
         while position < len(events) and events[position][0] <= end:
             tick, level, _ = events[position]

@@ -1,0 +1,1 @@
+"""A step as data: recorded on fake tensors, or measured."""

@@ -165,14 +165,14 @@ def _roles(source: Op, storage: int) -> list[str]:
 
 def _cause(entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, list[Sharer]], first_step: int) -> Cause:
     marks = observer.marks
-    for known, cause in (
-        (marks.weights, "weight"),
-        (marks.buffers, "buffer"),
-        (marks.states, "optimizer_state"),
-        (marks.gradients, "parameter_gradient"),
-    ):
-        if entry.id in known:
-            return cause
+    if entry.id in marks.weights:
+        return "weight"
+    if entry.id in marks.buffers:
+        return "buffer"
+    if entry.id in marks.states:
+        return "optimizer_state"
+    if entry.id in marks.gradients:
+        return "parameter_gradient"
     if entry.born <= first_step:
         return "temporary" if entry.died is not None and entry.died <= first_step else "input"
     op = ops[entry.op] if entry.op is not None else None

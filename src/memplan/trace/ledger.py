@@ -35,12 +35,7 @@ class _Reference(weakref.ref[Any]):
 
     __slots__ = ("entry",)
 
-    def __init__(self, storage: Any, callback: Any) -> None:
-        super().__init__(storage, callback)
-        self.entry: Entry | None = None
-
-    def __new__(cls, storage: Any, callback: Any) -> _Reference:
-        return super().__new__(cls, storage, callback)
+    entry: Entry
 
 
 class Ledger:
@@ -117,9 +112,9 @@ class Ledger:
         self._live[key] = entry
         return entry
 
-    def _on_death(self, reference: _Reference) -> None:
+    def _on_death(self, reference: Any) -> None:
         entry = reference.entry
-        if self._closed or entry is None or entry.reference is not reference:
+        if self._closed or entry.reference is not reference:
             return
         self.clock += 1
         entry.died = self.clock

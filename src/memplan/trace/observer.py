@@ -222,8 +222,19 @@ class Observer:
         clock = self.ledger.clock
         frame = user_frame() if phase != "backward" or grad_enabled else None
         return Note(
-            signature.name, phase, place.step, place.module, frame, clock, clock, reads, [], needs, sequence, grad_enabled
-        )  # fmt: skip
+            signature.name,
+            phase,
+            place.step,
+            place.module,
+            frame,
+            clock,
+            clock,
+            reads,
+            [],
+            needs,
+            sequence,
+            grad_enabled,
+        )
 
     def _phase_after_backward(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool

@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.optim.optimizer as optimizer_hooks
 from torch import nn
 from torch.nn.modules import module as module_hooks
-from torch.optim import optimizer as optimizer_hooks
 
 from memplan import _torch
 from memplan.trace.model import Phase
@@ -57,10 +57,11 @@ def format_frame(frame: tuple[str, int] | None) -> str | None:
 
 
 def _short(path: str) -> str:
-    roots = {os.path.abspath(root) + os.sep for root in (os.getcwd(), *sys.path)}
-    within = [root for root in roots if path.startswith(root)]
-    # the longest: site-packages rather than a working directory that a virtual environment lies in
-    return path[len(max(within, key=len)) :] if within else os.path.basename(path)
+    here = os.getcwd() + os.sep
+    packages = [root for root in map(os.path.abspath, sys.path) if root.endswith(("site-packages", "dist-packages"))]
+    # an installed package before the working directory, which a virtual environment may lie in
+    roots = [*(root + os.sep for root in packages), here, *(os.path.abspath(root) + os.sep for root in sys.path)]
+    return next((path[len(root) :] for root in roots if path.startswith(root)), os.path.basename(path))
 
 
 class Place:
@@ -121,16 +122,16 @@ class Place:
     def following(self) -> Iterator[None]:
         """Set the hooks, remove them at the end whatever happens."""
         with ExitStack() as stack:
-            for register, hook in (
-                (module_hooks.register_module_parameter_registration_hook, self._seen),
-                (module_hooks.register_module_buffer_registration_hook, self._seen),
-                (module_hooks.register_module_module_registration_hook, self._seen),
-                (module_hooks.register_module_forward_pre_hook, self._enter),
-                (optimizer_hooks.register_optimizer_step_pre_hook, self._start_update),
-                (optimizer_hooks.register_optimizer_step_post_hook, self._end_update),
+            for handle in (
+                module_hooks.register_module_parameter_registration_hook(self._seen),
+                module_hooks.register_module_buffer_registration_hook(self._seen),
+                module_hooks.register_module_module_registration_hook(self._seen),
+                module_hooks.register_module_forward_pre_hook(self._enter),
+                module_hooks.register_module_forward_hook(self._leave, always_call=True),
+                optimizer_hooks.register_optimizer_step_pre_hook(self._start_update),
+                optimizer_hooks.register_optimizer_step_post_hook(self._end_update),
             ):
-                stack.callback(register(hook).remove)
-            stack.callback(module_hooks.register_module_forward_hook(self._leave, always_call=True).remove)
+                stack.callback(handle.remove)
             yield
 
     def _seen(self, module: nn.Module, name: str, value: Any) -> None:

@@ -36,8 +36,10 @@ def choose_device(device: str | None) -> tuple[str, tuple[str, ...]]:
         return "cpu", (CUDA_DIFFERS,)
     if not isinstance(device, str) or device.strip().lower() != "cpu":
         raise DeviceError(
-            f"device {device!r}", expected="'cpu', the one device that this version knows", do="Leave device out, or say 'cpu'."
-        )  # fmt: skip
+            f"device {device!r}",
+            expected="'cpu', the one device that this version knows",
+            do="Leave device out, or say 'cpu'.",
+        )
     return "cpu", ()
 
 
@@ -93,8 +95,10 @@ def run_build(build: Build, observer: Observer) -> Step:
     """
     if not callable(build):
         raise StepError(
-            f"{build!r} is not callable", expected="build(), a callable that returns the step", do="Pass the function itself."
-        )  # fmt: skip
+            f"{build!r} is not callable",
+            expected="build(), a callable that returns the step",
+            do="Pass the function itself.",
+        )
     with located(observer, "build"):
         step = build()
     if not callable(step) or isinstance(step, torch.nn.Module):

@@ -61,8 +61,13 @@ class Spec:
 
 
 def spec(
-    text: str, dtype: str | torch.dtype | None = None, *, low: float | None = None, high: float | None = None, seed: int = 0
-) -> Spec:  # fmt: skip
+    text: str,
+    dtype: str | torch.dtype | None = None,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    seed: int = 0,
+) -> Spec:
     """Describe a tensor: ``"8x3x224x224"``, ``"8x1024:int64<50257"``, ``"scalar"``.
 
     Args:

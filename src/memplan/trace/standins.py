@@ -1,8 +1,10 @@
-"""Answers for what a fake tensor cannot know: scalars read from it, and the ways of torch that break on fake tensors."""
+"""Answers for what a fake tensor cannot know: scalars read from it, and ways of torch that break on fake tensors."""
 
 from __future__ import annotations
 
+import dis
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -34,10 +36,16 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compare(self: Any, *args: Any) -> Any:
-        self.decided()
+        if name == "__bool__" or not _called_as_a_function(sys._getframe(1)):
+            self.decided()
         return method(self, *args)
 
     return compare
+
+
+def _called_as_a_function(frame: Any) -> bool:
+    """Whether a comparison was made by ``max(a, b)`` and its like, which choose a value and no branch."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
 
 
 def _computing(base: type, name: str) -> Callable[..., Any]:
@@ -57,7 +65,7 @@ for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
     # a running mean or a scaled loss is as unknown as what it came from
     for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs"):
         setattr(_class, f"__{_name}__", _computing(_base, f"__{_name}__"))
-    _class.__hash__ = _base.__hash__
+    setattr(_class, "__hash__", _base.__hash__)  # noqa: B010  # a class that defines __eq__ loses it
 
 
 def _standin(value: float | int, decided: Callable[[], None]) -> Any:
@@ -80,7 +88,7 @@ class Standins:
         """What ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
         if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
             self._last_real = True
-            return run(torch.ops.aten._local_scalar_dense.default)
+            return run(_torch.READ_SCALAR)
         self._last_real = False
         entry = self._observer.ledger.find(tensor)
         overflow = entry is not None and entry.id in self._observer.marks.found_inf

@@ -104,9 +104,9 @@ def build_of(what: Any, options: StepOptions) -> Build:
                 expected="a module, or a step: a callable without arguments that runs one training step",
                 do="Return one of these",
             )
-        if options.inputs or options.kwargs or options.targets or options.loss or options.optimizer:
+        if options != StepOptions():
             raise InputError(
-                f"{_title(what)} returned a step, and inputs, targets, a loss or an optimizer were given, too",
+                f"{_title(what)} returned a step, and inputs or other options of a module's step were given, too",
                 expected="only what a module needs; a step brings its own",
                 do="Leave them out, or pass a callable that returns the module",
             )
