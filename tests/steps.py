@@ -430,3 +430,12 @@ def mse_reduced_by_sum() -> Any:
         F.mse_loss(model(x), x, reduction="sum").backward()
 
     return run
+
+
+@step
+def truncated_normal_initialization() -> Any:
+    model = mlp(512, 2)
+    for parameter in model.parameters():
+        nn.init.trunc_normal_(parameter, std=0.02)
+    nn.init.trunc_normal_(model.get_parameter("0.weight"), std=1.0)
+    return plain(model, torch.randn(16, 512))

@@ -6,6 +6,7 @@ Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -242,27 +243,27 @@ class FakeMode(FakeTensorMode):
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
-        torch._subclasses.FakeTensor = FakeTensor
+        shown, torch._subclasses.FakeTensor = torch._subclasses.FakeTensor, FakeTensor
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:
             return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
         finally:
-            torch._subclasses.FakeTensor = _NoFakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
+            torch._subclasses.FakeTensor = shown
             fake_tensor.FakeTensor = seen
             self._inside = False
 
-    def __enter__(self) -> Any:
-        self._patches = contextlib.ExitStack()
-        self._patches.enter_context(patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL))
-        # it logs a traceback of every error that it raises; whoever records answers them with one message
-        self._patches.enter_context(patched(fake_tensor.log, disabled=True))
-        torch._subclasses.FakeTensor = _NoFakeTensor  # pyright: ignore[reportAttributeAccessIssue]  # on purpose
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch._subclasses.FakeTensor = FakeTensor
-        self._patches.close()
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """The mode, entered for the user's code, with what goes with it. (It enters itself again for inner calls.)"""
+        hide: Any = _NoFakeTensor
+        with (
+            patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
+            # it logs a traceback of every error that it raises; whoever records answers them with one message
+            patched(fake_tensor.log, disabled=True),
+            patched(torch._subclasses, FakeTensor=hide),
+            self,
+        ):
+            yield
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _changes_nothing(func, args, kwargs):
@@ -440,4 +441,24 @@ def modules_converted_as_real() -> Iterator[None]:
             fake_tensor.FakeTensor = seen
 
     with patched(torch.nn.Module, _apply=apply_as_real):
+        yield
+
+
+@contextlib.contextmanager
+def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Tell how often `torch.nn.init.trunc_normal_` draws again: it does until no value is out of range.
+
+    ``counted(times)`` is entered around each call. Seen in torch 2.13 and 2.15; 2.11 draws once.
+    """
+    draw = torch.nn.init._no_grad_trunc_normal_
+
+    def draw_counted(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **more: Any) -> Any:
+        outside = 1.0 - (math.erf((b - mean) / std / math.sqrt(2)) - math.erf((a - mean) / std / math.sqrt(2))) / 2
+        times, expected = 0, outside * tensor.numel()
+        while expected >= 1 and times < 100:
+            times, expected = times + 1, expected * outside
+        with counted(times):
+            return draw(tensor, mean, std, a, b, *rest, **more)
+
+    with patched(torch.nn.init, _no_grad_trunc_normal_=draw_counted):
         yield

@@ -47,7 +47,7 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     observer.read_scalar = standins.read
     with undisturbed(), ExitStack() as stack:
         stack.enter_context(standins.installed())
-        stack.enter_context(mode)
+        stack.enter_context(mode.recording())
         observer.calibrate()
         stack.enter_context(place.following())
         step = run_build(build, observer)

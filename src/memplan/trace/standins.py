@@ -12,10 +12,14 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.errors import DataDependentError
 from memplan.trace.model import Assumption
 from memplan.trace.observer import Observer
 from memplan.trace.place import format_frame, user_frame
 from memplan.trace.session import COMPILED
+
+_ENDLESS = 100_000
+"""Reads of a value at one line after which the step is taken for a loop without end."""
 
 
 class _StandinFloat(float):
@@ -83,6 +87,7 @@ class Standins:
         self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
         self._direct = True
         self._last_real = False
+        self._redraws: int | None = None
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
         """What ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
@@ -90,6 +95,10 @@ class Standins:
             self._last_real = True
             return run(_torch.READ_SCALAR)
         self._last_real = False
+        if self._redraws is not None:
+            self._last_real = True  # follows from the distribution; no branch to warn of
+            self._redraws -= 1
+            return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         value = 0 if overflow else 1
@@ -121,6 +130,7 @@ class Standins:
                 )
             )
             stack.enter_context(_torch.modules_converted_as_real())
+            stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
             yield
 
@@ -131,6 +141,14 @@ class Standins:
             for (kind, text, frame), count in self._found.items()
         ]
         return tuple(sorted(rows, key=lambda row: row.kind != "branch"))
+
+    @contextmanager
+    def _redrawing(self, times: int) -> Iterator[None]:
+        self._redraws = times
+        try:
+            yield
+        finally:
+            self._redraws = None
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = torch.Tensor.item(tensor)
@@ -172,6 +190,13 @@ class Standins:
     def _add(self, kind: str, text: str) -> None:
         key = (kind, text, user_frame())
         self._found[key] = self._found.get(key, 0) + 1
+        if self._found[key] > _ENDLESS:
+            raise DataDependentError(
+                f"a value was read {_ENDLESS} times at one line, most likely by a loop that its stand-in never ends",
+                expected="a loop that ends after a number of rounds known from shapes",
+                do="Run memplan.measure(build) instead: it really runs the step",
+                where=format_frame(key[2]),
+            )
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:

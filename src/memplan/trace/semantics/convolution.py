@@ -14,6 +14,7 @@ documented ones, unverified.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -170,6 +171,9 @@ def _data_gradient(s: Shape) -> Work:
     if s.depthwise:
         if s.volumetric or s.dilated:
             return _plain(s, s.wide_bytes())
+        if s.strided and s.bf16 and has_amx():
+            scratch = _image_scratch(s, s.narrow_space, 32, True)
+            return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
     amx = s.bf16 and has_amx()
     if s.strided and s.dilated and s.groups == 1 and not amx:
@@ -209,13 +213,13 @@ def _in_place_weight_gradient(s: Shape) -> Work:
     return Work(0, s.groups * per_group * prod(s.kernel) * s.itemsize, 0)
 
 
-def _batch_threads(s: Shape, block: int) -> int:
+@functools.lru_cache(maxsize=4096)
+def _shared_by(s: Shape, block: int, threads: int) -> int:
     """Threads that share the weight gradient's batch: jit_avx512_common_conv_kernel.cpp, balance().
 
     The costs of a weight's read and write are those that fit what was measured.
     """
     weight_cost, steps = (12, 1) if s.pointwise else (5, s.steps)
-    threads = torch.get_num_threads()
     if threads < s.groups:
         return 1
     threads //= s.groups
@@ -232,6 +236,10 @@ def _batch_threads(s: Shape, block: int) -> int:
             if cost is None or bill <= cost:
                 best, cost = batch, bill
     return best
+
+
+def _batch_threads(s: Shape, block: int) -> int:
+    return _shared_by(s, block, torch.get_num_threads())
 
 
 def _weight_gradient(s: Shape) -> Work:

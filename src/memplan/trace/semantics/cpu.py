@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memplan.trace.semantics import attention, convolution, kernels, matmul
+from memplan.trace.semantics import attention, convolution, encoder, kernels, matmul, recurrent
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -16,6 +16,8 @@ _FORMULAS: dict[str, Formula] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": attention.backward,
     **kernels.FORMULAS,
     **matmul.FORMULAS,
+    **recurrent.FORMULAS,
+    **encoder.FORMULAS,
 }
 
 

@@ -29,6 +29,12 @@ def has_amx() -> bool:
 
 
 @functools.cache
+def level_1_cache() -> int:
+    """Bytes of the L1 data cache."""
+    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l1d_cache_size", 48 << 10))
+
+
+@functools.cache
 def level_2_cache() -> int:
     """Bytes of the L2 cache, which oneDNN sizes its buffers by."""
     return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))

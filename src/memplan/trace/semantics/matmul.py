@@ -1,6 +1,8 @@
-"""Temporaries of matrix products and oneDNN's LSTM.
+"""Temporaries of matrix products.
 
-mm in float32 (Blas.cpp, addmm_impl_cpu_) copies an operand that no stride describes as a matrix to BLAS.
+mm (Blas.cpp, addmm_impl_cpu_) copies an operand that no stride describes as a matrix to BLAS; bfloat16 goes to oneDNN,
+which packs the second operand. What else oneDNN takes as scratch depends on the processor and its number of threads:
+up to half as much again was measured, and is not predicted.
 """
 
 from __future__ import annotations
@@ -22,25 +24,43 @@ def _copies(*tensors: torch.Tensor) -> int:
     return sum(0 if _matrix(t) else bytes_of(t) for t in tensors)
 
 
+def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The second operand as oneDNN packs it, in bfloat16."""
+    enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bytes_of(b) if enabled and a.dtype is torch.bfloat16 else 0
+
+
 def product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``mm``."""
-    return _copies(args[0], args[1])
+    return _copies(args[0], args[1]) + scratch(args[0], args[1])
 
 
 def sum_and_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``addmm``."""
-    return _copies(args[1], args[2])
+    return _copies(args[1], args[2]) + scratch(args[1], args[2])
 
 
 def batched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``bmm``: float32 copies one matrix at a time; oneDNN, for bfloat16, wants whole contiguous operands."""
-    if args[0].dtype is not torch.bfloat16:
+    return _batched(args[0], args[1])
+
+
+def sum_and_batched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``baddbmm``."""
+    return _batched(args[1], args[2])
+
+
+def _batched(a: torch.Tensor, b: torch.Tensor) -> int:
+    if a.dtype is not torch.bfloat16:
         return 0
-    return sum(0 if t.transpose(1, 2).is_contiguous() else copied(t) for t in args[:2])
+    return scratch(a, b) + sum(0 if t.transpose(1, 2).is_contiguous() else copied(t) for t in (a, b))
 
 
 FORMULAS = {
     "aten.mm.default": product,
     "aten.addmm.default": sum_and_product,
+    "aten.addmm_.default": sum_and_product,
     "aten.bmm.default": batched,
+    "aten.baddbmm.default": sum_and_batched,
+    "aten.baddbmm_.default": sum_and_batched,
 }
