@@ -31,10 +31,12 @@ class Semantics:
 
     ``transient_bytes(name, args, kwargs, result)``: bytes that a kernel holds for itself while it runs.
     ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
+    ``instead``: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
     """
 
     transient_bytes: Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
     results: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
+    instead: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 
 
 @dataclass(slots=True)
@@ -179,7 +181,8 @@ class Observer:
         note = self._place_of(signature, reads, tuple(needs), index)
         self.notes.append(note)  # before it runs, so that what it raises can be located
         if run is not None:
-            result = run(func)
+            instead = self._semantics.instead.get(signature.name) if self._semantics is not None else None
+            result = run(func) if instead is None else instead(args, kwargs)
         if signature.mutable:
             for _, name in signature.positions[:1]:
                 if isinstance(args[0], torch.Tensor) and name:

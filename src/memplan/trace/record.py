@@ -41,7 +41,7 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     check_steps(steps)
     target, notes = choose_device(device)
     place = Place()
-    observer = Observer(place, real=False, semantics=Semantics(cpu.transient_bytes, results.RESULTS))
+    observer = Observer(place, real=False, semantics=Semantics(cpu.transient_bytes, results.RESULTS, results.INSTEAD))
     mode = _torch.FakeMode(observer.dispatch)
     standins = Standins(observer, mode)
     observer.read_scalar = standins.read

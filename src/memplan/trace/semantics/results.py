@@ -38,3 +38,23 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
     "aten.binary_cross_entropy.default": _keeps_unreduced(3),
 }
 """Overload name -> (args, kwargs, result) -> the result as the kernel makes it."""
+
+
+def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_grouped_mm``: torch describes it for CUDA's bfloat16 only; on the CPU it takes every floating-point dtype.
+
+    Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`.
+    """
+    a, b = args[0], args[1]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    rows, columns = a.shape[-2], b.shape[-1]
+    dtype = kwargs.get("out_dtype") or a.dtype
+    if a.dim() == 3 and b.dim() == 3:
+        return a.new_empty((a.shape[0], rows, columns), dtype=dtype)
+    if a.dim() == 2 and b.dim() == 2:
+        return a.new_empty((offsets.shape[0], rows, columns), dtype=dtype)
+    return a.new_empty((rows, columns), dtype=dtype)
+
+
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": _grouped_product}
+"""Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
