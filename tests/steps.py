@@ -439,3 +439,24 @@ def truncated_normal_initialization() -> Any:
         nn.init.trunc_normal_(parameter, std=0.02)
     nn.init.trunc_normal_(model.get_parameter("0.weight"), std=1.0)
     return plain(model, torch.randn(16, 512))
+
+
+@step
+def inference_mode_between() -> Any:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)
+    )
+    optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(8, 3, 64, 64)
+
+    def run() -> None:
+        model.train()
+        optimizer.zero_grad()
+        model(x).pow(2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        model.eval()
+        with torch.inference_mode():
+            for _ in range(3):
+                model(torch.cat([x, x])).mean().item()
+
+    return run

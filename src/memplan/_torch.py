@@ -6,6 +6,7 @@ Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -118,6 +119,8 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             return False
     return True
 
+
+_FOREACH = [importlib.import_module(name) for name in ("torch.utils._foreach_utils", "torch.optim.optimizer")]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -240,6 +243,9 @@ class FakeMode(FakeTensorMode):
         if func is _DEVICE:
             return args[0].fake_device
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and not self._inside and _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
@@ -261,6 +267,9 @@ class FakeMode(FakeTensorMode):
             # it logs a traceback of every error that it raises; whoever records answers them with one message
             patched(fake_tensor.log, disabled=True),
             patched(torch._subclasses, FakeTensor=hide),
+            # the foreach functions are for these types alone, and a fake tensor stands for one of them
+            patched(_FOREACH[0], _foreach_supported_types=[*_FOREACH[0]._foreach_supported_types, FakeTensor]),
+            patched(_FOREACH[1], _foreach_supported_types=[*_FOREACH[1]._foreach_supported_types, FakeTensor]),
             self,
         ):
             yield
@@ -287,6 +296,13 @@ class FakeMode(FakeTensorMode):
         return self.from_tensor(tensor, static_shapes=True)
 
 
+def _is_composite(func: Any) -> bool:
+    """Whether an op is made of others. In inference mode it reaches a dispatch mode whole, else in its parts."""
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
 class EagerMode(TorchDispatchMode):
     """A callback around every aten op that really runs."""
 
@@ -300,6 +316,9 @@ class EagerMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         return self._observe(func, args, kwargs, lambda op: op(*args, **kwargs))
 
 

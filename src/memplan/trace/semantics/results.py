@@ -46,7 +46,7 @@ def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`.
     """
     a, b = args[0], args[1]
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     rows, columns = a.shape[-2], b.shape[-1]
     dtype = kwargs.get("out_dtype") or a.dtype
     if a.dim() == 3 and b.dim() == 3:
