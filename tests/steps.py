@@ -460,3 +460,9 @@ def inference_mode_between() -> Any:
                 model(torch.cat([x, x])).mean().item()
 
     return run
+
+
+@step
+def convolution_of_a_shallow_volume() -> Any:
+    model = nn.Sequential(nn.Conv3d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv3d(64, 64, 3, padding=1))
+    return plain(model, torch.randn(2, 64, 2, 8, 8))

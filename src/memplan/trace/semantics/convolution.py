@@ -257,6 +257,8 @@ def _weight_gradient(s: Shape) -> Work:
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, other=s.wide_bytes())
     if max(s.kernel) > 14:  # a ViT's patches
         return _plain_weight_gradient(s)
+    if s.volumetric and s.kernel[0] > 1 and s.wide_space[0] <= s.kernel[0] // 2 + 1:
+        return _plain_weight_gradient(s)  # measured: padding in front and behind that meets in the depth
     weight, block, other = s.weight_bytes(b, b), b, s.wide_bytes(b)
     if not s.pointwise:
         if s.wide <= 3:
