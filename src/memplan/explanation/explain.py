@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputError, MemplanError
-from memplan.explanation.layers import layer_rows, op_word, saved_rows
+from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow, Scaling
 from memplan.explanation.text import headline
 from memplan.simulation.liveness import Timeline, live_at, simulate
@@ -63,18 +63,19 @@ def explain(
     options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):
         _refuse_options(options)
-        return explain_trace(what, train=train)
+        return explain_trace(what)
     trace = record(build_of(what, options), device=device)
-    explanation = explain_trace(trace, title=_title(what), train=train)
+    explanation = explain_trace(trace, title=_title(what))
     return scaled(explanation, options.batch, lambda batch: build_of(what, options.with_batch(batch)), device)
 
 
-def explain_trace(trace: Trace, *, title: str = "step", train: bool = True) -> Explanation:
-    """Explain a step that was recorded, or measured, before."""
+def explain_trace(trace: Trace, *, title: str = "step", train: bool | None = None) -> Explanation:
+    """Explain a step that was recorded, or measured, before. ``train``: None where its ops are to tell."""
+    train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     timeline = simulate(trace)
     by_cause = _by_cause(trace, timeline.peak_tick)
     start, end = _representative_step(timeline)
-    saved = saved_rows(trace, start, end)
+    saved = saved_rows(trace, fullest(trace, start, end))
     layers = layer_rows(trace, saved, start, end)
     weights = sum(s.bytes for s in live_at(trace, timeline.peak_tick) if s.cause == "weight")
     reserved = dict(by_cause) | {"rounding": 0, "fragmentation": 0}

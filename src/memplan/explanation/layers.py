@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memplan.explanation.formulas import needing
+from memplan.explanation.formulas import formulas, needing
 from memplan.explanation.model import LayerRow, SavedRow
+from memplan.simulation.liveness import live_at
 from memplan.trace.model import Op, Sharer, Storage, Trace
 
 OUTSIDE = "(outside of layers)"
 
-_NAMES = {"addmm": "linear", "mm": "matmul", "bmm": "matmul", "baddbmm": "matmul", "_prelu_kernel": "prelu"}
+_NAMES = {
+    "addmm": "linear",
+    "mm": "matmul",
+    "bmm": "matmul",
+    "baddbmm": "matmul",
+    "_prelu_kernel": "prelu",
+    "mkldnn_rnn_layer": "lstm",
+}
 _STATISTICS = frozenset({"mean", "rstd", "save_mean", "save_invstd", "save_var", "logsumexp", "total_weight"})
+_PRODUCTS = frozenset({"mul", "div", "pow", "bmm", "mm"})
+_ROLES = {
+    "other": "its second operand",
+    "mat2": "its second operand",
+    "hx_": "its hidden state",
+    "cx_": "its cell state",
+}
 _MAIN = frozenset({"input", "self", "mat1", "query"})
 
 
@@ -28,15 +43,31 @@ def op_word(op: Op, trace: Trace) -> str:
     return base.replace("scaled_dot_product_flash_attention_for_cpu", "attention")
 
 
-def saved_rows(trace: Trace, start: int, end: int) -> list[SavedRow]:
-    """A row for each (storage born in a span of ticks, op that keeps it), in the order of the ops."""
+def fullest(trace: Trace, start: int, end: int) -> int:
+    """The first tick within a span at which the most bytes are saved."""
+    saved = [storage for storage in trace.storages if storage.cause == "saved"]
+    events = sorted([(s.born, s.bytes) for s in saved] + [(s.died, -s.bytes) for s in saved if s.died is not None])
+    level, most, best = 0, -1, start
+    for tick, size in events:
+        level += size
+        if start < tick <= end and level > most:
+            most, best = level, tick
+    return best
+
+
+def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
+    """A row for each (storage that is saved at a tick, op that keeps it), in the order of the ops."""
     found: list[tuple[int, SavedRow]] = []
-    for storage in trace.storages:
-        if storage.cause != "saved" or not start < storage.born <= end:
+    masks = {w for op in trace.ops if op.name.startswith("aten.bernoulli_") for w in op.writes}
+    overwritten = _overwriting(trace)
+    for storage in live_at(trace, tick):
+        if storage.cause != "saved":
             continue
-        sharers = _by_op(storage)
-        for position, sharer in enumerate(sharers):
-            found.append((sharer.op, _saved_row(trace, storage, sharer, sharers, position == 0)))
+        keepers = _by_op(storage)
+        maker = _maker_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], overwritten)
+        for position, keeper in enumerate(keepers):
+            row = _saved_row(trace, storage, keeper, keepers, maker, position == 0, storage.id in masks)
+            found.append((keeper[0].op, row))
     return [row for _, row in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -109,42 +140,44 @@ def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
         drafts[owner[name]].gradient_bytes += size
 
 
-def _by_op(storage: Storage) -> list[Sharer]:
-    """One sharer for each op: an op that meets a storage as operand and result keeps it once."""
-    first: dict[int, Sharer] = {}
+Keeper = list[Sharer]
+"""One op's sharers of one storage: the roles in which it meets it, once each."""
+
+
+def _by_op(storage: Storage) -> list[Keeper]:
+    """An op that meets a storage in several roles (the packed q, k and v of attention) keeps it once."""
+    found: dict[int, Keeper] = {}
     for sharer in storage.sharers:
-        first.setdefault(sharer.op, sharer)
-    return [first[op] for op in sorted(first)]
+        found.setdefault(sharer.op, []).append(sharer)
+    return [found[op] for op in sorted(found)]
 
 
-def _saved_row(trace: Trace, storage: Storage, sharer: Sharer, sharers: list[Sharer], counted: bool) -> SavedRow:
-    op = trace.ops[sharer.op]
-    needs = needing(op.name, sharer.role, op.needs_grad)
+def _saved_row(
+    trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], maker: str, counted: bool, is_mask: bool
+) -> SavedRow:
+    op = trace.ops[keeper[0].op]
+    needs = [need for sharer in keeper for need in needing(op.name, sharer.role, op.needs_grad)]
     needed_for = tuple(sorted({_gradient(trace, op, variable) for variable, _ in needs}, reverse=True))
-    if not needs and not _has_formula(op):
-        needed_for = ("input_gradient",)  # a function of the user's own: it keeps what its backward reads
-    others = tuple(dict.fromkeys(_sharer_title(trace, other) for other in sharers if other.op != sharer.op))
-    maker = _maker_title(trace, storage, sharers)
+    reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in keeper)
+    if not needs and not reads:
+        needed_for = ("input_gradient",)  # a function of the user's own, or one without a formula of torch's
+    others = tuple(dict.fromkeys(_title(trace, other, is_mask) for other in keepers if other is not keeper))
     others = (*others, maker) if maker and maker not in others else others
+    word = "dropout" if is_mask else op_word(op, trace)
+    role = _roles_in_words(op, keeper, is_mask)
     return SavedRow(
         op.layer or OUTSIDE,
-        op_word(op, trace),
-        _role_words(op, sharer),
+        word,
+        role,
         storage.bytes,
         counted,
         storage.shape,
         storage.dtype,
         needed_for,
         others,
-        _why(trace, op, sharer, needs, needed_for, others),
+        _why(f"{word} saves {role}", needs, needed_for, others),
         op.where,
     )
-
-
-def _has_formula(op: Op) -> bool:
-    from memplan.explanation.formulas import formulas
-
-    return bool(formulas(op.name))
 
 
 def _gradient(trace: Trace, op: Op, variable: str) -> str:
@@ -164,7 +197,16 @@ def _is_weight(trace: Trace, storage: Storage) -> bool:
     return is_copy and all(_is_weight(trace, trace.storages[r.storage]) for r in maker.reads)
 
 
-def _role_words(op: Op, sharer: Sharer) -> str:
+def _roles_in_words(op: Op, keeper: Keeper, is_mask: bool) -> str:
+    if is_mask:
+        return "its mask"
+    words = list(dict.fromkeys(_role_in_words(op, sharer) for sharer in keeper))
+    if len(words) == 1:
+        return words[0]
+    return ", ".join(words[:-1]) + " and " + words[-1].removeprefix("its ")
+
+
+def _role_in_words(op: Op, sharer: Sharer) -> str:
     role, read_as = sharer.role, sharer.read_as
     if role == "result":
         if read_as in ("indices", "mask", "workspace"):
@@ -173,19 +215,11 @@ def _role_words(op: Op, sharer: Sharer) -> str:
     if role == "kept":
         return "a value of its own"
     if role in _MAIN:
-        return "its first operand" if op.name.split(".")[1] in ("mul", "div", "pow", "bmm", "mm") else "its input"
-    return {"other": "its second operand", "mat2": "its second operand"}.get(role, f"its {role}")
+        return "its first operand" if op.name.split(".")[1] in _PRODUCTS else "its input"
+    return _ROLES.get(role, f"its {role}")
 
 
-def _why(
-    trace: Trace,
-    op: Op,
-    sharer: Sharer,
-    needs: list[tuple[str, str]],
-    needed_for: tuple[str, ...],
-    others: tuple[str, ...],
-) -> str:
-    what = f"{op_word(op, trace)} saves {_role_words(op, sharer)}"
+def _why(what: str, needs: list[tuple[str, str]], needed_for: tuple[str, ...], others: tuple[str, ...]) -> str:
     if needed_for:
         text = f"{what} for the {' and the '.join(need.replace('_', chr(39) + 's ') for need in needed_for)}"
     else:
@@ -198,15 +232,28 @@ def _why(
     return text
 
 
-def _sharer_title(trace: Trace, sharer: Sharer) -> str:
-    op = trace.ops[sharer.op]
-    what = _role_words(op, sharer).removeprefix("its ").removeprefix("a ")
+def _title(trace: Trace, keeper: Keeper, is_mask: bool) -> str:
+    op = trace.ops[keeper[0].op]
+    what = _roles_in_words(op, keeper, is_mask).removeprefix("its ").removeprefix("a ")
     return f"{op.layer or op_word(op, trace)}'s {what}"
 
 
-def _maker_title(trace: Trace, storage: Storage, sharers: list[Sharer]) -> str:
-    """Whose result a saved storage is, where its maker does not save it and no op overwrote it since."""
-    if storage.op is None or any(s.op == storage.op or s.role == "result" for s in sharers):
+def _maker_title(trace: Trace, storage: Storage, sharers: list[Sharer], overwritten: dict[int, list[Op]]) -> str:
+    """Whose result a saved storage is, where its maker does not save it itself."""
+    first = min(sharer.op for sharer in sharers)
+    writers = [op for op in overwritten.get(storage.id, ()) if op.index < first]
+    maker = writers[-1] if writers else trace.ops[storage.op] if storage.op is not None else None
+    if maker is None or any(s.op == maker.index or s.role == "result" for s in sharers):
         return ""
-    op = trace.ops[storage.op]
-    return f"{op.layer or op_word(op, trace)}'s result" if op.layer else ""
+    own_copy = maker.name == "aten.clone.default" and maker.layer == trace.ops[first].layer
+    return f"{maker.layer}'s result" if maker.layer and not own_copy else ""
+
+
+def _overwriting(trace: Trace) -> dict[int, list[Op]]:
+    """Storage -> the forward ops that changed it in place, in order."""
+    found: dict[int, list[Op]] = {}
+    for op in trace.ops:
+        if op.phase == "forward" and op.name.split(".")[1].endswith("_"):
+            for storage in op.writes[:1]:
+                found.setdefault(storage, []).append(op)
+    return found

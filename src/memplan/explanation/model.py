@@ -92,7 +92,9 @@ class Explanation:
     by_cause_most: dict[str, int]
     layers: tuple[LayerRow, ...]
     saved: tuple[SavedRow, ...]
+    """What is saved at the moment of the step at which the most is."""
     saved_bytes: int
+    """Of ``saved``, each storage once: the most that is kept from forward to backward at any one time."""
     peak: PeakRow | None
     sentence: str
     scaling: Scaling | None

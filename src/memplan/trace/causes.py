@@ -86,9 +86,11 @@ def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None
     if path is None:
         return None
     owned: list[list[int]] = [[], []]
-    for kind, tensors in enumerate((module._parameters, module._buffers)):
-        for name, tensor in tensors.items():
-            entry = observer.ledger.find(tensor) if tensor is not None else None
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    for kind, tensors in enumerate((parameters, buffers)):
+        for name, tensor in tensors:
+            entry = observer.ledger.find(tensor)
             if entry is not None:
                 owned[kind].append(entry.id)
                 names.storages.setdefault(entry.id, f"{path}.{name}")
@@ -137,6 +139,7 @@ def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
     """For every storage that a derivative formula read: the forward ops whose formulas these were."""
     entries = observer.ledger.entries
     found: dict[int, dict[tuple[int, str], Sharer]] = {}
+    again = _second_runs(ops)
     for op in ops:
         if op.phase != "backward" or op.gradient_of is None:
             continue
@@ -148,19 +151,36 @@ def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
                 continue
             if maker is not None and maker.phase == "optimizer":
                 continue
-            for role in _roles(source, read.storage):
+            for role in _roles(source, read, again):
                 found.setdefault(read.storage, {}).setdefault(
                     (source.index, role), Sharer(source.index, role, read.name)
                 )
     return {storage: list(sharers.values()) for storage, sharers in found.items()}
 
 
-def _roles(source: Op, storage: int) -> list[str]:
-    roles = sorted({operand.name for operand in source.reads if operand.storage == storage})
-    if storage in source.writes:
+def _roles(source: Op, read: Operand, again: dict[int, list[tuple[str, str]]]) -> list[str]:
+    """In which roles the forward op met a storage that its backward reads."""
+    if read.storage in source.writes:
         # in place: the formula of an op that overwrote its input can only mean the result
         return ["result"]
+    roles = sorted({operand.name for operand in source.reads if operand.storage == read.storage})
+    # under checkpointing the formula reads what the op's second run met
+    roles = roles or sorted({role for name, role in again.get(read.storage, ()) if name == source.name})
+    if not roles and read.name in {operand.name for operand in source.reads}:
+        roles = [read.name]  # a copy that the op made for its formula, which calls it by the same name
     return roles or ["kept"]
+
+
+def _second_runs(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
+    """Storage -> (op, role) of the recomputed ops that read or made it."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for op in ops:
+        if op.recomputed:
+            for operand in op.reads:
+                found.setdefault(operand.storage, []).append((op.name, operand.name))
+            for storage in op.writes:
+                found.setdefault(storage, []).append((op.name, "result"))
+    return found
 
 
 def _cause(entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, list[Sharer]], first_step: int) -> Cause:

@@ -19,6 +19,8 @@ _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 # Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
+_CLONE = "aten.clone.default"
+_EQUAL = "aten.equal.default"
 _ONES = "aten.ones_like.default"
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
@@ -96,6 +98,7 @@ class Observer:
         self.marks = Marks()
         self.notes: list[Note] = []
         self.by_sequence: dict[int, int] = {}
+        self.read_equal: Callable[[], bool] | None = None
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self._semantics = semantics
         self._signatures: dict[Any, _Signature] = {}
@@ -121,6 +124,8 @@ class Observer:
             if self.read_scalar is not None and signature.name == _SCALAR:
                 return self.read_scalar(args[0], run)
             return run(func)
+        if signature.name == _EQUAL and self.read_equal is not None:
+            return self.read_equal()
         if func is _ADD and self._is_engine_sum(args):
             run(_ADD_IN_PLACE)
             return self._note(
@@ -219,6 +224,10 @@ class Observer:
             phase = self._phase_after_backward(signature, reads, needs, grad_enabled)
         if grad_enabled:
             made = _torch.sequence_number()
+            if signature.mutable and index and self.notes[-1].name == _CLONE:
+                for number in (made - 1, made):  # an op in place whose formula needs its input clones that first
+                    if self.by_sequence.get(number) == index - 1:
+                        self.by_sequence[number] = index
             for number in range(self._sequence + 1, made + 1):
                 self.by_sequence[number] = index
             self._sequence = max(made, self._sequence)
@@ -270,7 +279,7 @@ class Observer:
     def mark_gradients(self) -> None:
         """Look up every parameter's gradient."""
         for module in self.place.live_modules():
-            for parameter in module._parameters.values():
+            for parameter in module.parameters(recurse=False):
                 self._mark_gradient(parameter)
         for optimizer in self.place.live_optimizers():
             for group in optimizer.param_groups:
@@ -280,9 +289,9 @@ class Observer:
     def mark_modules(self) -> None:
         """Look up the storages of every module's parameters and buffers, as they are now."""
         for module in self.place.live_modules():
-            for name, parameter in module._parameters.items():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._mark(self.marks.weights, parameter, name)
-            for name, buffer in module._buffers.items():
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 self._mark(self.marks.buffers, buffer, name)
 
     def _mark(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
@@ -290,7 +299,7 @@ class Observer:
             names.setdefault(self.ledger.entry(tensor, None).id, name)
 
     def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
-        if parameter is None or parameter.grad is None:
+        if parameter is None or not parameter.is_leaf or parameter.grad is None:
             return
         gradient, weight = self.ledger.find(parameter.grad), self.ledger.find(parameter)
         if gradient is not None and weight is not None:

@@ -44,7 +44,7 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     observer = Observer(place, real=False, semantics=Semantics(cpu.transient_bytes, results.RESULTS, results.INSTEAD))
     mode = _torch.FakeMode(observer.dispatch)
     standins = Standins(observer, mode)
-    observer.read_scalar = standins.read
+    observer.read_scalar, observer.read_equal = standins.read, standins.equal
     with undisturbed(), ExitStack() as stack:
         stack.enter_context(standins.installed())
         stack.enter_context(mode.recording())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dis
 import functools
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +20,7 @@ from memplan.trace.observer import Observer
 from memplan.trace.place import format_frame, user_frame
 from memplan.trace.session import COMPILED
 
+_BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
 
@@ -40,11 +43,14 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compare(self: Any, *args: Any) -> Any:
-        if name == "__bool__" or not _called_as_a_function(sys._getframe(1)):
+        if name not in _CHOOSING or not _called_as_a_function(sys._getframe(1)):
             self.decided()
         return method(self, *args)
 
     return compare
+
+
+_CHOOSING = frozenset({"__lt__", "__le__", "__gt__", "__ge__"})
 
 
 def _called_as_a_function(frame: Any) -> bool:
@@ -63,12 +69,36 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
     return compute
 
 
+_ARITHMETIC = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs".split()  # noqa: SIM905
+)
 for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
     for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
         setattr(_class, _name, _comparing(_base, _name))
     # a running mean or a scaled loss is as unknown as what it came from
-    for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg", "abs"):
+    for _name in [
+        "add",
+        "radd",
+        "sub",
+        "rsub",
+        "mul",
+        "rmul",
+        "truediv",
+        "rtruediv",
+        "floordiv",
+        "rfloordiv",
+        "mod",
+        "rmod",
+        "pow",
+        "rpow",
+        "neg",
+        "abs",
+    ]:
         setattr(_class, f"__{_name}__", _computing(_base, f"__{_name}__"))
+    # as an integer it can become a size, or the length of a loop
+    for _name in ("__int__", "__index__", "__round__", "__trunc__", "__floor__", "__ceil__"):
+        if hasattr(_base, _name):
+            setattr(_class, _name, _comparing(_base, _name))
     setattr(_class, "__hash__", _base.__hash__)  # noqa: B010  # a class that defines __eq__ loses it
 
 
@@ -125,6 +155,9 @@ class Standins:
                     tolist=lambda tensor: self._tolist(tensor),
                     numpy=lambda tensor, **_: self._numpy(tensor),
                     __bool__=lambda tensor: self._bool(tensor),
+                    __float__=lambda tensor: self._float(tensor),
+                    __int__=lambda tensor: self._int(tensor),
+                    __index__=lambda tensor: self._index(tensor),
                     __format__=lambda tensor, form: format(tensor.item() if tensor.dim() == 0 else str(tensor), form),
                     __deepcopy__=lambda tensor, memo: _deepcopy(tensor, memo),
                 )
@@ -152,7 +185,10 @@ class Standins:
 
     def _item(self, tensor: torch.Tensor) -> Any:
         value = torch.Tensor.item(tensor)
-        if self._last_real or isinstance(value, (bool, complex)):
+        if self._last_real or isinstance(value, complex):
+            return value
+        if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
+            self._decided()
             return value
         return _standin(value, self._decided)
 
@@ -169,6 +205,8 @@ class Standins:
         if tensor.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
+        if _branches(user_frame()):
+            self._decided()
         self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all 1")
         return numpy.ones(tuple(tensor.shape), dtype=name)
 
@@ -178,10 +216,39 @@ class Standins:
             self._decided()
         return value
 
+    def _float(self, tensor: torch.Tensor) -> float:
+        value = torch.Tensor.__float__(tensor)
+        if not self._last_real and _branches(user_frame()):
+            self._decided()
+        return value
+
+    def _int(self, tensor: torch.Tensor) -> int:
+        value = torch.Tensor.__int__(tensor)
+        if not self._last_real:
+            self._decided()
+        return value
+
+    def _index(self, tensor: torch.Tensor) -> int:
+        value = torch.Tensor.__index__(tensor)
+        if not self._last_real:
+            raise DataDependentError(
+                "a tensor is used as an index or a size, and recording has no values",
+                expected="shapes that follow from the shapes of the inputs",
+                do="Run memplan.measure(build) instead: it really runs the step",
+                where=format_frame(user_frame()),
+            )
+        return value
+
+    def equal(self) -> bool:
+        """What ``torch.equal`` answers."""
+        self._add("scalar", "two tensors were compared and taken as equal")
+        self._decided()
+        return True
+
     def _decided(self) -> None:
         self._add(
             "branch",
-            "a value that was taken as 1 DECIDES A BRANCH: the step may take another path when it really runs",
+            "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs",
         )
 
     def _compiled(self) -> None:
@@ -197,6 +264,12 @@ class Standins:
                 do="Run memplan.measure(build) instead: it really runs the step",
                 where=format_frame(key[2]),
             )
+
+
+def _branches(frame: tuple[str, int] | None) -> bool:
+    """Whether a line of source branches; asked where a value leaves us as a plain float and can be followed no more."""
+    line = linecache.getline(*frame) if frame is not None else ""
+    return _BRANCH.search(line) is not None
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:

@@ -123,8 +123,8 @@ def copy_module(module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for part in module.modules():
-        own = {**part._parameters, **part._buffers}
-        for tensor in (*own.values(), *_torch.tree_leaves(list(vars(part).values()))):
+        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
                 made = like(tensor.detach())
                 made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
@@ -152,7 +152,8 @@ def _check_device(module: nn.Module) -> None:
 def _step(model: nn.Module, options: StepOptions) -> Step:
     if options.dtype is not None:
         model.to(options.dtype)
-    model.train(options.train)
+    if model.training != options.train:  # a model in training keeps the layers that its owner put into evaluation
+        model.train(options.train)
     _check_inputs(model, options)
     inputs, kwargs = realize(options.inputs), realize(dict(options.kwargs))
     targets = realize(options.targets)
