@@ -1,6 +1,4 @@
 # make demo | test | check | changelog
-#
-# A CPU build of torch: make demo PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -35,8 +33,18 @@ clean:
 	rm -rf $(VENV)
 
 # One stamp for each extra: installed once, and again when the versions change.
-$(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch
 	$(INSTALL) '.[$*]'
+	touch $@
+
+# The CPU build of torch: from where pip looks anyway, else from PyTorch's own index; where neither has one for this
+# machine, the registry's build, which on Linux brings CUDA along.
+TORCH := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+$(VENV)/.torch: $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) torch==$(TORCH)+cpu \
+	  || $(BIN)/python -m pip install -q --disable-pip-version-check --retries 1 --extra-index-url $(TORCH_INDEX) torch==$(TORCH)+cpu \
+	  || $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) torch==$(TORCH)
 	touch $@
 
 $(BIN)/python:

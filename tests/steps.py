@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 Build = Callable[[], Callable[[], Any]]
 STEPS: dict[str, Build] = {}
+WORKERS = 0
+"""Of data loaders: a recording takes any number as 0, and a measurement of one process wants 0."""
 
 
 def step(build: Build) -> Build:
@@ -466,3 +468,17 @@ def inference_mode_between() -> Any:
 def convolution_of_a_shallow_volume() -> Any:
     model = nn.Sequential(nn.Conv3d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv3d(64, 64, 3, padding=1))
     return plain(model, torch.randn(2, 64, 2, 8, 8))
+
+
+@step
+def data_loader_with_workers() -> Any:
+    data = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.randint(0, 10, (64,)))
+    loader = torch.utils.data.DataLoader(data, 16, shuffle=True, num_workers=WORKERS, drop_last=True)
+    model, batches = mlp(256), iter(loader)
+
+    def run() -> None:
+        model.zero_grad()
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+
+    return run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,29 +22,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-
-__all__ = [
-    "DATA_DEPENDENT",
-    "EagerMode",
-    "FakeMode",
-    "FakeTensor",
-    "Profile",
-    "UnsupportedFakeTensorException",
-    "backward_node",
-    "in_backward",
-    "marker",
-    "no_modes",
-    "sequence_number",
-    "storage_key",
-    "tree_leaves",
-    "tree_map_only",
-    "use_counts",
-]
+from torch.utils._pytree import tree_leaves as tree_leaves
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
 """What a fake tensor raises where an output's shape, or a branch, depends on values."""
@@ -209,20 +191,20 @@ class _Memo:
                 return
             seen.add(storage_key(storage))
             metadata.append((output.shape, output.stride(), output.dtype))
-            if storage.nbytes() != _fake_bytes(*metadata[-1]):
+            if storage.nbytes() != _meta_empty(*metadata[-1]).untyped_storage().nbytes():
                 return
         self._results[key] = (single, tuple(metadata))
 
 
+def _meta_empty(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    with no_dispatch():
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
 def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
+    meta = _meta_empty(shape, stride, dtype)
     with no_dispatch():
-        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(mode, meta, torch.device("cpu"))
-
-
-def _fake_bytes(shape: Any, stride: Any, dtype: torch.dtype) -> int:
-    with no_dispatch():
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta").untyped_storage().nbytes()
 
 
 class FakeMode(FakeTensorMode):
@@ -290,10 +272,6 @@ class FakeMode(FakeTensorMode):
         if key is not None:
             self._memo.remember(key, (args, kwargs), result)
         return result
-
-    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake twin of a real tensor."""
-        return self.from_tensor(tensor, static_shapes=True)
 
 
 def _is_composite(func: Any) -> bool:
@@ -442,6 +420,40 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
         patched(eval_frame.OptimizedModule, __call__=call_and_say),
     ):
         yield
+
+
+def called_by_engine() -> bool:
+    """Whether the autograd engine calls the op that is dispatched, rather than a backward written in Python."""
+    return _caller() == "_engine_run_backward"
+
+
+def called_for_the_loss() -> bool:
+    """Whether the op that is dispatched makes the gradient of the loss itself, before the engine starts."""
+    return _caller() == "_make_grads"
+
+
+_DISPATCHING = frozenset(
+    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum", "_caller",
+     "called_by_engine", "called_for_the_loss"}
+)  # fmt: skip
+
+
+def _caller() -> str:
+    """Name of the innermost function outside of our dispatch."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else ""
+
+
+def tensor_arguments(func: Any) -> list[tuple[int, str]]:
+    """Position and name of each argument of an op that takes tensors."""
+    return [(i, a.name) for i, a in enumerate(func._schema.arguments) if "Tensor" in str(a.type)]
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an op writes one of its arguments."""
+    return func._schema.is_mutable
 
 
 @contextlib.contextmanager

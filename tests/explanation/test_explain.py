@@ -123,12 +123,76 @@ def test_half_precision_copies_of_weights_count_as_weights() -> None:
     assert linear.needed_for == ("weight_gradient",)
 
 
-def test_scaling_predicts_another_batch() -> None:
-    explanation = memplan.explain(small_resnet, "32x3x32x32", optimizer=torch.optim.SGD)
-    scaling = explanation.scaling
+def wide_head() -> nn.Module:
+    """Much of the memory is in weights, so that which moment is the highest depends on the batch."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(8), nn.Flatten(),
+        nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 1000),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [small_resnet, wide_head, lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 512))])
+# not 1: there a small convolution takes another kernel (im2col), which no other batch tells
+@pytest.mark.parametrize("batch", [2, 4, 16, 64, 300])
+def test_scaling_predicts_any_batch_from_one(make: Any, batch: int) -> None:
+    scaling = memplan.explain(make, "8x3x32x32", optimizer=torch.optim.AdamW).scaling
     assert scaling is not None
-    other = memplan.explain(small_resnet, "128x3x32x32", optimizer=torch.optim.SGD).timeline.peak_allocated
-    assert scaling.fixed + 128 * scaling.per_sample == pytest.approx(other, rel=0.01)
+    build = build_of(make, StepOptions(inputs=(f"{batch}x3x32x32",), optimizer=torch.optim.AdamW).checked())
+    assert scaling.peak(batch) == pytest.approx(memplan.simulate(memplan.record(build)).peak_allocated, rel=0.01)
+    assert scaling.peak(8) == scaling.peaks[0]
+    assert scaling.fixed + 8 * scaling.per_sample == pytest.approx(scaling.peaks[0])
+
+
+def test_scaling_keeps_layout_and_gradient_of_the_inputs() -> None:
+    x = torch.randn(8, 3, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
+    scaling = memplan.explain(small_resnet, x).scaling
+    assert scaling is not None
+    twice = torch.randn(16, 3, 32, 32).to(memory_format=torch.channels_last).requires_grad_()
+    assert scaling.peaks[1] == memplan.explain(small_resnet, twice).timeline.peak_allocated
+
+
+def test_a_step_for_one_batch_only_says_so() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.table
+
+    explanation = memplan.explain(Fixed, "8x4")
+    assert explanation.scaling is None
+    assert any("grows with the batch is not known" in note for note in explanation.notes)
+
+
+def test_saved_under_checkpointing_is_what_is_kept_at_once() -> None:
+    explanation = memplan.explain(STEPS["checkpoint_in_segments"])
+    assert explanation.saved_bytes == explanation.by_cause_most["saved"]
+    assert explanation.saved_bytes < memplan.explain(lambda: mlp(512, 8), "2048x512").saved_bytes
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (nn.ReLU(True), "relu saves its result"),
+        (nn.ReLU6(True), "hardtanh saves its input"),
+        (nn.Hardswish(True), "hardswish saves its input"),
+        (nn.SiLU(True), "silu saves its input"),
+        (nn.LeakyReLU(0.1, True), "leaky_relu saves its result"),
+        (nn.Sigmoid(), "sigmoid saves its result"),
+        (nn.GELU(), "gelu saves its input"),
+        (nn.Softmax(-1), "softmax saves its result"),
+        (nn.Dropout(0.2), "dropout saves its mask"),
+        (nn.LayerNorm(16), "layer_norm saves its input"),
+        (nn.PReLU(), "prelu saves its input"),
+    ],
+)
+def test_what_a_layer_saves_is_what_its_formula_reads(layer: nn.Module, text: str) -> None:
+    rows = {
+        r.name: r for r in memplan.explain(nn.Sequential(nn.Linear(16, 16), layer, nn.Linear(16, 16)), "4x16").layers
+    }
+    assert any(why.startswith(text) for why in rows["1"].why), rows["1"].why
+    assert "input_gradient" in rows["1"].needed_for
 
 
 @pytest.mark.parametrize("train", [True, False])

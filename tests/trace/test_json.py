@@ -24,7 +24,7 @@ def trace() -> memplan.Trace:
 def test_round_trip(trace: memplan.Trace, tmp_path: Path) -> None:
     memplan.save_trace(trace, tmp_path / "a.json")
     assert memplan.load_trace(tmp_path / "a.json") == trace
-    assert loads(trace.to_json()) == trace
+    assert memplan.Trace.from_json(trace.to_json()) == trace
 
 
 def test_a_measured_trace_too() -> None:
@@ -52,6 +52,11 @@ def _changed(trace: memplan.Trace, change: Any) -> str:
         (lambda d: d["ops"][0].__setitem__(8, [-1]), "damaged"),
         (lambda d: d.update(steps=[10**9]), "damaged"),
         (lambda d: d.update(end="x"), "damaged"),
+        (lambda d: d["ops"][0].__setitem__(0, True), "damaged"),
+        (lambda d: d["ops"][0].__setitem__(0, "x"), "damaged"),
+        (lambda d: d["ops"][0].__setitem__(3, 10**9), "damaged"),
+        (lambda d: d["storages"][0].__setitem__(6, [-1]), "damaged"),
+        (lambda d: d["layers"][0].__setitem__(0, None), "damaged"),
     ],
 )
 def test_damage_is_named(trace: memplan.Trace, change: Any, text: str) -> None:

@@ -182,3 +182,51 @@ def test_real_parameters_from_outside_are_refused_and_untouched() -> None:
 def test_bad_input_is_named(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_data_loaders_load_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = memplan.record(STEPS["data_loader_with_workers"]).to_json()
+    monkeypatch.setattr("steps.WORKERS", 2)
+    assert memplan.record(STEPS["data_loader_with_workers"]).to_json() == here
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda loss: torch.isnan(loss).item(),
+        lambda loss: loss.item() ** 2 > 50,
+        lambda loss: int(loss.detach()) >= 1,
+        lambda loss: round(loss.item()) >= 1,
+        lambda loss: bool(loss > 0),
+        lambda loss: torch.equal(loss, loss * 2),
+        lambda loss: list(range(int(loss.detach()))),
+        lambda loss: 1 if float(loss.detach()) > 0.9 else 2,
+        lambda loss: 1 if loss.detach().numpy() > 0.9 else 2,
+    ],
+)
+def test_a_standin_that_can_decide_is_named(read: Any) -> None:
+    def build() -> Any:
+        model = nn.Linear(4, 4)
+        return lambda: read(model(torch.randn(2, 4)).sum())
+
+    assert "branch" in {a.kind for a in memplan.record(build, steps=1).assumptions}
+
+
+@pytest.mark.parametrize(
+    "read", [lambda loss: loss.item(), lambda loss: f"{loss:.3f}", lambda loss: float(loss.detach())]
+)
+def test_a_standin_that_is_only_logged_is_no_branch(read: Any) -> None:
+    def build() -> Any:
+        model = nn.Linear(4, 4)
+        return lambda: str(read(model(torch.randn(2, 4)).sum()))
+
+    assert {a.kind for a in memplan.record(build, steps=1).assumptions} == {"scalar"}
+
+
+def test_a_size_that_is_a_value_is_refused() -> None:
+    def build() -> Any:
+        lengths, x = torch.randint(1, 9, (64,)), torch.randn(64, 9)
+        return lambda: x[:, : lengths.max()] * 2
+
+    with pytest.raises(DataDependentError, match="as an index or a size"):
+        memplan.record(build)

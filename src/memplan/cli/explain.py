@@ -88,7 +88,8 @@ _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measur
 
 
 def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    from memplan.explanation.explain import explain_trace, scaled
+    from memplan.explanation.explain import explain_trace
+    from memplan.explanation.scaling import scaled
     from memplan.trace.measure import measure
     from memplan.trace.record import record
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.errors import InputError, MemplanError
+from memplan.errors import InputError
 from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
-from memplan.explanation.model import Explanation, PeakRow, Scaling
+from memplan.explanation.model import Explanation, PeakRow
+from memplan.explanation.scaling import scaled
 from memplan.explanation.text import headline
 from memplan.simulation.liveness import Timeline, live_at, simulate
 from memplan.trace.model import CAUSES, Op, Trace
 from memplan.trace.record import record
-from memplan.trace.session import Build
 from memplan.trace.step import StepOptions, build_of
 
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
@@ -166,21 +166,3 @@ def _notes(trace: Trace) -> tuple[str, ...]:
     if trace.device == "cpu" and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         return ("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here",)
     return ()
-
-
-def scaled(
-    explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], device: str | None
-) -> Explanation:
-    """The explanation with its fixed part and its part per sample, from one more recording at twice the batch.
-
-    Unchanged where there is no batch, or where the step takes just this one.
-    """
-    if batch is None or batch < 1:
-        return explanation
-    try:
-        doubled = simulate(record(build_at(2 * batch), device=device))
-    except MemplanError:
-        return explanation
-    peaks = (explanation.timeline.peak_allocated, doubled.peak_allocated)
-    slope = (peaks[1] - peaks[0]) / batch
-    return replace(explanation, scaling=Scaling((batch, 2 * batch), peaks, peaks[0] - slope * batch, slope))

@@ -66,13 +66,35 @@ class PeakRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """From ``batch`` on (up to the next line's), the peak is ``fixed + per_sample * batch`` bytes."""
+
+    batch: float
+    fixed: float
+    per_sample: float
+
+
+@dataclass(frozen=True, slots=True)
 class Scaling:
-    """How the peak grows with the batch: peak = fixed + per_sample * batch, from recordings at ``batches``."""
+    """How the peak grows with the batch, from recordings at the ``batches`` given, which had the ``peaks`` given.
+
+    ``fixed`` and ``per_sample`` are those of the line that the batch itself lies on; ``lines`` are all of them, since
+    at another batch another moment of the step can be the highest.
+
+    Example:
+        >>> scaling.peak(256)
+        649662128
+    """
 
     batches: tuple[int, ...]
     peaks: tuple[int, ...]
     fixed: float
     per_sample: float
+    lines: tuple[Line, ...]
+
+    def peak(self, batch: int) -> int:
+        """The peak at any batch, in bytes."""
+        return round(max(line.fixed + line.per_sample * batch for line in self.lines))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from memplan._bytes import format_bytes
 from memplan.explanation.model import Explanation
 
@@ -32,15 +34,24 @@ def headline(by_cause: dict[str, int], weight_bytes: int, peak: int) -> str:
 
 
 def scaling_sentence(explanation: Explanation) -> str | None:
-    """``0.2 GiB fixed + 58.1 MiB per sample (batch 32)``, None where only one batch was recorded."""
+    """``0.2 GiB fixed + 58.1 MiB per sample from batch 3 on``, None where it is not known."""
     scaling = explanation.scaling
     if scaling is None:
         return None
-    first, last = scaling.batches[0], scaling.batches[-1]
-    return (
-        f"{format_bytes(round(scaling.fixed))} fixed + {format_bytes(round(scaling.per_sample))} per sample "
-        f"(from batch {first} and {last})"
-    )
+    here = max(i for i, line in enumerate(scaling.lines) if line.batch <= scaling.batches[0])
+    parts: list[str] = []
+    for number, line in enumerate(scaling.lines[here:], here):
+        parts.append(f"{format_bytes(round(line.fixed))} fixed + {format_bytes(round(line.per_sample))} per sample")
+        last = number + 1 == len(scaling.lines)
+        if not last or line.batch > 1:
+            end = "on" if last else f"to {_whole(scaling.lines[number + 1].batch)}"
+            parts[-1] += f" from batch {max(1, _whole(line.batch))} {end}"
+    shown = parts if len(parts) <= 2 else [parts[0], parts[-1]]  # between them the one bends into the other
+    return "; ".join(shown)
+
+
+def _whole(batch: float) -> int:
+    return math.ceil(batch)
 
 
 def peak_sentence(explanation: Explanation) -> str | None:

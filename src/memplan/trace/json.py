@@ -89,7 +89,7 @@ def loads(text: str, source: str = "the text") -> Trace:
     try:
         trace = _read(data)
         _check(trace)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise TraceFormatError(
             f"{source} is damaged ({type(error).__name__}: {error})",
             expected=f"a complete trace of schema version {SCHEMA}",
@@ -167,7 +167,14 @@ def _check(trace: Trace) -> None:
     for number in (trace.end, *trace.steps):
         if not isinstance(number, int) or not 0 <= number <= trace.end:
             raise ValueError(f"tick {number!r} outside of the trace")
+    for text in (trace.origin, trace.device, trace.torch, *trace.notes, *(layer.name for layer in trace.layers),
+                 *(layer.kind for layer in trace.layers), *(a.text for a in trace.assumptions)):  # fmt: skip
+        _text(text)
     for op in trace.ops:
+        for text in (op.name, op.layer, op.where or "", *op.needs_grad, *(read.name for read in op.reads)):
+            _text(text)
+        if op.name.count(".") < 1:
+            raise ValueError(f"op {op.index} is called {op.name!r}")
         if op.phase not in PHASES or not 0 <= op.start <= op.end <= trace.end:
             raise ValueError(f"op {op.index} has phase {op.phase!r}, ticks {op.start!r} to {op.end!r}")
         for storage in (*(r.storage for r in op.reads), *op.writes):
@@ -176,6 +183,10 @@ def _check(trace: Trace) -> None:
             trace.ops[_index(op.gradient_of)]
     ticks: set[int] = set()
     for storage in trace.storages:
+        for text in (storage.dtype, storage.device, storage.name, *(s.role + s.read_as for s in storage.sharers)):
+            _text(text)
+        for size in storage.shape:
+            _index(size)
         died = trace.end + 1 if storage.died is None else storage.died
         if storage.cause not in CAUSES or _index(storage.bytes) < 0 or not 0 < storage.born < died <= trace.end + 1:
             raise ValueError(f"storage {storage.id} lives from {storage.born!r} to {storage.died!r}")
@@ -189,6 +200,11 @@ def _check(trace: Trace) -> None:
     for layer in trace.layers:
         for storage in (*layer.weights, *layer.buffers):
             trace.storages[_index(storage)]
+
+
+def _text(value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"found {value!r} where a text was expected")
 
 
 def _index(value: object) -> int:

@@ -156,10 +156,17 @@ class Trace:
     schema: int = field(default=SCHEMA)
 
     def to_json(self) -> str:
-        """The trace as JSON text; `memplan.trace.json.loads` reads it back to an equal value."""
+        """The trace as JSON text; `from_json` reads it back to an equal value."""
         from memplan.trace import json
 
         return json.dumps(self)
+
+    @staticmethod
+    def from_json(text: str) -> Trace:
+        """The trace that `to_json` wrote. Raises TraceFormatError."""
+        from memplan.trace import json
+
+        return json.loads(text)
 
     def __str__(self) -> str:
         lines = [

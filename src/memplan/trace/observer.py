@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,15 +74,12 @@ class Marks:
 class _Signature:
     """What we need of an op's schema, worked out once an op."""
 
-    __slots__ = ("keywords", "mutable", "name", "positions", "silent")
+    __slots__ = ("mutable", "name", "positions", "silent")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
-        arguments = func._schema.arguments
-        tensors = [(i, a.name) for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
-        self.positions = tensors
-        self.keywords = frozenset(name for _, name in tensors)
-        self.mutable = func._schema.is_mutable
+        self.positions = _torch.tensor_arguments(func)
+        self.mutable = _torch.is_mutable(func)
         self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.silent = False  # an operator of a library or of the user's
@@ -156,7 +152,7 @@ class Observer:
             return False
         if _torch.use_counts(held) != self._last_reference or not _is_dense(held):
             return False
-        return _called_by("_engine_run_backward")  # a backward written in Python has a frame of its own there
+        return _torch.called_by_engine()
 
     def _note(
         self,
@@ -218,7 +214,7 @@ class Observer:
             self._after_backward = True
             node = _torch.backward_node()
             sequence = _torch.node_sequence(node) if node is not None else None
-        elif signature.name == _ONES and _called_by("_make_grads"):
+        elif signature.name == _ONES and _torch.called_for_the_loss():
             phase = "backward"  # the gradient of the loss itself, made before the engine starts
         elif self._after_backward and phase == "forward":
             phase = self._phase_after_backward(signature, reads, needs, grad_enabled)
@@ -321,19 +317,6 @@ class Observer:
                         entry = self.ledger.find(tensor)
                         if entry is not None:
                             self.marks.states.add(entry.id)
-
-
-_DISPATCHING = frozenset(
-    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum"}
-)
-
-
-def _called_by(function: str) -> bool:
-    """Whether the innermost frame outside of our dispatch is that function of torch's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name in _DISPATCHING:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == function
 
 
 def _made_outside(tensor: torch.Tensor) -> StepError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from memplan import _torch
 from memplan.errors import DataDependentError, DeviceError, MemplanError, StepError
@@ -65,7 +67,8 @@ def undisturbed() -> Iterator[None]:
     if not frozen:
         gc.freeze()  # what was there before is none of our business, and walking it at every step costs most of all
     try:
-        yield
+        with _one_process_and_no_cuda():
+            yield
     finally:
         if not frozen:
             gc.unfreeze()
@@ -77,6 +80,24 @@ def undisturbed() -> Iterator[None]:
             import numpy
 
             numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _one_process_and_no_cuda() -> Iterator[None]:
+    """Data loaders load in this process, and `torch.cuda.is_available()` answers no: what is planned for is the CPU.
+
+    A worker process would have to take hooks and fake tensors along; what it holds is no part of the step anyway.
+    """
+    init = DataLoader.__init__
+
+    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
+        for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
+            given.pop(name, None)
+        init(**given)
+
+    with _torch.patched(DataLoader, __init__=init_here), _torch.patched(torch.cuda, is_available=lambda: False):
+        yield
 
 
 def _numpy_state() -> Any:

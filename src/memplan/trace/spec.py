@@ -151,8 +151,9 @@ def like(tensor: torch.Tensor) -> torch.Tensor:
 
 def with_batch(value: Any, old: int, new: int) -> Any:
     """The same specs and tensors with a leading dimension of ``new`` wherever it was ``old``."""
-    if isinstance(value, torch.Tensor):
-        value = Spec(tuple(value.shape), value.dtype)
+    if isinstance(value, torch.Tensor) and value.shape[:1] == (old,):
+        made = torch.empty_strided((new, *value.shape[1:]), value.stride(), dtype=value.dtype, device="meta")
+        return made.requires_grad_(value.requires_grad)
     if isinstance(value, Spec):
         return replace(value, shape=(new, *value.shape[1:])) if value.shape[:1] == (old,) else value
     if isinstance(value, Mapping):

@@ -1,0 +1,65 @@
+"""How the peak of a step grows with its batch: exact lines from two recordings, not a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from memplan.errors import MemplanError
+from memplan.explanation.model import Explanation, Line, Scaling
+from memplan.simulation.liveness import Timeline, simulate
+from memplan.trace.record import record
+from memplan.trace.session import Build
+
+
+def scaled(
+    explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], device: str | None
+) -> Explanation:
+    """The explanation with its fixed part and its part per sample, from one more recording at twice the batch.
+
+    Unchanged where there is no batch; with a note where the step cannot be recorded at twice the batch.
+    """
+    if batch is None or batch < 1:
+        return explanation
+    try:
+        doubled = simulate(record(build_at(2 * batch), device=device))
+    except MemplanError as error:
+        note = f"how the peak grows with the batch is not known: at batch {2 * batch}, {error.found}"
+        return replace(explanation, notes=(*explanation.notes, note))
+    return replace(explanation, scaling=scaling_of(explanation.timeline, doubled, batch))
+
+
+def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
+    """Every moment of a step holds a fixed number of bytes and a number per sample; the peak is the largest of them.
+
+    Both are known where the two recordings have the same events: each moment gives a line through its two levels, and
+    the peak at any batch is the upper envelope of these lines. Where the events differ (a model that takes another
+    path at another batch), the one line through the two peaks is all that there is.
+    """
+    if [tick for tick, _, _ in once.events] == [tick for tick, _, _ in twice.events]:
+        levels = {(a, b) for (_, a, _), (_, b, _) in zip(once.events, twice.events, strict=True)}
+    else:
+        levels = {(once.peak_allocated, twice.peak_allocated)}
+    lines = _envelope([((b - a) / batch, 2 * a - b) for a, b in levels])
+    here = next(line for line in reversed(lines) if line.batch <= batch)
+    return Scaling(
+        (batch, 2 * batch), (once.peak_allocated, twice.peak_allocated), here.fixed, here.per_sample, tuple(lines)
+    )
+
+
+def _envelope(lines: list[tuple[float, float]]) -> list[Line]:
+    """The upper envelope, from batch 0 on, of lines given as (slope, level at 0)."""
+    hull: list[Line] = []
+    slope, level = max(((slope, level) for slope, level in lines), key=lambda line: (line[1], line[0]))
+    start = 0.0
+    while True:
+        hull.append(Line(start, level, slope))
+        steeper = [
+            ((level - other_level) / (other - slope), -other, other_level)
+            for other, other_level in lines
+            if other > slope
+        ]
+        if not steeper:
+            return hull
+        start, negative, level = min(steeper)
+        slope = -negative
