@@ -38,20 +38,22 @@ def scaling_sentence(explanation: Explanation) -> str | None:
     scaling = explanation.scaling
     if scaling is None:
         return None
-    here = max(i for i, line in enumerate(scaling.lines) if line.batch <= scaling.batches[0])
-    parts: list[str] = []
-    for number, line in enumerate(scaling.lines[here:], here):
-        parts.append(f"{format_bytes(round(line.fixed))} fixed + {format_bytes(round(line.per_sample))} per sample")
-        last = number + 1 == len(scaling.lines)
-        if not last or line.batch > 1:
-            end = "on" if last else f"to {_whole(scaling.lines[number + 1].batch)}"
-            parts[-1] += f" from batch {max(1, _whole(line.batch))} {end}"
-    shown = parts if len(parts) <= 2 else [parts[0], parts[-1]]  # between them the one bends into the other
-    return "; ".join(shown)
+    batch, last = scaling.batches[0], scaling.lines[-1]
+    if abs(last.fixed + last.per_sample * batch - scaling.peaks[0]) <= _NEAR * scaling.peaks[0]:
+        return f"{_line(last.fixed, last.per_sample)} (from batch {batch} and {2 * batch})"
+    # at this batch another moment of the step is the highest than where activations rule
+    return (
+        f"{_line(scaling.fixed, scaling.per_sample)} at batch {batch}, "
+        f"{_line(last.fixed, last.per_sample)} from batch {max(1, math.ceil(last.batch))} on"
+    )
 
 
-def _whole(batch: float) -> int:
-    return math.ceil(batch)
+_NEAR = 0.02
+"""How far off, in shares of the peak, the line of large batches may be for the one line to be told."""
+
+
+def _line(fixed: float, per_sample: float) -> str:
+    return f"{format_bytes(round(fixed))} fixed + {format_bytes(round(per_sample))} per sample"
 
 
 def peak_sentence(explanation: Explanation) -> str | None:
