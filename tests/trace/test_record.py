@@ -230,3 +230,27 @@ def test_a_size_that_is_a_value_is_refused() -> None:
 
     with pytest.raises(DataDependentError, match="as an index or a size"):
         memplan.record(build)
+
+
+def test_parameters_and_momentum_without_modules_have_their_causes() -> None:
+    def build() -> Any:
+        weights, x = [nn.Parameter(torch.randn(64, 64)) for _ in range(3)], torch.randn(8, 64)
+        momentum = [torch.zeros_like(weight) for weight in weights]
+
+        def step() -> None:
+            h = x
+            for weight in weights:
+                h = torch.tanh(h @ weight)
+            h.sum().backward()
+            with torch.no_grad():
+                for weight, m in zip(weights, momentum, strict=True):
+                    m.mul_(0.9).add_(weight.grad)  # pyright: ignore[reportArgumentType]  # it has one by now
+                    weight.sub_(m, alpha=0.1)
+                    weight.grad = None
+
+        return step
+
+    most = memplan.explain(build).by_cause_most
+    size = 3 * 64 * 64 * 4
+    assert most["weight"] == most["optimizer_state"] == most["parameter_gradient"] == size
+    assert most["input"] == 8 * 64 * 4

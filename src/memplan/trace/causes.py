@@ -38,8 +38,9 @@ def finish(observer: Observer, first_step: int) -> Finished:
     ops = _ops(observer, names)
     sharers = _sharers(observer, ops)
     frames: dict[int, Storage] = {}
+    updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
     for entry in observer.ledger.entries:
-        cause = _cause(entry, observer, ops, sharers, first_step)
+        cause = _cause(entry, observer, ops, sharers, updated, first_step)
         weight = observer.marks.gradients.get(entry.id, entry.id)
         frames[entry.id] = Storage(
             entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, "cpu",
@@ -124,6 +125,10 @@ def _ops(observer: Observer, names: _Names) -> list[Op]:
     return ops
 
 
+def _operands(op: Op) -> set[int]:
+    return {operand.storage for operand in op.reads}
+
+
 def _owner(note: Note, observer: Observer, names: _Names) -> str:
     """The layer of the one weight whose value or gradient an op handles; "" where it handles several."""
     gradients = observer.marks.gradients
@@ -183,7 +188,14 @@ def _second_runs(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
     return found
 
 
-def _cause(entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, list[Sharer]], first_step: int) -> Cause:
+def _cause(
+    entry: Entry,
+    observer: Observer,
+    ops: list[Op],
+    sharers: dict[int, list[Sharer]],
+    updated: set[int],
+    first_step: int,
+) -> Cause:
     marks = observer.marks
     if entry.id in marks.weights:
         return "weight"
@@ -193,6 +205,8 @@ def _cause(entry: Entry, observer: Observer, ops: list[Op], sharers: dict[int, l
         return "optimizer_state"
     if entry.id in marks.gradients:
         return "parameter_gradient"
+    if entry.born <= first_step and entry.id in updated:
+        return "optimizer_state"  # made while building and changed by every update: a hand-written momentum
     if entry.born <= first_step:
         return "temporary" if entry.died is not None and entry.died <= first_step else "input"
     op = ops[entry.op] if entry.op is not None else None

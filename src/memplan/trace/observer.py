@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, StepError
@@ -100,6 +101,8 @@ class Observer:
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
         self._updating: set[int] = set()
+        self._loose: list[nn.Parameter] = []
+        """Parameters met in an op before any module or optimizer named them."""
         self._after_backward = False
         self._last_reference: tuple[int, int] | None = None
         self._calibrating: list[tuple[int, int]] | None = None
@@ -177,6 +180,11 @@ class Observer:
                             raise _made_outside(item)
                         if not needs or needs[-1] != name:
                             needs.append(name)
+                        # not while building, where a parameter may still be replaced: we would hold it alive
+                        known = self.place.building or reads[-1][1] in self.marks.weights
+                        if not known and isinstance(item, nn.Parameter):
+                            self._mark(self.marks.weights, item, "")
+                            self._loose.append(item)
         if signature.name == _UNSCALE:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
         note = self._place_of(signature, reads, tuple(needs), index)
@@ -274,6 +282,8 @@ class Observer:
 
     def mark_gradients(self) -> None:
         """Look up every parameter's gradient."""
+        for parameter in self._loose:
+            self._mark_gradient(parameter)
         for module in self.place.live_modules():
             for parameter in module.parameters(recurse=False):
                 self._mark_gradient(parameter)
