@@ -163,6 +163,19 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
 
 
 def _notes(trace: Trace) -> tuple[str, ...]:
+    notes: list[str] = []
     if trace.device == "cpu" and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
-        return ("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here",)
-    return ()
+        notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
+    if trace.origin == "recorded" and any(_is_half_product(trace, op) for op in trace.ops):
+        notes.append(
+            "oneDNN's kernels in half precision take scratch that depends on the processor: where one of them runs at "
+            "the peak, it can be some per cent off"
+        )
+    return tuple(notes)
+
+
+def _is_half_product(trace: Trace, op: Op) -> bool:
+    products = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", *_OUTSIDE_LIBRARIES)
+    return op.name.startswith(products) and any(
+        trace.storages[operand.storage].dtype in ("bfloat16", "float16") for operand in op.reads
+    )

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from memplan.trace.semantics import recurrent
+
 _spec = importlib.util.spec_from_file_location("measured", Path(__file__).with_name("test_cpu.py"))
 assert _spec is not None
 assert _spec.loader is not None
@@ -43,3 +45,14 @@ def test_lstm(sizes: tuple[int, int, int, int], reverse: bool) -> None:
 def test_lstm_without_gradients(sizes: tuple[int, int, int, int]) -> None:
     with torch.no_grad():
         compare(aten.mkldnn_rnn_layer.default, *lstm(*sizes, False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(64, 16, 128, 64), (32, 8, 100, 100), (100, 20, 300, 512), (7, 3, 20, 256)])
+def test_workspace_is_as_large_as_the_one_that_onednn_asks_for(sizes: tuple[int, int, int, int], dtype: Any) -> None:
+    try:
+        given = [t.to(dtype) if isinstance(t, torch.Tensor) else t for t in lstm(*sizes, False)]
+        workspace = aten.mkldnn_rnn_layer(*given)[3]
+    except RuntimeError as error:
+        pytest.skip(f"this processor has no such LSTM: {error}")
+    assert recurrent.workspace_bytes(*sizes, dtype.itemsize) == workspace.numel()

@@ -24,22 +24,27 @@ def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     output, hidden, cell, _ = result
     if not torch.is_grad_enabled():
         return result
-    size = workspace_bytes(args[0].shape[0], args[0].shape[1], args[0].shape[2], args[10])
-    return output, hidden, cell, torch.empty(size, dtype=torch.uint8)
+    (steps, batch, inputs), width = args[0].shape, args[10]
+    size = workspace_bytes(steps, batch, inputs, width, args[0].element_size())
+    return output, hidden, cell, output.new_empty(size, dtype=torch.uint8)
 
 
-def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int) -> int:
-    """Bytes of the workspace: the gates, the new gate's hidden part, and five sets of states."""
-    rows, states = steps * batch, 2 * (steps + 1) * batch
-    parts = [rows * _leading(4 * hidden), rows * _leading(hidden)]
-    parts += [states * _leading(max(inputs, hidden))] * 3 + [states * hidden] * 2
-    return sum(padded(part * _FLOAT, _PAGE) for part in parts)
+def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: int = _FLOAT) -> int:
+    """Bytes of the workspace: the gates, the new gate's hidden part, and five sets of states.
+
+    Three of the states are in float32 whatever the dtype: two of gradients, and the cell's.
+    """
+    rows, states, widest = steps * batch, 2 * (steps + 1) * batch, max(inputs, hidden)
+    parts = [rows * _leading(4 * hidden, itemsize) * itemsize, rows * _leading(hidden, itemsize) * itemsize]
+    parts += [states * _leading(widest, itemsize) * itemsize] + [states * _leading(widest) * _FLOAT] * 2
+    parts += [states * hidden * itemsize, states * hidden * _FLOAT]
+    return sum(padded(part, _PAGE) for part in parts)
 
 
-def _leading(size: int) -> int:
+def _leading(size: int, itemsize: int = _FLOAT) -> int:
     """A row's length that avoids 4K aliasing: whole cache lines, but no multiple of 256."""
-    length = padded(size, 64 // _FLOAT)
-    return length + 64 // _FLOAT if length % 256 == 0 else length
+    length = padded(size, 64 // itemsize)
+    return length + 64 // itemsize if length % 256 == 0 else length
 
 
 def _scratch(steps: int, batch: int, hidden: int) -> int:
