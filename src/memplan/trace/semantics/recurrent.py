@@ -78,7 +78,9 @@ def _inference(steps: int, batch: int, inputs: int, hidden: int) -> int:
 def backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``mkldnn_rnn_layer_backward``: weights for both directions, gradients contiguous or zero, and the scratchpad."""
     (steps, batch, inputs), hidden = args[0].shape, args[5].shape[-1]
-    taken = _weights(inputs, hidden) + _scratch(steps, batch, hidden)
+    # in half precision it computes a step's gates at a time: as measured on one shape, so approximate
+    at_once = steps if args[0].dtype is torch.float32 else 1
+    taken = _weights(inputs, hidden) + _scratch(at_once, batch, hidden)
     for width in (inputs, hidden):
         if _leading(width) != width:
             taken += 4 * hidden * _leading(width) * _FLOAT
