@@ -267,8 +267,8 @@ def _check_inputs(model: nn.Module, options: StepOptions) -> None:
             f"{type(model).__name__}.forward{_parameters(model)} was given {given}"
             + (f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else "")
             + f" ({error})",
-            expected="an input for each parameter without a default",
-            do="Describe each with an --input (or memplan.spec), by name with a --kwarg",
+            expected="an input for each parameter without a default, and no other",
+            do="Describe each with an --input (or memplan.spec), or by its name with a --kwarg",
         ) from None
     except ValueError:  # a forward without a signature that Python can see
         return
