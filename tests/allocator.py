@@ -14,7 +14,7 @@ def allocations(run: Callable[[], Any]) -> list[int]:
     """The allocator's events while ``run()`` runs, in order: bytes, negative where they are released."""
     gc.collect()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         run()
     events: list[tuple[int, int]] = []
     stack = list(profile.profiler.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]  # it ran

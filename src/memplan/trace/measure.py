@@ -40,7 +40,9 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     target, notes = choose_device(device)
     place = Place()
     observer = Observer(place, real=True)
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    )
     mode = _torch.EagerMode(_marked(observer))
     compiled: list[str] = []
     with undisturbed(), ExitStack() as stack:

@@ -22,7 +22,7 @@ def allocations(run: Callable[[], Any]) -> tuple[list[int], Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
             result = run()
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
