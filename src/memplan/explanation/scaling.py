@@ -11,6 +11,9 @@ from memplan.simulation.liveness import Timeline, simulate
 from memplan.trace.record import record
 from memplan.trace.session import Build
 
+_LARGE = 20_000
+"""Events from which on the second recording runs one step, to halve its time."""
+
 
 def scaled(
     explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], device: str | None
@@ -22,7 +25,8 @@ def scaled(
     if batch is None or batch < 1:
         return explanation
     try:
-        doubled = simulate(record(build_at(2 * batch), device=device))
+        steps = 1 if len(explanation.timeline.events) > _LARGE else 2
+        doubled = simulate(record(build_at(2 * batch), device=device, steps=steps))
     except MemplanError as error:
         note = f"how the peak grows with the batch is not known: at batch {2 * batch}, {error.found}"
         return replace(explanation, notes=(*explanation.notes, note))
@@ -36,14 +40,22 @@ def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
     the peak at any batch is the upper envelope of these lines. Where the events differ (a model that takes another
     path at another batch), the one line through the two peaks is all that there is.
     """
-    if [tick for tick, _, _ in once.events] == [tick for tick, _, _ in twice.events]:
-        levels = {(a, b) for (_, a, _), (_, b, _) in zip(once.events, twice.events, strict=True)}
+    # of a large step one run is enough: what later ones hold more (the optimizer's state) does not depend on the batch
+    end = once.steps[len(twice.steps) - 1].end
+    events = [event for event in once.events if event[0] <= end]
+    more = once.peak_allocated - max(once.build.peak_allocated, *(s.peak_allocated for s in once.steps if s.end <= end))
+    if [tick for tick, _, _ in events] == [tick for tick, _, _ in twice.events]:
+        levels = {(a + more, b + more) for (_, a, _), (_, b, _) in zip(events, twice.events, strict=True)}
     else:
-        levels = {(once.peak_allocated, twice.peak_allocated)}
+        levels = {(once.peak_allocated, twice.peak_allocated + more)}
     lines = _envelope([((b - a) / batch, 2 * a - b) for a, b in levels])
     here = next(line for line in reversed(lines) if line.batch <= batch)
     return Scaling(
-        (batch, 2 * batch), (once.peak_allocated, twice.peak_allocated), here.fixed, here.per_sample, tuple(lines)
+        (batch, 2 * batch),
+        (once.peak_allocated, twice.peak_allocated + more),
+        here.fixed,
+        here.per_sample,
+        tuple(lines),
     )
 
 
