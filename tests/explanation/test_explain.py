@@ -308,3 +308,12 @@ def test_a_module_with_a_lock_is_refused_by_name() -> None:
     model.lock = threading.Lock()  # pyright: ignore[reportArgumentType]  # on purpose
     with pytest.raises(TargetError, match="cannot be copied"):
         memplan.explain(model, "2x8")
+
+
+def test_a_large_step_is_scaled_from_one_run_at_twice_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan.explanation.scaling._LARGE", 0)
+    scaling = memplan.explain(small_resnet, "32x3x32x32", optimizer=torch.optim.AdamW).scaling
+    assert scaling is not None
+    assert scaling.peak(32) == scaling.peaks[0]
+    build = build_of(small_resnet, StepOptions(inputs=("64x3x32x32",), optimizer=torch.optim.AdamW).checked())
+    assert scaling.peaks[1] == pytest.approx(memplan.simulate(memplan.record(build)).peak_allocated, rel=0.01)
