@@ -13,7 +13,8 @@ from memplan.errors import MemplanError
 if TYPE_CHECKING:
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
-    from memplan.simulation.liveness import Timeline, simulate
+    from memplan.simulation.liveness import simulate
+    from memplan.simulation.model import Timeline
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -24,7 +25,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Explanation": "memplan.explanation.model",
-    "Timeline": "memplan.simulation.liveness",
+    "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "explain": "memplan.explanation.explain",
     "load_trace": "memplan.trace.json",

@@ -14,7 +14,8 @@ from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow
 from memplan.explanation.scaling import scaled
 from memplan.explanation.text import headline
-from memplan.simulation.liveness import Timeline, live_at, simulate
+from memplan.simulation.liveness import live_at, simulate
+from memplan.simulation.model import Timeline
 from memplan.trace.model import CAUSES, Op, Trace
 from memplan.trace.record import record
 from memplan.trace.step import StepOptions, build_of

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from memplan.simulation.liveness import Timeline
+from memplan.simulation.model import Timeline
 from memplan.trace.model import Assumption
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from memplan.errors import MemplanError
 from memplan.explanation.model import Explanation, Line, Scaling
-from memplan.simulation.liveness import Timeline, simulate
+from memplan.simulation.liveness import simulate
+from memplan.simulation.model import Timeline
 from memplan.trace.record import record
 from memplan.trace.session import Build
 

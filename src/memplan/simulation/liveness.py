@@ -2,45 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from memplan._bytes import format_bytes
 from memplan.errors import UsageError
+from memplan.simulation.model import StepPeak, Timeline
 from memplan.trace.model import Storage, Trace
-
-
-@dataclass(frozen=True, slots=True)
-class StepPeak:
-    """The most that one step (or the building before the first) holds, in bytes, and the tick at which it does."""
-
-    start: int
-    end: int
-    peak_allocated: int
-    peak_reserved: int
-    peak_tick: int
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Bytes over time.
-
-    ``events`` are (tick, allocated, reserved), in order; on a device without a caching allocator reserved equals
-    allocated. ``peak_tick`` is the first tick at which ``peak_allocated`` is reached.
-    """
-
-    device: str
-    events: tuple[tuple[int, int, int], ...]
-    build: StepPeak
-    steps: tuple[StepPeak, ...]
-    peak_allocated: int
-    peak_reserved: int
-    peak_tick: int
-
-    def __str__(self) -> str:
-        steps = ", ".join(f"step {k + 1}: {format_bytes(s.peak_allocated)}" for k, s in enumerate(self.steps))
-        return f"peak {format_bytes(self.peak_allocated)} on {self.device} ({steps})"
 
 
 def simulate(
@@ -83,6 +50,7 @@ def simulate(
         top.peak_allocated,
         top.peak_reserved,
         top.peak_tick,
+        top.reserved_tick,
     )
 
 
@@ -108,5 +76,5 @@ def _peaks(events: list[tuple[int, int, int]], bounds: tuple[int, ...]) -> list[
             if level > best:
                 best, best_tick = level, tick
             position += 1
-        peaks.append(StepPeak(start, end, best, best, best_tick))
+        peaks.append(StepPeak(start, end, best, best, best_tick, best_tick))
     return peaks
