@@ -1,0 +1,50 @@
+"""The only room that touches private or unstable torch names. Each file says in which versions they were seen."""
+
+from torch.utils._pytree import tree_leaves
+
+from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, no_modes
+from memplan._torch.fake import DATA_DEPENDENT, READ_SCALAR, FakeMode, FakeTensor, modules_converted_as_real
+from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
+from memplan._torch.tensors import (
+    backward_node,
+    called_by_engine,
+    called_for_the_loss,
+    in_backward,
+    is_mutable,
+    node_sequence,
+    sequence_number,
+    sparse_parts,
+    storage_key,
+    tensor_arguments,
+    use_counts,
+)
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "READ_SCALAR",
+    "Dispatch",
+    "EagerMode",
+    "FakeMode",
+    "FakeTensor",
+    "Profile",
+    "Run",
+    "backward_node",
+    "called_by_engine",
+    "called_for_the_loss",
+    "eager_instead_of_compiled",
+    "in_backward",
+    "is_composite",
+    "is_mutable",
+    "marker",
+    "modules_converted_as_real",
+    "no_modes",
+    "node_sequence",
+    "patched",
+    "rejections_counted",
+    "sequence_number",
+    "sparse_parts",
+    "storage_key",
+    "tensor_arguments",
+    "tree_leaves",
+    "use_counts",
+]

@@ -1,0 +1,81 @@
+"""Dispatch modes over ops that really run, and what torch's profiler saw of them.
+
+Everything here was seen in torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType, _RecordFunctionFast
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Run = Callable[[Any], Any]
+Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
+
+MARK = "memplan#"
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an op is made of others. In inference mode it reaches a dispatch mode whole, else in its parts."""
+    return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+class EagerMode(TorchDispatchMode):
+    """A callback around every aten op that really runs."""
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        super().__init__()
+        self._observe = dispatch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        return self._observe(func, args, kwargs, lambda op: op(*args, **kwargs))
+
+
+def no_modes() -> contextlib.AbstractContextManager[None]:
+    """A context in which no dispatch mode sees what runs."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()  # pyright: ignore[reportReturnType]  # an untyped generator context
+
+
+def marker(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A named range in the profiler's record of this thread."""
+    return _RecordFunctionFast(MARK + name)
+
+
+class Profile:
+    """What torch's profiler saw of the CPU allocator, and of the ranges that `marker` opened.
+
+    ``events``: (address, bytes (negative: released), time in ns, innermost marker or ""), in order of time.
+    ``ranges``: marker -> (start, end) in ns.
+    """
+
+    def __init__(self, profile: Any) -> None:
+        self.events: list[tuple[int, int, int, str]] = []
+        self.ranges: dict[str, tuple[int, int]] = {}
+        stack = [(event, "") for event in profile.profiler.kineto_results.experimental_event_tree()]
+        while stack:
+            event, mark = stack.pop()
+            if event.tag == _EventType.Allocation:
+                fields = event.extra_fields
+                if fields.device.type == "cpu":
+                    self.events.append((fields.ptr, fields.alloc_size, event.start_time_ns, mark))
+            elif event.tag == _EventType.TorchOp and event.name.startswith(MARK):
+                mark = event.name[len(MARK) :]
+                self.ranges[mark] = (event.start_time_ns, event.end_time_ns)
+            stack.extend((child, mark) for child in event.children)
+        self.events.sort(key=lambda event: event[2])

@@ -1,0 +1,77 @@
+"""Ways of torch that break a recording, replaced for its time.
+
+Everything here was seen in torch 2.11 and 2.13, unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def patched(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Attributes of a class or module replaced for a while."""
+    absent = object()
+    before = {name: owner.__dict__.get(name, absent) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is absent:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
+    """Compiled modules and functions run eagerly; ``said`` is called when something is compiled or runs compiled."""
+    from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
+
+    compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
+
+    def compile_and_say(*args: Any, **kwargs: Any) -> Any:
+        said()
+        return compile_(*args, **kwargs)
+
+    def call_and_say(self: Any, *args: Any, **kwargs: Any) -> Any:
+        said()
+        with warnings.catch_warnings():
+            # it warns of global hooks on modules: ours
+            warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+            return call(self, *args, **kwargs)
+
+    with (
+        torch.compiler.set_stance("force_eager"),
+        patched(torch, compile=compile_and_say),
+        patched(eval_frame.OptimizedModule, __call__=call_and_say),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Tell how often `torch.nn.init.trunc_normal_` draws again: it does until no value is out of range.
+
+    ``counted(times)`` is entered around each call. Seen in torch 2.13 and 2.15; 2.11 draws once.
+    """
+    draw = torch.nn.init._no_grad_trunc_normal_
+
+    def draw_counted(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, *rest: Any, **more: Any) -> Any:
+        outside = 1.0 - (math.erf((b - mean) / std / math.sqrt(2)) - math.erf((a - mean) / std / math.sqrt(2))) / 2
+        times, expected = 0, outside * tensor.numel()
+        while expected >= 1 and times < 100:
+            times, expected = times + 1, expected * outside
+        with counted(times):
+            return draw(tensor, mean, std, a, b, *rest, **more)
+
+    with patched(torch.nn.init, _no_grad_trunc_normal_=draw_counted):
+        yield

@@ -1,0 +1,92 @@
+"""What torch tells of a tensor, of an op and of the autograd engine, by private names.
+
+Everything here was seen in torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan._torch.eager import no_modes
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def backward_node() -> Any:
+    """The autograd node that the engine is running, or None."""
+    return torch._C._current_autograd_node()
+
+
+def node_sequence(node: Any) -> int:
+    """The sequence number that a node got when its forward op ran (2**64 - 1 for gradient accumulation)."""
+    return node._sequence_nr()
+
+
+def sequence_number() -> int:
+    """Sequence number of the autograd node made last on this thread, -1 before the first."""
+    return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A key that is unique among live storages."""
+    return storage._cdata
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of, its values last."""
+    with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
+        if tensor.layout == torch.sparse_coo:
+            return [tensor._indices(), tensor._values()]
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """C++ reference counts of the tensor and of its storage."""
+    counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), counts  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+
+
+def called_by_engine() -> bool:
+    """Whether the autograd engine calls the op that is dispatched, rather than a backward written in Python."""
+    return _caller() == "_engine_run_backward"
+
+
+def called_for_the_loss() -> bool:
+    """Whether the op that is dispatched makes the gradient of the loss itself, before the engine starts."""
+    return _caller() == "_make_grads"
+
+
+_DISPATCHING = frozenset(
+    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum", "_caller",
+     "called_by_engine", "called_for_the_loss"}
+)  # fmt: skip
+
+
+def _caller() -> str:
+    """Name of the innermost function outside of our dispatch."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in _DISPATCHING:
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else ""
+
+
+def tensor_arguments(func: Any) -> list[tuple[int, str]]:
+    """Position and name of each argument of an op that takes tensors."""
+    return [(i, a.name) for i, a in enumerate(func._schema.arguments) if "Tensor" in str(a.type)]
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an op writes one of its arguments."""
+    return func._schema.is_mutable
