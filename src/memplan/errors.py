@@ -7,6 +7,7 @@
     - DeviceError: no such device in the catalogue or on this machine
     - UnitError: not a number of bytes
     - TraceFormatError: a file that is no trace, or one of another schema version
+    - SnapshotFormatError: a file that is no memory snapshot, or one that cannot be trusted
     - BudgetError: the step cannot be made to fit
   * RecordingError (also a RuntimeError): a step could not be recorded
     - DataDependentError: a shape depends on values, which a recording does not have
@@ -76,6 +77,10 @@ class UnitError(UsageError):
 
 class TraceFormatError(UsageError):
     """A file that is no trace, or one of another schema version."""
+
+
+class SnapshotFormatError(UsageError):
+    """A file that is no snapshot of torch's CUDA memory, or one that is damaged or would run something."""
 
 
 class BudgetError(UsageError):

@@ -287,7 +287,7 @@ MISTAKES = {
         ["nets.py:Positive", "--input", "4x4"],
         ["shape depends on values", "layer Positive", line_of("x[x > 0]"), "--measure"],
     ),
-    "no such device": ([*FITTING, "--device", "h200x"], ["'h200x'", "'cpu'"]),
+    "no such device": ([*FITTING, "--device", "h200x"], ["'h200x'", "Did you mean h200"]),
     "no such optimizer": ([*FITTING, "--optimizer", "adamx"], ["'adamx'", "Did you mean"]),
     "no such option of an optimizer": (
         [*FITTING, "--optimizer", "sgd:momentun=0.9"],
@@ -308,7 +308,7 @@ MISTAKES = {
     "an input for a step": (["nets.py:build", "--input", "2x4"], ["returned a step", "Leave them out"]),
     "inference of a step": (["nets.py:build", "--infer"], ["returned a step", "--infer"]),
     "a trace and an input": (["old.json", "--input", "2x4"], ["old.json is a trace", "--input"]),
-    "a trace of another version": (["old.json"], ["schema version 99", "Expected version 1"]),
+    "a trace of another version": (["old.json"], ["schema version 99", "Expected version 2"]),
     "a trace that is none": (["empty.json"], ["not a trace"]),
     "a trace that is not there": (["none.json"], ["none.json cannot be read"]),
     "no such option": (["nets.py:make", "--inptu", "2x4"], ["--inptu", "--input"]),

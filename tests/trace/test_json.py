@@ -41,7 +41,7 @@ def _changed(trace: memplan.Trace, change: Any) -> str:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda d: d.update(schema=99), "schema version 99.*Expected version 1"),
+        (lambda d: d.update(schema=99), "schema version 99.*Expected version 2"),
         (lambda d: d.update(format="other"), "not a trace"),
         (lambda d: d.pop("ops"), "damaged"),
         (lambda d: d["storages"][3].pop(), "damaged"),

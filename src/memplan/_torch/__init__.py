@@ -1,7 +1,8 @@
 """The only room that touches private or unstable torch names. Each file says in which versions they were seen."""
 
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
+from memplan._torch.cuda import copied, default_device_replaced, factories_replaced, tensors_that_tell
 from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, no_modes
 from memplan._torch.fake import DATA_DEPENDENT, READ_SCALAR, FakeMode, FakeTensor, modules_converted_as_real
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
@@ -31,7 +32,10 @@ __all__ = [
     "backward_node",
     "called_by_engine",
     "called_for_the_loss",
+    "copied",
+    "default_device_replaced",
     "eager_instead_of_compiled",
+    "factories_replaced",
     "in_backward",
     "is_composite",
     "is_mutable",
@@ -45,6 +49,8 @@ __all__ = [
     "sparse_parts",
     "storage_key",
     "tensor_arguments",
+    "tensors_that_tell",
     "tree_leaves",
+    "tree_map",
     "use_counts",
 ]

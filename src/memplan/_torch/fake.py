@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch._subclasses
@@ -202,6 +202,20 @@ def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtyp
         return FakeTensor(mode, meta, torch.device("cpu"))
 
 
+class Replacements(Protocol):
+    """Composite ops that have other parts where the tensors are taken to be; see `memplan.trace.semantics`."""
+
+    @property
+    def instead(self) -> Mapping[Any, Callable[..., Any]]:
+        """What to call instead of taking an op apart."""
+        ...
+
+    @property
+    def whole(self) -> frozenset[Any]:
+        """Ops that are not to be taken apart."""
+        ...
+
+
 class FakeMode(FakeTensorMode):
     """Fake tensors, with a callback around every aten op. One mode, not two: each costs a dispatch an op."""
 
@@ -210,6 +224,7 @@ class FakeMode(FakeTensorMode):
         self._observe = dispatch
         self._inside = False
         self._memo = _Memo()
+        self.replacements: Replacements | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -221,8 +236,12 @@ class FakeMode(FakeTensorMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and not self._inside and is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
+            replaced = self.replacements
+            if replaced is None or func not in replaced.whole:
+                with self:
+                    return (func.decompose if replaced is None else replaced.instead.get(func, func.decompose))(
+                        *args, **kwargs
+                    )
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
@@ -234,6 +253,11 @@ class FakeMode(FakeTensorMode):
             torch._subclasses.FakeTensor = shown
             fake_tensor.FakeTensor = seen
             self._inside = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether an op is being dispatched."""
+        return self._inside
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

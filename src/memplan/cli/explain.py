@@ -91,14 +91,18 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     from memplan.explanation.explain import explain_trace
     from memplan.explanation.scaling import scaled
     from memplan.trace.measure import measure
-    from memplan.trace.record import record
+    from memplan.trace.record import record_for
+    from memplan.trace.session import choose_target
 
-    trace = (measure if really else record)(described.build(), device=given.device)
-    explanation = explain_trace(trace, title=given.target, train=not given.infer)
     if really:
-        return trace, explanation
-    at = lambda batch: described.with_batch(batch).build()  # noqa: E731
-    return trace, scaled(explanation, described.batch, at, given.device)
+        trace = measure(described.build(), device=given.device)
+        return trace, explain_trace(trace, title=given.target, train=not given.infer)
+    target = choose_target(given.device)
+    on_card = target.card is not None
+    trace = record_for(described.build(on_card=on_card), target)
+    explanation = explain_trace(trace, title=given.target, train=not given.infer, card=target.card)
+    at = lambda batch: described.with_batch(batch).build(on_card=on_card)  # noqa: E731
+    return trace, scaled(explanation, described.batch, at, target)
 
 
 def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:

@@ -56,7 +56,7 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--batch", type=click.IntRange(min=1), metavar="N",
         help="Leading dimension of the inputs, or the target's argument batch or batch_size.",
     ),
-    click.option("--device", metavar="NAME", help="cpu; by default that, and a line on how CUDA differs."),
+    click.option("--device", metavar="NAME", help="cpu, or a card such as h100 (memplan devices lists them)."),
     click.option(
         "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
         callback=lambda context, _, value: context.meta.update({DEBUG: value}),
@@ -105,11 +105,11 @@ class Described:
     batch_name: str | None
     """The target's own argument for the batch, if it has one."""
 
-    def build(self) -> Build:
+    def build(self, *, on_card: bool = False) -> Build:
         """What `record` and `measure` take."""
         from memplan.trace.step import build_of
 
-        return build_of(_maker(self.target, self.arguments, self.options), self.options)
+        return build_of(_maker(self.target, self.arguments, self.options), self.options, on_card=on_card)
 
     @property
     def batch(self) -> int | None:

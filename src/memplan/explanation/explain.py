@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.errors import InputError
+from memplan.devices import Device, find
+from memplan.errors import DeviceError, InputError
+from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow
 from memplan.explanation.scaling import scaled
 from memplan.explanation.text import headline
 from memplan.simulation.liveness import live_at, simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.model import CAUSES, Op, Trace
-from memplan.trace.record import record
+from memplan.trace.model import CAUSES, HOST, Op, Trace
+from memplan.trace.record import record_for
+from memplan.trace.session import choose_target
 from memplan.trace.step import StepOptions, build_of
 
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
@@ -30,7 +33,7 @@ def explain(
     targets: tuple[Any, ...] = (),
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[[Any], Any] | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
     dtype: torch.dtype | None = None,
@@ -45,7 +48,8 @@ def explain(
         loss: ``loss(output, *targets)``, a scalar. Without one: the output's ``.loss``, else the output where it is a
             scalar, else the sum of its floating-point tensors.
         optimizer: a callable of the parameters, such as ``torch.optim.AdamW``. Without one the step ends with backward.
-        device: ``"cpu"`` or None.
+        device: ``"cpu"``, a card of the catalogue (``"h100"``), or None: the device that the module is on, else this
+            machine's GPU, else the CPU. For a card, module, inputs and targets go to it.
         autocast: dtype of an autocast around model and loss: ``torch.bfloat16``, "bf16", "fp16".
         train: False for inference: evaluation mode, under no_grad, without loss and optimizer.
         dtype: dtype that the model is converted to first.
@@ -65,30 +69,49 @@ def explain(
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what)
-    trace = record(build_of(what, options), device=device)
-    explanation = explain_trace(trace, title=_title(what))
-    return scaled(explanation, options.batch, lambda batch: build_of(what, options.with_batch(batch)), device)
+    target = choose_target(_device_of(what) if device is None else device)
+    on_card = target.card is not None
+    trace = record_for(build_of(what, options, on_card=on_card), target)
+    explanation = explain_trace(trace, title=_title(what), card=target.card)
+    at = lambda batch: build_of(what, options.with_batch(batch), on_card=on_card)  # noqa: E731
+    return scaled(explanation, options.batch, at, target)
 
 
-def explain_trace(trace: Trace, *, title: str = "step", train: bool | None = None) -> Explanation:
-    """Explain a step that was recorded, or measured, before. ``train``: None where its ops are to tell."""
+def _device_of(what: Any) -> str | None:
+    """The kind of device that a module is on, None of anything else and of one that is nowhere yet."""
+    first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
+    return first.device.type if first is not None and first.device.type in (HOST, "cuda") else None
+
+
+def explain_trace(
+    trace: Trace, *, title: str = "step", train: bool | None = None, card: Device | None = None
+) -> Explanation:
+    """Explain a step that was recorded, or measured, before.
+
+    Args:
+        trace: the step.
+        title: what to call it.
+        train: whether it trains; None where its ops are to tell.
+        card: the card it was recorded for; None where the catalogue has it by the name in the trace.
+    """
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
+    if card is None:
+        card = _known_card(trace.device)
     timeline = simulate(trace)
     by_cause = _by_cause(trace, timeline.peak_tick)
     start, end = _representative_step(timeline)
     saved = saved_rows(trace, fullest(trace, start, end))
-    layers = layer_rows(trace, saved, start, end)
     weights = sum(s.bytes for s in live_at(trace, timeline.peak_tick) if s.cause == "weight")
-    reserved = dict(by_cause) | {"rounding": 0, "fragmentation": 0}
+    rounding = timeline.peak_allocated - sum(by_cause.values())
     return Explanation(
         title,
         trace.device,
         train,
         timeline,
-        by_cause | {"rounding": 0},
-        reserved,
+        by_cause | {"rounding": rounding},
+        _by_cause_reserved(trace, timeline),
         _most(trace),
-        tuple(layers),
+        tuple(layer_rows(trace, saved, start, end)),
         tuple(saved),
         sum(row.bytes for row in saved if row.counted),
         _peak(trace, timeline),
@@ -96,7 +119,23 @@ def explain_trace(trace: Trace, *, title: str = "step", train: bool | None = Non
         None,
         (*trace.notes, *_notes(trace)),
         trace.assumptions,
+        card_use(trace, timeline, card) if card is not None else None,
     )
+
+
+def _known_card(name: str) -> Device | None:
+    """The card that a trace was recorded for; None for the CPU, and for a GPU that is not in the catalogue."""
+    try:
+        return None if name == HOST else find(name)
+    except DeviceError:
+        return None
+
+
+def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
+    """As `_by_cause`, at the reserved peak, with rounding and fragmentation."""
+    by_cause = _by_cause(trace, timeline.reserved_tick)
+    allocated, reserved = levels_at(timeline, timeline.reserved_tick)
+    return by_cause | {"rounding": allocated - sum(by_cause.values()), "fragmentation": reserved - allocated}
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -135,7 +174,7 @@ def _most(trace: Trace) -> dict[str, int]:
     """The most that each cause holds at any one time."""
     events = sorted(
         [(s.born, s.bytes, s.cause) for s in trace.storages]
-        + [(s.died, -s.bytes, s.cause) for s in trace.storages if s.died is not None]
+        + [(s.died, -s.bytes, s.cause) for s in trace.counted if s.died is not None]
     )
     level: dict[str, int] = dict.fromkeys(CAUSES, 0)
     most: dict[str, int] = dict.fromkeys(CAUSES, 0)
@@ -167,7 +206,7 @@ def _notes(trace: Trace) -> tuple[str, ...]:
     notes: list[str] = []
     if trace.device == "cpu" and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
-    if trace.origin == "recorded" and any(_is_half_product(trace, op) for op in trace.ops):
+    if trace.device == "cpu" and trace.origin == "recorded" and any(_is_half_product(trace, op) for op in trace.ops):
         notes.append(
             "oneDNN's kernels in half precision take scratch that depends on the processor: where one of them runs at "
             "the peak, it can be some per cent off"

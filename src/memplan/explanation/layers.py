@@ -45,7 +45,7 @@ def op_word(op: Op, trace: Trace) -> str:
 
 def fullest(trace: Trace, start: int, end: int) -> int:
     """The first tick within a span at which the most bytes are saved."""
-    saved = [storage for storage in trace.storages if storage.cause == "saved"]
+    saved = [storage for storage in trace.counted if storage.cause == "saved"]
     events = sorted([(s.born, s.bytes) for s in saved] + [(s.died, -s.bytes) for s in saved if s.died is not None])
     level, most, best = 0, -1, start
     for tick, size in events:

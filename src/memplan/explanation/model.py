@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from memplan.simulation.model import Timeline
 from memplan.trace.model import Assumption
@@ -98,6 +98,46 @@ class Scaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Charge:
+    """A term of what nvidia-smi would show, in bytes: in the low and in the high case of what is not known exactly."""
+
+    name: str
+    """``tensors``, ``workspace``, ``rounding``, ``fragmentation`` or ``context``."""
+    low: int
+    high: int
+
+
+Answer = Literal["fits", "low only", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a step fits on a card: ``low`` to ``high`` bytes are needed, context included, of ``capacity``."""
+
+    device: str
+    title: str
+    capacity: int
+    low: int
+    high: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """What a step takes from its card when the most is reserved, and where it fits.
+
+    ``charges`` add up to what nvidia-smi would show. ``others`` are all cards of the catalogue, smallest first, with
+    the kernels that the step takes on its own card; ``smallest`` is the first that it fits on in the high case.
+    """
+
+    charges: tuple[Charge, ...]
+    verdict: Verdict
+    others: tuple[Verdict, ...]
+    smallest: str | None
+    not_modelled: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Where the memory of a step goes. All numbers are bytes.
 
@@ -122,6 +162,8 @@ class Explanation:
     scaling: Scaling | None
     notes: tuple[str, ...]
     assumptions: tuple[Assumption, ...]
+    card: CardUse | None = None
+    """Of a step for a card: what it takes from it."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: every number and text of the explanation, without the events of the timeline."""

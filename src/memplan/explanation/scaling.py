@@ -9,15 +9,15 @@ from memplan.errors import MemplanError
 from memplan.explanation.model import Explanation, Line, Scaling
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.record import record
-from memplan.trace.session import Build
+from memplan.trace.record import record_for
+from memplan.trace.session import Build, Target
 
 _LARGE = 20_000
 """Events from which on the second recording runs one step, to halve its time."""
 
 
 def scaled(
-    explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], device: str | None
+    explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], target: Target
 ) -> Explanation:
     """The explanation with its fixed part and its part per sample, from one more recording at twice the batch.
 
@@ -27,7 +27,7 @@ def scaled(
         return explanation
     try:
         steps = 1 if len(explanation.timeline.events) > _LARGE else 2
-        doubled = simulate(record(build_at(2 * batch), device=device, steps=steps))
+        doubled = simulate(record_for(build_at(2 * batch), target, steps))
     except MemplanError as error:
         note = f"how the peak grows with the batch is not known: at batch {2 * batch}, {error.found}"
         return replace(explanation, notes=(*explanation.notes, note))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from memplan._bytes import format_bytes
+from memplan.explanation.card import verdict_sentence
 from memplan.explanation.model import Explanation
 
 LABELS = {
@@ -69,10 +70,13 @@ def peak_sentence(explanation: Explanation) -> str | None:
 def summary(explanation: Explanation) -> str:
     """The paragraph."""
     lines = [explanation.sentence, peak_sentence(explanation), scaling_sentence(explanation)]
+    if explanation.card is not None:
+        lines.append(verdict_sentence(explanation.card))
     lines += [f"note: {note}" for note in explanation.notes]
     for assumption in explanation.assumptions:
         times = f" ({assumption.count} times)" if assumption.count > 1 else ""
-        lines.append(f"assumed: {assumption.text}{times}" + (f", at {assumption.where}" if assumption.where else ""))
+        kind = "kernel" if assumption.kind == "kernel" else "assumed"
+        lines.append(f"{kind}: {assumption.text}{times}" + (f", at {assumption.where}" if assumption.where else ""))
     return "\n".join(line for line in lines if line)
 
 

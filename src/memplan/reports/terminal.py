@@ -17,6 +17,7 @@ from rich.text import Text
 from memplan._bytes import format_bytes
 from memplan.explanation.model import Explanation, LayerRow
 from memplan.explanation.text import LABELS, peak_sentence, scaling_sentence
+from memplan.reports.card import charge_columns, sums_from, verdict_lines
 from memplan.reports.columns import Column, fit
 from memplan.trace.model import Assumption
 
@@ -67,6 +68,9 @@ def render(
         ascii_only: draw without characters that an old encoding lacks.
     """
     parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, width, ascii_only)]
+    if explanation.card is not None:
+        use = explanation.card
+        parts += ["", _table(charge_columns(use), width, sums_from(use), ascii_only), *verdict_lines(use)]
     if explanation.layers:
         parts += ["", _by_layer(explanation, top, width, ascii_only), _legend(explanation)]
     reasons = list(_reasons(explanation, top))
@@ -240,7 +244,8 @@ def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
 def _assumed(assumption: Assumption) -> str:
     times = f" ({assumption.count} times)" if assumption.count > 1 else ""
     where = f", at {clean(assumption.where)}" if assumption.where else ""
-    return f"assumed: {clean(assumption.text)}{times}{where}"
+    kind = "kernel" if assumption.kind == "kernel" else "assumed"
+    return f"{kind}: {clean(assumption.text)}{times}{where}"
 
 
 def _table(columns: Sequence[Column], width: int, sums_from: int, ascii_only: bool) -> Table:

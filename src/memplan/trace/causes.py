@@ -43,8 +43,8 @@ def finish(observer: Observer, first_step: int) -> Finished:
         cause = _cause(entry, observer, ops, sharers, updated, first_step)
         weight = observer.marks.gradients.get(entry.id, entry.id)
         frames[entry.id] = Storage(
-            entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, "cpu",
-            names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())),
+            entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
+            names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
         )  # fmt: skip
     return Finished(ops, list(frames.values()), names.layers)
 
@@ -197,6 +197,8 @@ def _cause(
     first_step: int,
 ) -> Cause:
     marks = observer.marks
+    if entry.id in marks.workspaces:
+        return "workspace"
     if entry.id in marks.weights:
         return "weight"
     if entry.id in marks.buffers:

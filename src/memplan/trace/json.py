@@ -10,10 +10,12 @@ from typing import Any
 
 from memplan.errors import TraceFormatError
 from memplan.trace.model import (
+    CALLS,
     CAUSES,
     PHASES,
     SCHEMA,
     Assumption,
+    Call,
     Layer,
     Op,
     Operand,
@@ -36,6 +38,7 @@ def dumps(trace: Trace) -> str:
         "steps": trace.steps,
         "end": trace.end,
         "notes": trace.notes,
+        "calls": [[c.tick, c.kind] for c in trace.calls],
         "assumptions": [[a.kind, a.text, a.where, a.count] for a in trace.assumptions],
     }
     ops = [
@@ -48,7 +51,7 @@ def dumps(trace: Trace) -> str:
     storages = [
         [
             s.bytes, s.cause, s.born, s.died, s.op, s.dtype, s.shape, s.device, s.name,
-            [[r.op, r.role, r.read_as] for r in s.sharers],
+            [[r.op, r.role, r.read_as] for r in s.sharers], s.low, s.stream, s.used_on,
         ]
         for s in trace.storages
     ]  # fmt: skip
@@ -143,9 +146,11 @@ def _read(data: dict[str, Any]) -> Trace:
     storages = tuple(
         Storage(
             i, size, cause, born, died, op, dtype, tuple(shape), device, name,
-            tuple(Sharer(*row) for row in sharers),
+            tuple(Sharer(*row) for row in sharers), low, stream, tuple(used_on),
         )
-        for i, (size, cause, born, died, op, dtype, shape, device, name, sharers) in enumerate(data["storages"])
+        for i, (
+            size, cause, born, died, op, dtype, shape, device, name, sharers, low, stream, used_on,
+        ) in enumerate(data["storages"])
     )  # fmt: skip
     return Trace(
         data["origin"],
@@ -158,6 +163,7 @@ def _read(data: dict[str, Any]) -> Trace:
         data["end"],
         tuple(Assumption(*row) for row in data["assumptions"]),
         tuple(data["notes"]),
+        tuple(Call(*row) for row in data["calls"]),
         data["schema"],
     )
 
@@ -195,7 +201,15 @@ def _check(trace: Trace) -> None:
                 trace.ops[_index(op)]
         ticks.add(storage.born)
         ticks.update(() if storage.died is None else (died,))
-    if len(ticks) != sum(1 if s.died is None else 2 for s in trace.storages):
+        if storage.low is not None and not 0 <= _index(storage.low) <= storage.bytes:
+            raise ValueError(f"storage {storage.id} takes from {storage.low!r} to {storage.bytes} bytes")
+        for stream in (storage.stream, *storage.used_on):
+            _index(stream)
+    for call in trace.calls:
+        if call.kind not in CALLS or not 0 < _index(call.tick) <= trace.end:
+            raise ValueError(f"a call {call.kind!r} at tick {call.tick!r}")
+        ticks.add(call.tick)
+    if len(ticks) != sum(1 if s.died is None else 2 for s in trace.storages) + len(trace.calls):
         raise ValueError("two events share a tick")
     for layer in trace.layers:
         for storage in (*layer.weights, *layer.buffers):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.model import HOST
 
 
 @dataclass(slots=True)
@@ -27,6 +28,12 @@ class Entry:
     """Of the data, where the allocation is a real one."""
     foreign: bool = False
     """Memory that torch's allocator does not know, such as numpy's; it counts for 0 bytes."""
+    device: str = HOST
+    stream: int = 0
+    used_on: tuple[int, ...] = ()
+    low: int | None = None
+    companions: tuple[Entry, ...] = ()
+    """Storages that no tensor shows and that die with this one, such as a reserve that a library keeps."""
     reference: Any = None
 
 
@@ -47,6 +54,9 @@ class Ledger:
         self.entries: list[Entry] = []
         self._live: dict[int, Entry] = {}
         self._closed = False
+        self.device = HOST
+        """Where a storage that is born now lies, and the stream it is made on."""
+        self.stream = 0
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry of the tensor's storage, if it is known."""
@@ -84,9 +94,24 @@ class Ledger:
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
+    def live(self) -> list[Entry]:
+        """The entries of storages that tensors hold now."""
+        return list(self._live.values())
+
     def transient(self, size: int, op: int, dtype: str = "") -> None:
         """A storage that is born and dies within one op."""
-        entry = self._add(size, op, dtype, ())
+        self.end(self._add(size, op, dtype, ()))
+
+    def hidden(self, size: int, op: int, *, low: int | None = None, owner: torch.Tensor | None = None) -> Entry:
+        """A storage that no tensor shows: it dies with ``owner``'s, or when `end` says so, or never."""
+        entry = self._add(size, op, "", ())
+        entry.low = low
+        if owner is not None:
+            self.entry(owner, op).companions += (entry,)
+        return entry
+
+    def end(self, entry: Entry) -> None:
+        """A hidden storage is freed."""
         self.clock += 1
         entry.died = self.clock
 
@@ -98,7 +123,7 @@ class Ledger:
 
     def _add(self, size: int, op: int | None, dtype: str, shape: tuple[int, ...]) -> Entry:
         self.clock += 1
-        entry = Entry(len(self.entries), size, self.clock, op, dtype, shape)
+        entry = Entry(len(self.entries), size, self.clock, op, dtype, shape, device=self.device, stream=self.stream)
         self.entries.append(entry)
         return entry
 
@@ -121,3 +146,5 @@ class Ledger:
         entry.reference = None
         if self._live.get(entry.key) is entry:
             del self._live[entry.key]
+        for companion in entry.companions:
+            self.end(companion)

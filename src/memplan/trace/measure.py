@@ -10,12 +10,13 @@ import torch
 
 from memplan import _torch
 from memplan._bytes import format_bytes
+from memplan.errors import DeviceError
 from memplan.trace.causes import finish
 from memplan.trace.join import join
-from memplan.trace.model import Trace
+from memplan.trace.model import HOST, Trace
 from memplan.trace.observer import Observer
 from memplan.trace.place import Place
-from memplan.trace.session import COMPILED, Build, check_steps, choose_device, located, run_build, undisturbed
+from memplan.trace.session import COMPILED, CUDA_DIFFERS, Build, check_steps, located, run_build, undisturbed
 
 
 def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
@@ -37,7 +38,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
         >>> memplan.simulate(memplan.measure(build)).peak_allocated
     """
     check_steps(steps)
-    target, notes = choose_device(device)
+    target, notes = _target(device)
     place = Place()
     observer = Observer(place, real=True)
     profile = torch.profiler.profile(
@@ -77,6 +78,16 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
         "measured", target, torch.__version__, joined.ops, joined.storages, joined.layers, joined.steps, joined.end,
         (), notes,
     )  # fmt: skip
+
+
+def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
+    if device is not None and str(device).lower() != HOST:
+        raise DeviceError(
+            f"device {device!r} to measure on",
+            expected="'cpu': only allocations of the CPU are measured, by torch's profiler",
+            do="Leave device out; on a machine with a GPU, tools/gpu/golden.py records what CUDA's allocator does",
+        )
+    return HOST, (CUDA_DIFFERS,) if device is None else ()
 
 
 def _marked(observer: Observer) -> _torch.Dispatch:

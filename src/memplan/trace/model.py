@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
 
 Phase = Literal["build", "forward", "backward", "optimizer"]
@@ -41,6 +41,14 @@ CAUSES: tuple[Cause, ...] = (
     "temporary",
     "workspace",
 )
+
+
+CallKind = Literal["empty_cache", "synchronize"]
+CALLS: tuple[CallKind, ...] = ("empty_cache", "synchronize")
+
+HOST = "cpu"
+ON_CARD = "cuda:0"
+"""Devices of storages: a step for a card has some in the host's memory, which do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +112,16 @@ class Storage:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     """Of the first tensor seen on it."""
-    device: str = "cpu"
+    device: str = HOST
     name: str = ""
     """Name of the parameter or buffer that it holds (for gradients: whose gradient), else ""."""
     sharers: tuple[Sharer, ...] = ()
+    low: int | None = None
+    """Where nobody can say how much it takes: the least, in bytes; ``bytes`` are the most. None: exactly ``bytes``."""
+    stream: int = 0
+    """On a card: the stream whose pool it comes from."""
+    used_on: tuple[int, ...] = ()
+    """Other streams that it was used on (`record_stream`): freed, it waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +136,18 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Assumption:
-    """Something the recording had to assume, and where."""
+class Call:
+    """Something that the step asked of the card's allocator, at a tick of its own."""
 
-    kind: Literal["scalar", "branch", "compiled", "host"]
+    tick: int
+    kind: CallKind
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """Something the recording had to assume, and where. ``kernel``: which kernel an op takes on the card, and why."""
+
+    kind: Literal["scalar", "branch", "compiled", "host", "kernel"]
     text: str
     where: str | None
     count: int = 1
@@ -153,7 +175,15 @@ class Trace:
     end: int
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
     schema: int = field(default=SCHEMA)
+
+    @property
+    def counted(self) -> tuple[Storage, ...]:
+        """The storages that count: all of a step on the CPU, those on the card of a step for one."""
+        if self.device == HOST:
+            return self.storages
+        return tuple(storage for storage in self.storages if storage.device != HOST)
 
     def to_json(self) -> str:
         """The trace as JSON text; `from_json` reads it back to an equal value."""

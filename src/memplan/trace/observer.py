@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,8 +12,10 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import DeviceError, StepError
 from memplan.trace.ledger import Ledger
-from memplan.trace.model import Phase
+from memplan.trace.model import HOST, ON_CARD, Phase
 from memplan.trace.place import Place, format_frame, user_frame
+from memplan.trace.semantics.extra import NONE, Extra, Semantics
+from memplan.trace.semantics.layout import is_dense
 
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
@@ -25,20 +27,6 @@ _ONES = "aten.ones_like.default"
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
-
-
-@dataclass(frozen=True, slots=True)
-class Semantics:
-    """What a device's kernels do beyond what a fake tensor tells.
-
-    ``transient_bytes(name, args, kwargs, result)``: bytes that a kernel holds for itself while it runs.
-    ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
-    ``instead``: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
-    """
-
-    transient_bytes: Callable[[str, tuple[Any, ...], dict[str, Any], Any], int]
-    results: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
-    instead: Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 
 
 @dataclass(slots=True)
@@ -70,6 +58,18 @@ class Marks:
     """Gradient -> the weight it belongs to."""
     states: set[int] = field(default_factory=set)
     found_inf: set[int] = field(default_factory=set)
+    workspaces: set[int] = field(default_factory=set)
+
+
+class Residence(Protocol):
+    """Where storages lie, while a step for a card is recorded; `memplan.trace.card` has it."""
+
+    everything: bool
+
+    @property
+    def destination(self) -> str | None:
+        """Device of the results of the running op, where that was said."""
+        ...
 
 
 class _Signature:
@@ -97,7 +97,8 @@ class Observer:
         self.by_sequence: dict[int, int] = {}
         self.read_equal: Callable[[], bool] | None = None
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
-        self._semantics = semantics
+        self.card: Residence | None = None
+        self.semantics = semantics or NONE
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
         self._updating: set[int] = set()
@@ -153,7 +154,7 @@ class Observer:
         held, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:
             return False
-        if _torch.use_counts(held) != self._last_reference or not _is_dense(held):
+        if _torch.use_counts(held) != self._last_reference or not is_dense(held):
             return False
         return _torch.called_by_engine()
 
@@ -168,15 +169,53 @@ class Observer:
     ) -> Any:
         index = len(self.notes)
         ledger = self.ledger
+        reads, needs, on_card = self._operands(signature, args, kwargs)
+        if signature.name == _UNSCALE:
+            self.marks.found_inf.add(ledger.entry(args[1], None).id)
+        note = self._place_of(signature, reads, needs, index)
+        self.notes.append(note)  # before it runs, so that what it raises can be located
+        semantics = self.semantics
+        if self.card is not None:
+            ledger.device = self.card.destination or (ON_CARD if on_card or self.card.everything else HOST)
+            semantics = semantics if ledger.device == ON_CARD else NONE
+        if run is not None:
+            instead = semantics.instead.get(signature.name)
+            result = run(func) if instead is None else instead(args, kwargs)
+        if signature.mutable:
+            for _, name in signature.positions[:1]:
+                if isinstance(args[0], torch.Tensor) and name:
+                    ledger.resized(args[0], index)
+        corrected = semantics.results.get(signature.name)
+        result = result if corrected is None else corrected(args, kwargs, result)
+        extras = semantics.extras(signature.name, args, kwargs, result, note.phase == "backward")
+        if signature.name == _LIFT and not args[0].untyped_storage().resizable():
+            ledger.foreign(result, index)  # torch.from_numpy: the memory is numpy's
+        _results(result, ledger, index, note.writes)
+        if extras:
+            self._take(extras, index)
+        if self.card is not None:
+            ledger.device = ON_CARD if self.card.everything else HOST
+        note.end = ledger.clock
+        if note.phase == "optimizer":
+            self._updating.update(note.writes)
+        return result
+
+    def _operands(
+        self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[tuple[str, int]], tuple[str, ...], bool]:
+        """What an op reads, for which arguments a gradient is needed, and whether any of them lies on the card."""
         reads: list[tuple[str, int]] = []
         needs: list[str] = []
+        on_card = False
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
-                    reads.append((name, ledger.entry(item, None).id))
+                    entry = self.ledger.entry(item, None)
+                    reads.append((name, entry.id))
+                    on_card = on_card or entry.device == ON_CARD
                     if item.requires_grad:
-                        if not ledger.real and not isinstance(item, _torch.FakeTensor):
+                        if not self.ledger.real and not isinstance(item, _torch.FakeTensor):
                             raise _made_outside(item)
                         if not needs or needs[-1] != name:
                             needs.append(name)
@@ -185,31 +224,17 @@ class Observer:
                         if not known and isinstance(item, nn.Parameter):
                             self._mark(self.marks.weights, item, "")
                             self._loose.append(item)
-        if signature.name == _UNSCALE:
-            self.marks.found_inf.add(ledger.entry(args[1], None).id)
-        note = self._place_of(signature, reads, tuple(needs), index)
-        self.notes.append(note)  # before it runs, so that what it raises can be located
-        if run is not None:
-            instead = self._semantics.instead.get(signature.name) if self._semantics is not None else None
-            result = run(func) if instead is None else instead(args, kwargs)
-        if signature.mutable:
-            for _, name in signature.positions[:1]:
-                if isinstance(args[0], torch.Tensor) and name:
-                    ledger.resized(args[0], index)
-        size = 0
-        if self._semantics is not None:
-            corrected = self._semantics.results.get(signature.name)
-            result = result if corrected is None else corrected(args, kwargs, result)
-            size = self._semantics.transient_bytes(signature.name, args, kwargs, result)
-        if signature.name == _LIFT and not args[0].untyped_storage().resizable():
-            ledger.foreign(result, index)  # torch.from_numpy: the memory is numpy's
-        _results(result, ledger, index, note.writes)
-        if size:
-            ledger.transient(size, index)
-        note.end = ledger.clock
-        if note.phase == "optimizer":
-            self._updating.update(note.writes)
-        return result
+        return reads, tuple(needs), on_card
+
+    def _take(self, extras: Sequence[Extra], index: int) -> None:
+        """What a kernel allocates for itself: all of it is there at once, then what is not kept is freed."""
+        ledger = self.ledger
+        taken = [(extra, ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)) for extra in extras]
+        for extra, entry in taken:
+            if extra.workspace:
+                self.marks.workspaces.add(entry.id)
+            if not extra.held and extra.owner is None:
+                ledger.end(entry)
 
     def _place_of(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int
@@ -345,20 +370,8 @@ def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",
                 expected="tensors on the CPU, the one device that this version knows",
-                do="Let build choose the CPU",
+                do="Let build choose the CPU, or name the card that the step is for, as in device='h100'",
             )
     elif isinstance(result, (list, tuple)):
         for item in result:
             _results(item, ledger, index, writes)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
-    expected = 1
-    for size, stride in sorted(
-        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -19,7 +19,10 @@ from memplan.trace.model import Phase
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OUTERMOST = {name: os.path.join(_OURS, "trace", f"{name}.py") for name in ("record", "measure")}
+_OUTERMOST = {
+    "record_for": os.path.join(_OURS, "trace", "record.py"),
+    "measure": os.path.join(_OURS, "trace", "measure.py"),
+}
 _KNOWN: dict[str, bool] = {}
 
 
@@ -36,7 +39,7 @@ def _is_users(filename: str) -> bool:
 def user_frame() -> tuple[str, int] | None:
     """File and line of the innermost frame that is neither torch's nor ours.
 
-    Whoever called `record` or `measure` (a test, the command line) runs no op of the step and does not count.
+    Whoever called `record_for` or `measure` (a test, the command line) runs no op of the step and does not count.
     """
     frame = sys._getframe(1)
     while frame is not None:

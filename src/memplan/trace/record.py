@@ -8,12 +8,14 @@ from contextlib import ExitStack
 import torch
 
 from memplan import _torch
+from memplan.trace import card
+from memplan.trace.card.residence import Card, NamedLate
 from memplan.trace.causes import finish
 from memplan.trace.model import Trace
-from memplan.trace.observer import Observer, Semantics
+from memplan.trace.observer import Observer
 from memplan.trace.place import Place
-from memplan.trace.semantics import cpu, results
-from memplan.trace.session import Build, check_steps, choose_device, located, run_build, undisturbed
+from memplan.trace.semantics import cpu, cuda
+from memplan.trace.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
 from memplan.trace.standins import Standins
 
 
@@ -23,7 +25,9 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     Args:
         build: makes whatever the step needs (model, data, optimizer) and returns ``step``, a callable without
             arguments that runs one step. The same ``build`` works for `measure`.
-        device: what to predict for: ``"cpu"``, or None for the device of this machine.
+        device: what to predict for: ``"cpu"``, a card (``"h100"``, ``"rtx4090"``), or None for this machine's GPU,
+            else the CPU. For a card, ``build`` may name CUDA; then what it leaves on the CPU does not count. If it
+            names CUDA nowhere, everything counts as on the card.
         steps: how often the step runs. Two by default, since an optimizer makes its state in the first.
 
     Raises:
@@ -39,34 +43,66 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
         >>> print(memplan.record(build))
     """
     check_steps(steps)
-    target, notes = choose_device(device)
-    place = Place()
-    observer = Observer(place, real=False, semantics=Semantics(cpu.transient_bytes, results.RESULTS, results.INSTEAD))
-    mode = _torch.FakeMode(observer.dispatch)
-    standins = Standins(observer, mode)
-    observer.read_scalar, observer.read_equal = standins.read, standins.equal
-    with undisturbed(), ExitStack() as stack:
-        stack.enter_context(standins.installed())
-        stack.enter_context(mode.recording())
-        observer.calibrate()
-        stack.enter_context(place.following())
-        step = run_build(build, observer)
-        place.building = False
-        observer.mark_modules()
-        bounds = [_boundary(observer)]
-        for number in range(steps):
-            place.step = number
-            with located(observer, f"step {number + 1}"):
-                step()
-            observer.end_step()
-            bounds.append(_boundary(observer))
-        observer.ledger.close()
-        parts = finish(observer, bounds[0])
-        del step
-    return Trace(
-        "recorded", target, torch.__version__, tuple(parts.ops), tuple(parts.storages), tuple(parts.layers),
-        tuple(bounds[:-1]), bounds[-1], standins.assumptions(), notes,
-    )  # fmt: skip
+    return record_for(build, choose_target(device), steps)
+
+
+def record_for(build: Build, target: Target, steps: int = 2) -> Trace:
+    """As `record`, for a target that is chosen."""
+    try:
+        return _Recording(target, named=False).run(build, steps)
+    except NamedLate:  # only in a step: now it is known that what the building left on the CPU stays there
+        return _Recording(target, named=True).run(build, steps)
+
+
+class _Recording:
+    """The parts that record a step, put together."""
+
+    def __init__(self, target: Target, *, named: bool) -> None:
+        self._target = target
+        self._place = Place()
+        self._observer = Observer(self._place, real=False, semantics=cpu.SEMANTICS)
+        self._mode = _torch.FakeMode(self._observer.dispatch)
+        self._standins = Standins(self._observer, self._mode)
+        self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
+        self._card: Card | None = None
+        if target.card is not None:
+            inside = lambda: self._mode.inside  # noqa: E731
+            self._card = Card(self._observer.ledger, inside, named=named)
+            self._observer.card = self._card
+            self._observer.semantics = cuda.semantics(target.card, lambda: self._observer.ledger.stream)
+
+    def run(self, build: Build, steps: int) -> Trace:
+        """Build and run the step, and return what was seen."""
+        place, observer = self._place, self._observer
+        with undisturbed(cuda=self._card is not None), ExitStack() as stack:
+            stack.enter_context(self._standins.installed())
+            if self._card is not None and self._target.card is not None:
+                emulated = card.installed(self._card, self._target.card, self._standins.chosen)
+                self._mode.replacements = stack.enter_context(emulated)
+            stack.enter_context(self._mode.recording())
+            observer.calibrate()
+            stack.enter_context(place.following())
+            step = run_build(build, observer)
+            place.building = False
+            if self._card is not None:
+                self._card.end_build()
+            observer.mark_modules()
+            bounds = [_boundary(observer)]
+            for number in range(steps):
+                place.step = number
+                with located(observer, f"step {number + 1}"):
+                    step()
+                observer.end_step()
+                bounds.append(_boundary(observer))
+            observer.ledger.close()
+            parts = finish(observer, bounds[0])
+            del step
+        calls = tuple(self._card.calls) if self._card is not None else ()
+        return Trace(
+            "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
+            tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), self._target.notes,
+            calls,
+        )  # fmt: skip
 
 
 def _boundary(observer: Observer) -> int:

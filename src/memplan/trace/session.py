@@ -7,15 +7,18 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from memplan import _torch
-from memplan.errors import DataDependentError, DeviceError, MemplanError, StepError
+from memplan.devices import Device, find, of_properties
+from memplan.errors import DataDependentError, MemplanError, StepError
 from memplan.trace.causes import module_names
+from memplan.trace.model import HOST
 from memplan.trace.observer import Observer
 from memplan.trace.place import format_frame, frame_of_error
 
@@ -25,24 +28,44 @@ Build = Callable[[], Step]
 # what torch says where a build without CUDA is asked for it, or a machine without a GPU
 _CUDA = re.compile(r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs", re.I)
 COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
-CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved"
+CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 
 
-def choose_device(device: str | None) -> tuple[str, tuple[str, ...]]:
+@dataclass(frozen=True)
+class Target:
+    """What a step is recorded for: the CPU, or a card of the catalogue or of this machine."""
+
+    name: str
+    card: Device | None = None
+    notes: tuple[str, ...] = ()
+
+
+def choose_target(device: str | torch.device | None) -> Target:
     """The device to plan for, and what has to be said about the choice.
 
     Raises:
-        DeviceError: a device that this version has no model of.
+        DeviceError: no such device in the catalogue, or none on this machine.
     """
     if device is None:
-        return "cpu", (CUDA_DIFFERS,)
-    if not isinstance(device, str) or device.strip().lower() != "cpu":
-        raise DeviceError(
-            f"device {device!r}",
-            expected="'cpu', the one device that this version knows",
-            do="Leave device out, or say 'cpu'.",
-        )
-    return "cpu", ()
+        own = _own_card()
+        return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))
+    text = str(device).strip().lower()
+    if text == HOST:
+        return Target(HOST)
+    if re.fullmatch(r"cuda(:\d+)?|gpu", text):
+        own = _own_card()
+        if own is not None:
+            return Target(own.name, own)
+    card = find(text)
+    return Target(card.name, card)
+
+
+def _own_card() -> Device | None:
+    """This machine's GPU, None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return of_properties(found.name, found.total_memory, found.major, found.minor, found.multi_processor_count)
 
 
 def check_steps(steps: int) -> None:
@@ -54,11 +77,12 @@ def check_steps(steps: int) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed(*, cuda: bool = False) -> Iterator[None]:
     """Random state as it was afterwards; cyclic garbage collected between steps only.
 
     When Python's collector would free a cycle inside a step depends on everything else that the process did before,
-    so a prediction could not be the same twice.
+    so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
+    `torch.cuda.is_available()` answers no.
     """
     state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = _numpy_state()
@@ -67,7 +91,7 @@ def undisturbed() -> Iterator[None]:
     if not frozen:
         gc.freeze()  # what was there before is none of our business, and walking it at every step costs most of all
     try:
-        with _one_process_and_no_cuda():
+        with _one_process(), nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False):
             yield
     finally:
         if not frozen:
@@ -83,8 +107,8 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _one_process_and_no_cuda() -> Iterator[None]:
-    """Data loaders load in this process, and `torch.cuda.is_available()` answers no: what is planned for is the CPU.
+def _one_process() -> Iterator[None]:
+    """Data loaders load in this process.
 
     A worker process would have to take hooks and fake tensors along; what it holds is no part of the step anyway.
     """
@@ -96,7 +120,7 @@ def _one_process_and_no_cuda() -> Iterator[None]:
             given.pop(name, None)
         init(**given)
 
-    with _torch.patched(DataLoader, __init__=init_here), _torch.patched(torch.cuda, is_available=lambda: False):
+    with _torch.patched(DataLoader, __init__=init_here):
         yield
 
 
@@ -160,8 +184,8 @@ def located(observer: Observer, what: str) -> Iterator[None]:
         if _CUDA.search(text):
             raise StepError(
                 f"{what} puts something on CUDA",
-                expected="the CPU, the one device that this version knows",
-                do="Let build choose the device, as in: 'cuda' if torch.cuda.is_available() else 'cpu'",
+                expected="the CPU: no card was named to record for",
+                do="Name one, as in device='h100' (memplan devices lists them)",
                 layer=layer,
                 where=where,
             ) from error

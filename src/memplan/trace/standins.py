@@ -175,6 +175,10 @@ class Standins:
         ]
         return tuple(sorted(rows, key=lambda row: row.kind != "branch"))
 
+    def chosen(self, op: str, reason: str) -> None:
+        """An op takes one of several kernels on the card, for a reason."""
+        self._add("kernel", f"{op}: {reason}")
+
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
         self._redraws = times

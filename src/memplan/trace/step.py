@@ -14,8 +14,11 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, InputError, MemplanError, TargetError
+from memplan.trace.model import HOST
 from memplan.trace.session import Build, Step
 from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
+
+CUDA = "cuda"
 
 _AUTOCAST = {
     "bf16": torch.bfloat16,
@@ -76,17 +79,18 @@ class StepOptions:
         )
 
 
-def build_of(what: Any, options: StepOptions) -> Build:
+def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build:
     """A ``build`` for a module, a callable that makes one, or a ``build``.
 
     A module that exists is copied, never changed; of what a callable makes, nothing is allocated while recording.
+    ``on_card``: module, inputs and targets go to "cuda"; a ``build`` says itself what does.
 
     Raises:
         TargetError: ``what`` is none of these.
         DeviceError: the module is on a device that this version has no model of.
     """
     if isinstance(what, nn.Module):
-        _check_device(what)
+        _check_device(what, on_card)
     elif not callable(what):
         raise TargetError(
             f"{type(what).__name__} {what!r:.60}",
@@ -97,7 +101,7 @@ def build_of(what: Any, options: StepOptions) -> Build:
     def build() -> Step:
         made = copy_module(what) if isinstance(what, nn.Module) else what()
         if isinstance(made, nn.Module):
-            return _step(made, options)
+            return _step(made, options, CUDA if on_card else HOST)
         if not callable(made):
             raise TargetError(
                 f"{_title(what)} returned {_describe(made)}",
@@ -139,26 +143,28 @@ def copy_module(module: nn.Module) -> nn.Module:
         ) from error
 
 
-def _check_device(module: nn.Module) -> None:
+def _check_device(module: nn.Module, on_card: bool) -> None:
+    allowed = ("cpu", "meta", *((CUDA,) if on_card else ()))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.device.type not in ("cpu", "meta"):
+        if tensor.device.type not in allowed:
             raise DeviceError(
                 f"{name} is on {tensor.device}",
-                expected="a module on the CPU, the one device that this version knows",
-                do="Pass a callable that makes the module on the CPU: nothing of it will be allocated",
+                expected=f"a module on {' or '.join(allowed)}",
+                do="Say device='cuda', or pass a callable that makes the module: nothing of it will be allocated",
             )
 
 
-def _step(model: nn.Module, options: StepOptions) -> Step:
+def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
+    if device != HOST:
+        model.to(device)
     if options.dtype is not None:
         model.to(options.dtype)
     if model.training != options.train:  # a model in training keeps the layers that its owner put into evaluation
         model.train(options.train)
     _check_inputs(model, options)
-    inputs, kwargs = realize(options.inputs), realize(dict(options.kwargs))
-    targets = realize(options.targets)
+    inputs, kwargs, targets = _placed((options.inputs, dict(options.kwargs), options.targets), device)
     if not options.train:
-        return lambda: _infer(model, inputs, kwargs, options)
+        return lambda: _infer(model, inputs, kwargs, options, device)
     optimizer = _optimizer(model, options)
 
     def step() -> None:
@@ -166,7 +172,7 @@ def _step(model: nn.Module, options: StepOptions) -> Step:
             optimizer.zero_grad()
         else:
             model.zero_grad()
-        with _autocast(options):
+        with _autocast(options, device):
             output = model(*inputs, **kwargs)
             loss = _loss(output, targets, options)
         loss.backward()
@@ -176,17 +182,29 @@ def _step(model: nn.Module, options: StepOptions) -> Step:
     return step
 
 
-def _infer(model: nn.Module, inputs: Any, kwargs: Any, options: StepOptions) -> None:
-    with torch.no_grad(), _autocast(options):
+def _placed(value: Any, device: str) -> Any:
+    """Specs and tensors as tensors on a device."""
+    made = realize(value)
+    return made if device == HOST else _torch.tree_map(lambda leaf: _moved(leaf, device), made)
+
+
+def _moved(leaf: Any, device: str) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+
+
+def _infer(model: nn.Module, inputs: Any, kwargs: Any, options: StepOptions, device: str) -> None:
+    with torch.no_grad(), _autocast(options, device):
         output = model(*inputs, **kwargs)
     del output
 
 
-def _autocast(options: StepOptions) -> AbstractContextManager[Any]:
+def _autocast(options: StepOptions, device: str) -> AbstractContextManager[Any]:
     if options.autocast is None:
         return nullcontext()
     assert isinstance(options.autocast, torch.dtype), "options were checked"
-    return torch.autocast("cpu", dtype=options.autocast)
+    return torch.autocast(device, dtype=options.autocast)
 
 
 def _optimizer(model: nn.Module, options: StepOptions) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from memplan.trace.semantics import attention, convolution, encoder, kernels, matmul, recurrent
+from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
+from memplan.trace.semantics.results import INSTEAD, RESULTS
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -25,3 +27,11 @@ def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], re
     """Bytes that the kernel holds at its worst moment beyond what was there before and its results."""
     formula = _FORMULAS.get(name)
     return 0 if formula is None else max(0, formula(args, kwargs, result))
+
+
+def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Extra, ...]:
+    taken = transient_bytes(name, args, kwargs, result)
+    return (Extra(taken),) if taken else ()
+
+
+SEMANTICS = Semantics(_extras, RESULTS, INSTEAD)

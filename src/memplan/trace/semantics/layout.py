@@ -95,3 +95,15 @@ def copied_to(tensor: torch.Tensor, last: bool) -> int:
 def space(sizes: Sequence[int]) -> int:
     """Positions in the dimensions after batch and channel."""
     return prod(sizes[2:])
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for size, stride in sorted(
+        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,85 @@
+"""Where torch looks for a CUDA device, in Python and below: replaced while a step for a card is recorded.
+
+Everything here was seen in torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._device as default_device
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memplan._torch.patches import patched
+
+_LIKE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+_HOMES = (torch, torch.fft, torch.nested)
+
+
+@contextlib.contextmanager
+def tensors_that_tell(
+    device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
+) -> Iterator[None]:
+    """``tensor.device`` answers what ``device`` says, if anything, to all but the ops being dispatched."""
+    plain, fake = torch.Tensor.device, FakeTensor.device
+
+    def tells(own: Any) -> property:
+        def get(tensor: torch.Tensor) -> torch.device:
+            said = None if inside() else device(tensor)
+            return own.__get__(tensor) if said is None else said
+
+        return property(get)
+
+    group = torch._C._group_tensors_by_device_and_dtype
+
+    def group_and_tell(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = group(lists, *args, **kwargs)
+        return {(_told(value[0][0], key[0]), key[1]): value for key, value in groups.items()}
+
+    def _told(tensors: list[Any], found: torch.device) -> torch.device:
+        return tensors[0].device if tensors else found
+
+    with (
+        patched(torch.Tensor, device=tells(plain)),
+        patched(FakeTensor, device=tells(fake)),
+        patched(torch._C, _group_tensors_by_device_and_dtype=group_and_tell),
+    ):
+        yield
+
+
+def copied(tensor: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
+    """A new tensor with the same elements: what a move between devices is, below autograd."""
+    return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
+
+
+@contextlib.contextmanager
+def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Every function that makes a tensor on a device, replaced by ``made(function)``."""
+    functions = {id(f) for f in default_device._device_constructors()}
+    functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
+    with contextlib.ExitStack() as stack:
+        for home in _HOMES:
+            found = {name: value for name, value in vars(home).items() if id(value) in functions}
+            stack.enter_context(patched(home, **{name: made(value) for name, value in found.items()}))
+        yield
+
+
+@contextlib.contextmanager
+def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """``with torch.device("cuda")`` and `torch.set_default_device` make on the CPU what ``going`` says is elsewhere."""
+    real = default_device.DeviceContext.__torch_function__
+
+    def on_card(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.device.type != "cuda" or function not in default_device._device_constructors():
+            return real(self, function, types, args, kwargs)
+        if kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        with going(self.device):
+            return function(*args, **kwargs)
+
+    with patched(default_device.DeviceContext, __torch_function__=on_card):
+        yield

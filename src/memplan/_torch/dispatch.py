@@ -1,0 +1,113 @@
+"""torch's dispatcher: kernels of ours for a while, an op's kernel for another key, keys of the running thread.
+
+Everything here was seen in torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+Kernel = Callable[..., Any]
+
+AUTOGRAD_CPU = "AutogradCPU"
+ATTENTION_ORDER = [1, 2, 0, 3, 4]
+"""What torch starts with: flash, memory-efficient, math, cuDNN, a backend's own."""
+_FORMULA = DispatchKey.Autograd
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+
+
+@contextlib.contextmanager
+def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
+    """Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
+
+    Args:
+        kernels: name of the op without its namespace, with its overload ("dropout", "softmax.int") -> kernel. A
+            kernel leaves out the arguments that have their defaults.
+        key: name of the key; ``AUTOGRAD_CPU`` for all that runs on the CPU outside of inference mode.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an op by its implementation of other ops, whatever is registered above it."""
+    return op._op_dk(_COMPOSITE, *args, **kwargs)
+
+
+def whole(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an op as one, with its own formula for autograd, though it is composite on the CPU."""
+    return op._op_dk(_FORMULA, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def attention_order(order: tuple[int, ...]) -> Iterator[None]:
+    """The order in which `scaled_dot_product_attention` tries its kernels, unless the user has set one already."""
+    before = torch._C._get_sdp_priority_order()
+    if before == ATTENTION_ORDER:
+        torch._C._set_sdp_priority_order([*order, *(n for n in before if n not in order)])
+    try:
+        yield
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+def tried_in_order() -> list[int]:
+    """Values of `torch.nn.attention.SDPBackend` in the order in which attention tries them."""
+    return torch._C._get_sdp_priority_order()
+
+
+_UNUSED: Any = getattr(DispatchKey, "AutocastPrivateUse1")  # noqa: B009  # torch's stub leaves it out
+_UNUSED_SET = torch._C.DispatchKeySet(_UNUSED)
+
+
+@contextlib.contextmanager
+def autocast_like_cuda(kernels: Mapping[str, Kernel]) -> Iterator[Callable[[bool], None]]:
+    """Python kernels above autograd, at the autocast key of a device that torch itself has no kernels for.
+
+    Yields what turns them on and off for the running thread. They are off, and gone, afterwards.
+    """
+    everything_else = torch.library.Library("_", "IMPL", _UNUSED.name)
+    try:
+        everything_else.fallback(torch.library.fallthrough_kernel)
+        with overridden(kernels, _UNUSED.name):
+            try:
+                yield _autocast_on
+            finally:
+                _autocast_on(False)
+    finally:
+        everything_else._destroy()
+
+
+def _autocast_on(on: bool) -> None:
+    torch._C._dispatch_tls_set_dispatch_key_included(_UNUSED, on)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, not on)
+
+
+def below_autocast() -> contextlib.AbstractContextManager[Any]:
+    """A context in which the kernels of `autocast_like_cuda` are passed by."""
+    return torch._C._ExcludeDispatchKeyGuard(_UNUSED_SET)
+
+
+def autocast_ops() -> list[str]:
+    """Names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers them."""
+    return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+
+
+def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an op by torch's own kernel for autocast on CUDA."""
+    return op._op_dk(DispatchKey.AutocastCUDA, *args, **kwargs)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another."""
+    return tensor._is_view()

@@ -1,0 +1,51 @@
+"""`memplan devices`: the cards that a step can be planned for."""
+
+from __future__ import annotations
+
+import click
+
+from memplan.cli.explain import check_writable, write
+from memplan.cli.options import DEBUG
+
+HELP = """List the cards that memplan knows, or show one with the source of each figure.
+
+NAME is what people call the card: h100, "RTX 4090", a100-40gb.
+
+\b
+  memplan devices
+  memplan devices rtx4090
+
+The second says, among others, that of 23.5 GiB a step can use 22.7 to 23.2, since CUDA's own context takes the
+rest, and in which document its bandwidth and FLOP/s were found.
+
+\b
+Exit code: 0 done; 2 no such card.
+"""
+
+
+@click.command("devices", help=HELP)
+@click.argument("name", required=False)
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures as JSON, too; - for stdout alone.")
+@click.option(
+    "--debug",
+    is_flag=True,
+    expose_value=False,
+    help="Show the traceback of an error.",
+    callback=lambda context, _, value: context.meta.update({DEBUG: value}),
+)
+def command(name: str | None, json_file: str | None) -> int:
+    """Run the command and return its exit code."""
+    from memplan.devices import catalogue, find
+
+    check_writable(json_file, "--json")
+    cards = catalogue() if name is None else (find(name),)
+    from memplan.reports.devices import dumps, print_device, print_devices
+
+    if json_file is not None:
+        write(json_file, dumps(cards))
+    if json_file != "-":
+        if name is None:
+            print_devices(cards)
+        else:
+            print_device(cards[0])
+    return 0

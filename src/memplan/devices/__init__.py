@@ -1,0 +1,8 @@
+"""The catalogue of cards: facts only, each with its source."""
+
+from __future__ import annotations
+
+from memplan.devices.lookup import catalogue, find, of_properties
+from memplan.devices.model import Device
+
+__all__ = ["Device", "catalogue", "find", "of_properties"]

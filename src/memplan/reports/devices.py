@@ -1,0 +1,138 @@
+"""Cards on the terminal and as JSON: a table of all, or one with its sources. Plain text in a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memplan._bytes import format_bytes
+from memplan.devices.model import DTYPES, Device
+from memplan.reports.columns import Column, fit
+
+PIPE_WIDTH = 80
+_GIB, _GIGA, _TERA = 1 << 30, 10**9, 10**12
+_LEGEND = (
+    "GiB: what torch calls the total memory, and what of it is left when CUDA's own context is taken off, at its "
+    "high and its low end. TFLOP/s: dense products of matrices, added up in 32 bits; - where the card has no units "
+    "for the dtype. `memplan devices NAME` says where each figure is from."
+)
+
+
+def dumps(devices: Sequence[Device]) -> str:
+    """``{"devices": [...]}`` as JSON text, indented; sizes in bytes, rates per second.
+
+    Example:
+        >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
+    """
+    return json.dumps({"devices": [device.to_dict() for device in devices]}, indent=1, allow_nan=False) + "\n"
+
+
+def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None:
+    """Print a table of cards: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
+
+    Args:
+        devices: what to print, in this order.
+        file: where to; stdout by default.
+    """
+    console = _console(file)
+    parts: list[RenderableType] = [_table(_columns(devices), console), "", Text(_LEGEND, "dim")]
+    _print(parts, console, file)
+
+
+def print_device(device: Device, file: TextIO | None = None) -> None:
+    """Print every figure of a card and where it is from.
+
+    Args:
+        device: what to print.
+        file: where to; stdout by default.
+    """
+    low, high = device.context
+    facts = {
+        "capacity": f"{format_bytes(device.capacity)} ({device.capacity} bytes)",
+        "CUDA context": f"{format_bytes(low)} to {format_bytes(high)}",
+        "usable": f"{format_bytes(device.usable('high'))} to {format_bytes(device.usable('low'))}",
+        "bandwidth": "unknown" if device.bandwidth is None else f"{_number(device.bandwidth / _GIGA)} GB/s",
+        **{dtype: f"{_number(device.flops[dtype] / _TERA)} TFLOP/s" for dtype in DTYPES if dtype in device.flops},
+        "architecture": "{}.{}".format(*device.architecture),
+        "multiprocessors": str(device.multiprocessors),
+        "L2": "unknown" if device.l2 is None else format_bytes(device.l2),
+    }
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, value in facts.items():
+        table.add_row(Text(label), Text(value))
+    parts: list[RenderableType] = [Text(f"{device.name}: {device.title}", "bold"), table, "", Text("Sources", "bold")]
+    parts += [Padding(Text(source), (0, 0, 0, 2)) for source in device.sources]
+    _print(parts, _console(file), file)
+
+
+def _columns(devices: Sequence[Device]) -> list[Column]:
+    def rates(dtype: str) -> tuple[str, ...]:
+        return tuple(_number(d.flops[dtype] / _TERA) if dtype in d.flops else "-" for d in devices)
+
+    return [
+        Column("name", tuple(d.name for d in devices)),
+        Column("card", tuple(_short(d.title) for d in devices), shrinks_to=8, drop=3),
+        Column("capacity\nGiB", tuple(_gib(d.capacity) for d in devices), right=True),
+        Column("usable\nGiB", tuple(f"{_gib(d.usable('high'))}-{_gib(d.usable('low'))}" for d in devices), right=True),
+        Column("memory\nGB/s", tuple(_rate(d.bandwidth) for d in devices), right=True),
+        Column("TFLOP/s\nbf16", rates("bfloat16"), right=True),
+        Column("\nfp16", rates("float16"), right=True, drop=1),
+        Column("\nfp32", rates("float32"), right=True, drop=1),
+        Column("arch", tuple("{}.{}".format(*d.architecture) for d in devices), right=True, drop=2),
+    ]
+
+
+def _short(title: str) -> str:
+    return title.removeprefix("NVIDIA ").removeprefix("GeForce ")
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f}"
+
+
+def _rate(bandwidth: int | None) -> str:
+    return "-" if bandwidth is None else _number(bandwidth / _GIGA)
+
+
+def _number(value: float) -> str:
+    """At most four digits: what data sheets give."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _table(columns: Sequence[Column], console: Console) -> Table:
+    ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
+    kept, gap = fit(columns, console.width, ellipsis)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
+    for column in kept:
+        justify = "right" if column.right else "left"
+        table.add_column(column.header, justify=justify, no_wrap=True, overflow="crop", vertical="bottom")
+    for row in zip(*(column.cells for column in kept), strict=True):
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _console(file: TextIO | None) -> Console:
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        return console
+    return Console(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
+
+
+def _print(parts: Sequence[RenderableType], console: Console, file: TextIO | None) -> None:
+    if console.is_terminal:
+        for part in parts:
+            console.print(part)
+        return
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())  # rich fills lines up with spaces
+    (sys.stdout if file is None else file).write(text.encode(console.encoding, "replace").decode(console.encoding))

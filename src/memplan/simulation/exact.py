@@ -1,0 +1,228 @@
+"""The events of a snapshot, driven through the caching allocator and compared with what torch did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from memplan.errors import UsageError
+from memplan.simulation.allocator import OutOfMemory
+from memplan.simulation.model import DEFAULT_POOL, Action, AllocatorEvent, Pool, Segment
+from memplan.simulation.peaks import Level
+from memplan.simulation.requests import GIVES, Request
+from memplan.simulation.rewind import Start
+from memplan.simulation.snapshot import Entry, Snapshot
+
+_TAKES = ("segment_alloc", "segment_map")
+_SPARE = 1 << 56
+"""Addresses for segments that torch did not take: above all that a card has."""
+OTHER_STREAM = -1
+"""A stream that is none: what a block waits for whose other streams are not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A difference between what torch recorded and what the replay did."""
+
+    index: int
+    """Of the event in the history, from 0."""
+    what: Literal["address", "segment", "history", "free"]
+    """The address of a block; a segment taken or given back; the history contradicts itself; free memory is left."""
+    recorded: str
+    replayed: str
+
+    def __str__(self) -> str:
+        return f"event {self.index}, {self.what}: recorded {self.recorded}, replayed {self.replayed}"
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemoryEvent:
+    """A request that the card could not serve, and what was held then. Bytes throughout."""
+
+    index: int
+    """Of the event in the history; -1: already the blocks that were there at its start."""
+    requested: int
+    """As rounded to whole blocks."""
+    stream: int
+    pool: Pool
+    free: int | None
+    """What the card had left; None where that is not recorded."""
+    reserved: int
+    allocated: int
+    segments: tuple[Segment, ...]
+
+
+class Exact:
+    """A replay that takes segments where torch took them, and nothing else, from the recording."""
+
+    def __init__(self, snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> None:
+        self.snapshot = snapshot
+        self.requests = requests
+        self.allocator = start.allocator(snapshot.settings, place=self._place)
+        self.mismatches = [Mismatch(index, "history", text, "nothing") for index, text in start.conflicts]
+        self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
+        self.ooms: list[OutOfMemoryEvent] = []
+        self._where = {block.owner: block.address for segment in start.segments for block in segment.blocks}
+        self._taken: list[Entry] = []
+        self._given: list[tuple[int, Entry]] = []
+        self._spare = _SPARE
+        settings = snapshot.settings
+        # With these, torch gives back some of what is unused; without, always all of it.
+        self._gives_part = settings.max_split_size is not None or settings.garbage_collection_threshold > 0
+
+    def run(self) -> None:
+        """Replay all events, or those up to one that makes no sense after what came before it."""
+        try:
+            self._run()
+        except (UsageError, LookupError, ValueError, AssertionError) as error:
+            after = self.levels[-1][0]
+            self._differ(after, "history", f"{len(self.requests)} events", f"none beyond ({type(error).__name__})")
+
+    def _run(self) -> None:
+        levels, allocator = self.levels, self.allocator
+        for index, (entry, request) in enumerate(zip(self.snapshot.entries, self.requests, strict=True)):
+            if entry.action in GIVES:
+                self._given.append((index, entry))
+                continue
+            if self._given:
+                self._give()
+                levels.append((index, allocator.allocated, allocator.reserved))
+            if entry.action in _TAKES:
+                self._taken.append(entry)
+            elif request is not None:
+                self._serve(request, entry)
+                levels.append((index + 1, allocator.allocated, allocator.reserved))
+        if self._given:
+            self._give()
+            levels.append((len(self.requests), allocator.allocated, allocator.reserved))
+        if self._taken:
+            self._differ(len(self.requests) - 1, "segment", _listed(self._taken), "none")
+
+    def _place(self, size: int) -> int:
+        """Where torch put the segment that the next block lies in."""
+        if self._taken:
+            return self._taken[0].address
+        self._spare += size
+        return self._spare - size
+
+    def _serve(self, request: Request, entry: Entry) -> None:
+        tick = request.event + 1
+        if request.kind == "alloc":
+            self._alloc(request, entry, tick)
+        elif request.kind == "oom":
+            self._fail(request, entry)
+        elif request.kind == "complete":
+            self.allocator.complete(self._where.pop(request.owner), tick=tick)
+        elif request.kind == "free":
+            self.allocator.free(self._where.pop(request.owner), tick=tick)
+        elif request.kind == "free_later":
+            self.allocator.record_stream(self._where[request.owner], OTHER_STREAM)
+            self.allocator.free(self._where[request.owner], tick=tick)
+
+    def _alloc(self, request: Request, entry: Entry, tick: int) -> None:
+        log = self.allocator.log
+        before = len(log)
+        address = self.allocator.malloc(
+            request.size, stream=request.stream, pool=request.pool, owner=request.owner, tick=tick
+        )
+        self._where[request.owner] = address
+        if len(log) - before - 1 != len(self._taken) or self._taken:
+            done = log[before:-1]
+            if [event[:3] for event in done] != [taken[:3] for taken in self._taken]:
+                self._differ(request.event, "segment", _listed(self._taken), _listed(done))
+            self._taken.clear()
+        if address != entry.address:
+            self._differ(request.event, "address", f"{entry.address:#x}", f"{address:#x}")
+
+    def _give(self) -> None:
+        """Give back what torch gave back, all of it in one go, as it does in `empty_cache` or when it has run out."""
+        given, self._given = self._given, []
+        index, allocator = given[0][0], self.allocator
+        before = len(allocator.log)
+        for pool in {entry.pool or DEFAULT_POOL for _, entry in given} | self._pools_at(given):
+            allocator.retire(pool)
+        if self._gives_part:
+            for at, entry in given:
+                if entry.action == "segment_free":
+                    allocator.release_segment(entry.address, tick=at + 1)
+                else:
+                    allocator.unmap(entry.address, entry.size, tick=at + 1)
+        else:
+            allocator.empty_cache(tick=given[-1][0] + 1)
+        done = {event[:3] for event in allocator.log[before:]}
+        recorded = {entry[:3] for _, entry in given}
+        if self._taken:
+            # An attempt that failed had got pages which went back with the others: they were never taken here.
+            recorded = _without(recorded, self._taken)
+            done = _without(done, ())
+            self._taken.clear()
+        for missing in sorted(recorded - done):
+            self._differ(index, "segment", _told(missing), "not all free")
+        for surplus in sorted(done - recorded):
+            self._differ(index, "segment", "nothing", _told(surplus))
+
+    def _pools_at(self, given: list[tuple[int, Entry]]) -> set[Pool]:
+        """The private pools of segments that are given back."""
+        addresses = {entry.address for _, entry in given}
+        private = [segment for segment in self.allocator.segments() if segment.pool != DEFAULT_POOL]
+        return {segment.pool for segment in private if segment.address in addresses}
+
+    def _fail(self, request: Request, entry: Entry) -> None:
+        """Torch ran out: then nothing serves the request here, either, if the card has no more than it gave last.
+
+        With expandable segments, an attempt that fails can have got some of its pages before; it keeps them.
+        """
+        allocator = self.allocator
+        got = sum(taken.size for taken in self._taken)
+        allocator.capacity = reserved = allocator.reserved + got
+        try:
+            address = allocator.malloc(request.size, stream=request.stream, pool=request.pool, tick=request.event + 1)
+        except OutOfMemory:
+            allocator.log[-1] = allocator.log[-1]._replace(address=max(entry.address, 0))
+        else:
+            self._differ(request.event, "free", "out of memory", f"a block at {address:#x} that serves")
+            allocator.free(address)
+        allocator.capacity = None
+        if allocator.reserved != reserved:
+            self._differ(request.event, "segment", f"{reserved} bytes held", f"{allocator.reserved}")
+        self._taken.clear()
+        free = None if entry.address < 0 else entry.address
+        oom = OutOfMemoryEvent(
+            request.event, request.size, request.stream, request.pool, free, allocator.reserved, allocator.allocated,
+            allocator.segments(),
+        )  # fmt: skip
+        self.ooms.append(oom)
+
+    def _differ(
+        self, index: int, what: Literal["address", "segment", "history", "free"], recorded: str, replayed: str
+    ) -> None:
+        self.mismatches.append(Mismatch(index, what, recorded, replayed))
+
+
+def _listed(events: Sequence[Entry] | Sequence[AllocatorEvent]) -> str:
+    return ", ".join(_told(event) for event in events) or "none"
+
+
+def _told(event: Sequence[object]) -> str:
+    return f"{event[0]} of {event[2]} bytes at {event[1]:#x}"
+
+
+def _without(given: set[tuple[Action, int, int]], taken: Sequence[Entry]) -> set[tuple[Action, int, int]]:
+    """Stretches of addresses less those taken before, those that touch as one."""
+    edges: dict[int, int] = {}
+    for _, address, size in given:
+        edges[address] = edges.get(address, 0) + 1
+        edges[address + size] = edges.get(address + size, 0) - 1
+    for entry in taken:
+        edges[entry.address] = edges.get(entry.address, 0) - 1
+        edges[entry.address + entry.size] = edges.get(entry.address + entry.size, 0) + 1
+    found: set[tuple[Action, int, int]] = set()
+    level, begin = 0, 0
+    for address in sorted(edges):
+        before, level = level, level + edges[address]
+        if before <= 0 < level:
+            begin = address
+        elif level <= 0 < before:
+            found.add(("segment_unmap", begin, address - begin))
+    return found

@@ -1,0 +1,53 @@
+"""The peaks of a timeline: over all, and of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from memplan.simulation.model import AllocatorEvent, Segment, StepPeak, Timeline
+
+Level = tuple[int, int, int]
+"""(tick, allocated, reserved)."""
+
+
+def timeline_of(
+    device: str,
+    events: Sequence[Level],
+    bounds: Sequence[int],
+    log: tuple[AllocatorEvent, ...] = (),
+    segments: tuple[Segment, ...] = (),
+) -> Timeline:
+    """A Timeline of levels after each event; ``bounds`` are 0, the ticks at which steps begin, and the last tick."""
+    peaks = _peaks(events, bounds)
+    top = max(peaks, key=lambda peak: peak.peak_allocated)
+    reserved = max(peaks, key=lambda peak: peak.peak_reserved)
+    return Timeline(
+        device,
+        tuple(events),
+        peaks[0],
+        tuple(peaks[1:]),
+        top.peak_allocated,
+        reserved.peak_reserved,
+        top.peak_tick,
+        reserved.reserved_tick,
+        log,
+        segments,
+    )
+
+
+def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
+    """The peak between each two bounds; what is held when a step begins counts for it."""
+    peaks: list[StepPeak] = []
+    position, allocated, reserved = 0, 0, 0
+    for start, end in pairwise(bounds):
+        most, most_tick, held, held_tick = allocated, start, reserved, start
+        while position < len(events) and events[position][0] <= end:
+            tick, allocated, reserved = events[position]
+            if allocated > most:
+                most, most_tick = allocated, tick
+            if reserved > held:
+                held, held_tick = reserved, tick
+            position += 1
+        peaks.append(StepPeak(start, end, most, held, most_tick, held_tick))
+    return peaks

@@ -1,0 +1,103 @@
+"""Which storages lie on the card, while a step for one is recorded on fake tensors of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memplan.errors import DeviceError
+from memplan.trace.ledger import Ledger
+from memplan.trace.model import HOST, ON_CARD, Call
+
+CUDA = torch.device(ON_CARD)
+CPU = torch.device(HOST)
+
+
+class NamedLate(BaseException):
+    """CUDA was named for the first time inside of a step, after everything had been taken to lie on the card.
+
+    Not an Exception: it has to pass the user's own handlers.
+    """
+
+
+class Card:
+    """Where storages lie, and what the step asked of the card's allocator.
+
+    Until building ends, only what names CUDA lies on the card. If nothing did by then, everything does, unless
+    ``named`` says that the step will name it.
+    """
+
+    def __init__(self, ledger: Ledger, inside: Callable[[], bool], *, named: bool) -> None:
+        self.ledger = ledger
+        self.inside = inside
+        """Whether an op is being dispatched: then the tensors are what they are, on the CPU."""
+        self.everything = False
+        self.named = named
+        self.calls: list[Call] = []
+        self._destination: str | None = None
+
+    @property
+    def destination(self) -> str | None:
+        """Where the results of the running op go, if that was said."""
+        return self._destination
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage lies on the card."""
+        if self.everything:
+            return True
+        entry = self.ledger.find(tensor)
+        return entry is not None and entry.device == ON_CARD
+
+    def end_build(self) -> None:
+        """Building is over: if nothing named CUDA, everything lies on the card."""
+        if self.named:
+            return
+        self.everything = True
+        self.ledger.device = ON_CARD
+        for entry in self.ledger.entries:
+            entry.device = ON_CARD
+
+    def name(self) -> None:
+        """The step names CUDA."""
+        if self.everything:
+            raise NamedLate
+        self.named = True
+
+    @contextmanager
+    def going(self, device: torch.device) -> Iterator[None]:
+        """Whatever is made inside lies on ``device``."""
+        before = self._destination
+        self._destination = ON_CARD if self.everything or device.type == "cuda" else HOST
+        try:
+            yield
+        finally:
+            self._destination = before
+
+    def call(self, kind: Any) -> None:
+        """Note a call that matters to the allocator, as an event of its own."""
+        self.ledger.clock += 1
+        self.calls.append(Call(self.ledger.clock, kind))
+
+    def live_bytes(self) -> int:
+        """Bytes that tensors hold on the card now, in blocks of 512 bytes."""
+        return sum(-(-e.bytes // 512) * 512 for e in self.ledger.live() if e.device == ON_CARD)
+
+
+def wanted(device: Any) -> torch.device:
+    """The device that an argument asks for; a number is a CUDA device.
+
+    Raises:
+        DeviceError: a second card.
+    """
+    found = CUDA if isinstance(device, int) and not isinstance(device, bool) else torch.device(device)
+    index = device if isinstance(device, int) else found.index
+    if found.type == "cuda" and index:
+        raise DeviceError(
+            f"device cuda:{index}",
+            expected="one card, cuda:0: a recording knows one",
+            do="Record the part of the step that runs on each card by itself",
+        )
+    return found

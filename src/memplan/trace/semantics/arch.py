@@ -1,0 +1,40 @@
+"""What a formula of a CUDA kernel's memory needs to know of the card that it would run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Arch:
+    """A CUDA architecture: what the sizes of workspaces and of partial sums depend on."""
+
+    capability: tuple[int, int]
+    """Compute capability, (major, minor)."""
+    multiprocessors: int
+    """Streaming multiprocessors: how far a kernel splits its work."""
+
+    @property
+    def threads(self) -> int:
+        """Threads that live on one multiprocessor at a time.
+
+        Source: the table of technical specifications per compute capability in the CUDA programming guide.
+        """
+        major, minor = self.capability
+        if self.capability == (7, 5):
+            return 1024
+        return 1536 if major == 12 or (major == 8 and minor != 0) else 2048
+
+    @property
+    def shared_memory(self) -> int:
+        """KiB of shared memory that one block can opt in to, from the same table."""
+        major, minor = self.capability
+        if major == 7:
+            return 64 if minor == 5 else 96
+        if major == 8:
+            return 163 if minor in (0, 7) else 99
+        return 99 if major == 12 else 227
+
+
+A100 = Arch((8, 0), 108)
+"""NVIDIA A100: what a formula takes where nothing else is known."""

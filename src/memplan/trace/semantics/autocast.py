@@ -1,0 +1,241 @@
+"""`torch.autocast("cuda")` for tensors that stand for ones on the card while they lie on the CPU.
+
+torch's kernels for autocast on CUDA leave CPU tensors alone, and those for the CPU have other lists. So kernels of
+ours, at an unused key of the dispatcher, do what CUDA's do: they cast arguments, above autograd, and call the op again.
+Which ops they are for, the running torch says itself; what is done to them is its policy: aten/src/ATen/autocast_mode.h
+and autocast_mode.cpp of torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan._torch import dispatch
+from memplan.errors import RecordingError
+
+OnCard = Callable[[torch.Tensor], bool]
+
+_ATEN = torch.ops.aten
+
+_LOWER = """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+    baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention
+"""
+_FLOAT = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+    native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+    margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+    upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
+    linalg_matrix_sqrth
+"""
+_FLOAT_BY_DTYPE = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+
+
+class Autocast:
+    """What `torch.autocast("cuda")` does to ops while a step is recorded, and its copies of weights."""
+
+    def __init__(self, on_card: OnCard) -> None:
+        self._on_card = on_card
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._running = False
+
+    def copies(self) -> list[torch.Tensor]:
+        """The copies of weights in lower precision that are kept now."""
+        return [copy for _, copy in self._copies.values()]
+
+    def forget(self) -> None:
+        """Let go of the copies, as torch does where the outermost autocast context ends."""
+        self._copies.clear()
+
+    def kernels(self) -> dict[str, dispatch.Kernel]:
+        """Name of an op, without its namespace -> what stands above it."""
+        found = {}
+        for name in dispatch.autocast_ops():
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            found[name.removeprefix("aten::")] = self._kernel(getattr(getattr(_ATEN, base), overload or "default"))
+        return found
+
+    def _kernel(self, op: Any) -> dispatch.Kernel:
+        prepare = _POLICIES.get(op.overloadpacket.__name__, _unknown)
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with dispatch.below_autocast():
+                # a dispatch mode takes away the guard: an op inside of another on the lists is left alone by this
+                if self._running or not self._any_on_card(args, kwargs):
+                    return op(*args, **kwargs)
+                self._running = True
+                try:
+                    target, given, named = prepare(self, op, args, kwargs)
+                    return target(*given, **named)
+                finally:
+                    self._running = False
+
+        return kernel
+
+    def _any_on_card(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        return any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values())))
+
+    def takes(self, value: Any) -> bool:
+        """Whether autocast would cast it: a floating-point tensor on the card, no float64."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.dtype is not torch.float64
+            and self._on_card(value)
+        )
+
+    def cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """An argument, or each tensor in a list, in another dtype. The copy of a weight is kept and used again."""
+        if isinstance(value, (list, tuple)):
+            return [self.cast(item, dtype) for item in value]
+        if not self.takes(value) or value.dtype is dtype:
+            return value
+        if not self._is_kept(value, dtype):
+            return value.to(dtype)
+        known = self._copies.get(id(value))
+        if known is not None and known[0]() is value:
+            return known[1]
+        with torch.enable_grad():  # the copy may be used again where gradients are asked for
+            copy = value.to(dtype)
+        self._copies[id(value)] = (weakref.ref(value), copy)
+        return copy
+
+    @staticmethod
+    def _is_kept(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+        """autocast_mode.cpp, cached_cast: leaves in float32 that need a gradient, cast to the lower precision."""
+        return (
+            torch.is_autocast_cache_enabled()
+            and dtype is torch.get_autocast_dtype("cuda")
+            and tensor.dtype is torch.float32
+            and tensor.requires_grad
+            and tensor.is_leaf
+            and not dispatch.is_view(tensor)
+            and not torch.is_inference_mode_enabled()
+        )
+
+
+@contextmanager
+def installed(on_card: OnCard) -> Iterator[Autocast]:
+    """`torch.autocast("cuda")` works on tensors that stand for ones on the card.
+
+    ``torch.is_autocast_enabled("cuda")`` and its kin answer as ever: the state is torch's own. `torch.autocast` refuses
+    to be enabled where ``torch.cuda.is_available()`` is not patched to say yes.
+
+    Args:
+        on_card: whether a tensor stands for one on the card; no while a dispatch mode runs an op, whose parts are not
+            to be cast.
+    """
+    state = Autocast(on_card)
+    enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache
+    with dispatch.autocast_like_cuda(state.kernels()) as turn:
+
+        def set_enabled(*args: Any, **kwargs: Any) -> None:
+            enable(*args, **kwargs)
+            turn(torch.is_autocast_enabled("cuda"))
+
+        def clear_both() -> None:
+            clear()
+            state.forget()
+
+        with _torch.patched(torch, set_autocast_enabled=set_enabled, clear_autocast_cache=clear_both):
+            try:
+                turn(torch.is_autocast_enabled("cuda"))
+                yield state
+            finally:
+                state.forget()
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+Prepared = tuple[Any, Sequence[Any], dict[str, Any]]
+"""The op to call, its positional arguments and its keywords."""
+
+
+def _cast_all(state: Autocast, op: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Prepared:
+    cast = {name: state.cast(value, dtype) for name, value in kwargs.items()}
+    return op, [state.cast(value, dtype) for value in args], cast
+
+
+def _lower(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    return _cast_all(state, op, args, kwargs, torch.get_autocast_dtype("cuda"))
+
+
+def _float(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    return _cast_all(state, op, args, kwargs, torch.float32)
+
+
+def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """The op casts by itself: it is told to give float32, unless the user told it another dtype."""
+    if not state.takes(args[0]):
+        return op, args, kwargs
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dtype":
+            if position < len(args) and not argument.kwarg_only:
+                given = torch.float32 if args[position] is None else args[position]
+                return op, [*args[:position], given, *args[position + 1 :]], kwargs
+            given = kwargs.get("dtype")
+            return op, args, {**kwargs, "dtype": torch.float32 if given is None else given}
+    return op, args, kwargs
+
+
+def _norm(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """The overloads without a dtype become those with one."""
+    dtype = torch.float32 if state.takes(args[0]) else args[0].dtype
+    given = [*args]
+    for argument in op._schema.arguments[len(args) :]:
+        given.append(kwargs.get(argument.name, argument.default_value))
+    overload = op._overloadname.replace("Scalar", "ScalarOpt") if op._overloadname == "Scalar" else op._overloadname
+    return getattr(_ATEN.norm, f"{overload}_dtype"), given, {"dtype": dtype}
+
+
+def _widest(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """float32 where any of the tensors is, else the lower precision."""
+    lower = torch.get_autocast_dtype("cuda")
+    given = {t.dtype for t in _tensors((*args, *kwargs.values())) if state.takes(t)}
+    if not given <= {torch.float32, lower}:
+        others = ", ".join(sorted(str(dtype) for dtype in given - {torch.float32, lower}))
+        raise RuntimeError(f"{op} got {others} while autocast gives {lower}: it takes float32 and what autocast gives")
+    return _cast_all(state, op, args, kwargs, torch.float32 if torch.float32 in given else lower)
+
+
+def _banned(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """torch's kernel raises its own message, whatever the tensors."""
+    dispatch.with_cuda_autocast(op, *args, **kwargs)
+    raise AssertionError(f"{op} is not refused by this torch")
+
+
+def _unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    raise RecordingError(
+        f"autocast on CUDA treats {op}, and how is not known here",
+        expected=f"an op that autocast treated in the versions of torch up to 2.15; this one is {torch.__version__}",
+        do="Run that op with autocast off, or run memplan.measure(build)",
+    )
+
+
+_POLICIES: dict[str, Callable[[Autocast, Any, Any, Any], Prepared]] = {
+    **dict.fromkeys(_LOWER.split(), _lower),
+    **dict.fromkeys(_FLOAT.split(), _float),
+    **dict.fromkeys(_FLOAT_BY_DTYPE.split(), _float_by_dtype),
+    **dict.fromkeys(_WIDEST.split(), _widest),
+    "norm": _norm,
+    "binary_cross_entropy": _banned,
+}
+"""Name of an op -> how its arguments are prepared."""

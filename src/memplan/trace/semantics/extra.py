@@ -1,0 +1,45 @@
+"""Storages that a kernel takes and no tensor shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Bytes of one allocation beyond an op's results. By default it is freed when the op is over."""
+
+    bytes: int
+    low: int | None = None
+    """Where nobody can say how much it takes: the least; ``bytes`` are the most."""
+    owner: torch.Tensor | None = None
+    """The result that it lives with: a reserve that the backward needs."""
+    held: bool = False
+    """It is never freed."""
+    workspace: bool = False
+    """A library's workspace, rather than a kernel's temporary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Semantics:
+    """What a device's kernels do beyond what a fake tensor tells.
+
+    ``extras(name, args, kwargs, result, in_backward)``: the storages that a kernel takes for itself.
+    ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
+    ``instead``: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
+    """
+
+    extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]
+    results: Mapping[str, Callable[[Arguments, Keywords, Any], Any]]
+    instead: Mapping[str, Callable[[Arguments, Keywords], Any]]
+
+
+NONE = Semantics(lambda name, args, kwargs, result, in_backward: (), {}, {})
+"""Of the host's memory, where a step for a card is recorded: it does not count."""
