@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -92,6 +93,14 @@ def test_divisions_by_size() -> None:
     settings = parse_settings("roundup_power2_divisions:[64:1,128:2,>:4]")
     sizes = [(70 << 20) + 1, (130 << 20) + 1, (300 << 20) + 1]
     assert [block_size(settings, size) for size in sizes] == [(70 << 20) + 512, 192 << 20, 320 << 20]
+
+
+def test_divisions_as_in_torchs_own_tests() -> None:
+    """84 MiB by 4 and by 8, and 400 MiB by 2."""
+    assert block_size(parse_settings("roundup_power2_divisions:4"), 84 * MIB) == 96 * MIB
+    settings = parse_settings("roundup_power2_divisions:[64:8,128:2,256:2,512:2,1024:1,>:1]")
+    assert block_size(settings, 84 * MIB) == 88 * MIB
+    assert block_size(settings, 400 * MIB) == 512 * MIB
 
 
 def test_large_segments_of_another_size() -> None:
@@ -274,6 +283,7 @@ def test_out_of_memory_and_what_it_says() -> None:
     assert (error.free_in_blocks, error.largest_free) == (18 * MIB, 18 * MIB)
     assert used.log[-1] == AllocatorEvent("oom", 2 * MIB, 19 * MIB, 3, DEFAULT_POOL, None, 9)
     assert used.malloc(18 * MIB) == FIRST + 2 * MIB  # it goes on
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
 
 
 def test_unused_segments_are_released_for_a_request() -> None:
@@ -509,6 +519,30 @@ def test_going_on_from_expandable_segments() -> None:
     for size in (15, 40, 5):
         assert used.malloc(size * MIB) == before.malloc(size * MIB)
     assert used.segments() == before.segments()
+
+
+def test_release_with_expandable_segments_among_the_free_ones() -> None:
+    """As in torch's own tests: plain and expandable segments of 40 MiB under a limit of 120, then one of 120."""
+    text = "max_split_size_mb:40"
+    plain = allocator(text)
+    plain.malloc(40 * MIB)
+    plain.malloc(40 * MIB)
+    grown = CachingAllocator(parse_settings(f"expandable_segments:True,{text}"), place=lambda size: THIRD)
+    grown.malloc(40 * MIB)
+    used = CachingAllocator(parse_settings(text), place=lambda size: 9 << 36, limit=120 * MIB)
+    used.restore((*plain.segments(), *grown.segments()))
+    with pytest.raises(OutOfMemory):
+        used.malloc(40 * MIB)
+    for segment in used.segments():
+        used.free(segment.address)
+    assert used.malloc(120 * MIB) == 9 << 36
+    assert [action for action, _, _ in done(used)[-5:]] == [
+        "segment_free",
+        "segment_free",
+        "segment_unmap",
+        "segment_alloc",
+        "alloc",
+    ]
 
 
 @pytest.mark.parametrize(

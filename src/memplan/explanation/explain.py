@@ -173,7 +173,7 @@ def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
 def _most(trace: Trace) -> dict[str, int]:
     """The most that each cause holds at any one time."""
     events = sorted(
-        [(s.born, s.bytes, s.cause) for s in trace.storages]
+        [(s.born, s.bytes, s.cause) for s in trace.counted]
         + [(s.died, -s.bytes, s.cause) for s in trace.counted if s.died is not None]
     )
     level: dict[str, int] = dict.fromkeys(CAUSES, 0)

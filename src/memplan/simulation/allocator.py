@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 from memplan.errors import UsageError
-from memplan.simulation.device import Device, ascending
+from memplan.simulation.device import Device, OutOfMemory, ascending
 from memplan.simulation.expandable import ExpandableSegments
 from memplan.simulation.model import DEFAULT_POOL, Action, AllocatorEvent, Pool, Segment
 from memplan.simulation.pools import FREE, LIVE, PENDING, Chunk, ChunkPool
@@ -17,41 +17,9 @@ from memplan.simulation.segments import restored, segment_of
 from memplan.simulation.settings import AllocatorSettings
 from memplan.simulation.sizes import LARGEST_SMALL, SMALLEST_BLOCK, block_size, segment_size
 
+__all__ = ["CachingAllocator", "OutOfMemory"]
+
 _DEFAULTS = AllocatorSettings()
-
-
-class OutOfMemory(Exception):
-    """The device has too little for a request, even after all unused segments went back to it. Bytes throughout.
-
-    Args:
-        requested: what was asked for.
-        segment: what would have had to come from the device for it, at most.
-        reserved: what the allocator held.
-        allocated: what of it was in blocks handed out.
-        free_in_blocks: what of it was in free blocks, of all pools and streams.
-        largest_free: the largest of these blocks.
-        capacity: what the device could give in all; where a limit of the process's own was in the way, that limit.
-    """
-
-    def __init__(
-        self,
-        *,
-        requested: int,
-        segment: int,
-        reserved: int,
-        allocated: int,
-        free_in_blocks: int,
-        largest_free: int,
-        capacity: int | None,
-    ) -> None:
-        super().__init__(f"out of memory: {requested} bytes requested, {reserved} of {capacity} bytes reserved")
-        self.requested = requested
-        self.segment = segment
-        self.reserved = reserved
-        self.allocated = allocated
-        self.free_in_blocks = free_in_blocks
-        self.largest_free = largest_free
-        self.capacity = capacity
 
 
 class CachingAllocator:

@@ -3,11 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from memplan.simulation.model import Action, AllocatorEvent, Pool
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ALIGNMENT = 2 << 20
+
+
+class OutOfMemory(Exception):
+    """The device has too little for a request, even after all unused segments went back to it. Bytes throughout.
+
+    Args:
+        requested: what was asked for.
+        segment: what would have had to come from the device for it, at most.
+        reserved: what the allocator held.
+        allocated: what of it was in blocks handed out.
+        free_in_blocks: what of it was in free blocks, of all pools and streams.
+        largest_free: the largest of these blocks.
+        capacity: what the device could give in all; where a limit of the process's own was in the way, that limit.
+    """
+
+    def __init__(
+        self,
+        *,
+        requested: int,
+        segment: int,
+        reserved: int,
+        allocated: int,
+        free_in_blocks: int,
+        largest_free: int,
+        capacity: int | None,
+    ) -> None:
+        super().__init__(f"out of memory: {requested} bytes requested, {reserved} of {capacity} bytes reserved")
+        self.requested = requested
+        self.segment = segment
+        self.reserved = reserved
+        self.allocated = allocated
+        self.free_in_blocks = free_in_blocks
+        self.largest_free = largest_free
+        self.capacity = capacity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By default pickle calls the class with the text alone, which fails.
+        return partial(OutOfMemory, **vars(self)), ()
 
 
 class Device:

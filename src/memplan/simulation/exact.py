@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from memplan.errors import UsageError
 from memplan.simulation.allocator import OutOfMemory
-from memplan.simulation.model import DEFAULT_POOL, Action, AllocatorEvent, Pool, Segment
+from memplan.simulation.model import DEFAULT_POOL, Action, AllocatorEvent, Block, Pool, Segment
 from memplan.simulation.peaks import Level
 from memplan.simulation.requests import GIVES, Request
 from memplan.simulation.rewind import Start
+from memplan.simulation.sizes import LARGEST_SMALL
 from memplan.simulation.snapshot import Entry, Snapshot
 
 _TAKES = ("segment_alloc", "segment_map")
@@ -140,8 +142,6 @@ class Exact:
         given, self._given = self._given, []
         index, allocator = given[0][0], self.allocator
         before = len(allocator.log)
-        for pool in {entry.pool or DEFAULT_POOL for _, entry in given} | self._pools_at(given):
-            allocator.retire(pool)
         if self._gives_part:
             for at, entry in given:
                 if entry.action == "segment_free":
@@ -149,6 +149,8 @@ class Exact:
                 else:
                     allocator.unmap(entry.address, entry.size, tick=at + 1)
         else:
+            for pool in self._pools_at(given):
+                allocator.retire(pool)
             allocator.empty_cache(tick=given[-1][0] + 1)
         done = {event[:3] for event in allocator.log[before:]}
         recorded = {entry[:3] for _, entry in given}
@@ -163,41 +165,63 @@ class Exact:
             self._differ(index, "segment", "nothing", _told(surplus))
 
     def _pools_at(self, given: list[tuple[int, Entry]]) -> set[Pool]:
-        """The private pools of segments that are given back."""
-        addresses = {entry.address for _, entry in given}
-        private = [segment for segment in self.allocator.segments() if segment.pool != DEFAULT_POOL]
-        return {segment.pool for segment in private if segment.address in addresses}
+        """The private pools of memory that is given back."""
+        known = {entry.pool for _, entry in given if entry.pool is not None}
+        addresses = sorted(entry.address for _, entry in given if entry.pool is None)
+        if addresses:
+            for segment in self.allocator.segments():
+                at = bisect_left(addresses, segment.address)
+                if at < len(addresses) and addresses[at] < segment.address + segment.size:
+                    known.add(segment.pool)
+        return known
 
     def _fail(self, request: Request, entry: Entry) -> None:
-        """Torch ran out: then nothing serves the request here, either, if the card has no more than it gave last.
-
-        With expandable segments, an attempt that fails can have got some of its pages before; it keeps them.
-        """
+        """Torch ran out: then nothing that is free here may serve the request, either."""
         allocator = self.allocator
-        got = sum(taken.size for taken in self._taken)
-        allocator.capacity = reserved = allocator.reserved + got
+        if self._taken:
+            self._fail_after_some(request)
+        segments = allocator.segments()
+        if not self._gives_part and (block := _serving(segments, request)) is not None:
+            self._differ(request.event, "free", "out of memory", f"{block.size} bytes at {block.address:#x}")
+        free = None if entry.address < 0 else entry.address
+        event = AllocatorEvent("oom", free or 0, request.size, request.stream, request.pool, tick=request.event + 1)
+        allocator.log.append(event)
+        oom = OutOfMemoryEvent(
+            request.event, request.size, request.stream, request.pool, free, allocator.reserved, allocator.allocated,
+            segments,
+        )  # fmt: skip
+        self.ooms.append(oom)
+
+    def _fail_after_some(self, request: Request) -> None:
+        """With expandable segments, an attempt that failed can have got some of its pages; it keeps them."""
+        allocator = self.allocator
+        allocator.capacity = reserved = allocator.reserved + sum(taken.size for taken in self._taken)
+        self._taken.clear()
         try:
             address = allocator.malloc(request.size, stream=request.stream, pool=request.pool, tick=request.event + 1)
         except OutOfMemory:
-            allocator.log[-1] = allocator.log[-1]._replace(address=max(entry.address, 0))
+            allocator.log.pop()
         else:
-            self._differ(request.event, "free", "out of memory", f"a block at {address:#x} that serves")
             allocator.free(address)
         allocator.capacity = None
         if allocator.reserved != reserved:
             self._differ(request.event, "segment", f"{reserved} bytes held", f"{allocator.reserved}")
-        self._taken.clear()
-        free = None if entry.address < 0 else entry.address
-        oom = OutOfMemoryEvent(
-            request.event, request.size, request.stream, request.pool, free, allocator.reserved, allocator.allocated,
-            allocator.segments(),
-        )  # fmt: skip
-        self.ooms.append(oom)
 
     def _differ(
         self, index: int, what: Literal["address", "segment", "history", "free"], recorded: str, replayed: str
     ) -> None:
         self.mismatches.append(Mismatch(index, what, recorded, replayed))
+
+
+def _serving(segments: Sequence[Segment], request: Request) -> Block | None:
+    """A free block that is large enough, of the pool and stream of a request."""
+    kind = (request.pool, request.stream, request.size <= LARGEST_SMALL)
+    for segment in segments:
+        if (segment.pool, segment.stream, segment.small) == kind:
+            for block in segment.blocks:
+                if block.state == "inactive" and block.size >= request.size:
+                    return block
+    return None
 
 
 def _listed(events: Sequence[Entry] | Sequence[AllocatorEvent]) -> str:

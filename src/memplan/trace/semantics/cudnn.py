@@ -10,17 +10,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from memplan.trace.semantics.arch import Arch
+from memplan.trace.semantics.cudnn_convolution import convolution_workspace as convolution_workspace
 from memplan.trace.semantics.layout import bytes_of, copied, like_channels_last
 
 Kind = Literal["lstm", "gru", "rnn"]
 Interval = tuple[int, int]
 
 _MOST_SAMPLES = {True: 880_801, False: 65_535}
-_LEAST_EPSILON = 0.0
 _INT_MAX = (1 << 31) - 1
 _GATES: dict[Kind, int] = {"lstm": 4, "gru": 3, "rnn": 1}
 _KEPT: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
-_MODES: dict[int, Kind] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
+MODES: dict[int, Kind] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
+"""cuDNN mode number, as torch passes it, -> kind."""
 
 
 class Choice(NamedTuple):
@@ -56,7 +57,7 @@ def uses_batch_norm(
         (not (tracked or (untracked and training)), "there are no running statistics to normalize with"),
         (x.dim() < 3, "the input has no spatial dimension"),
         (x.dim() >= 1 and x.shape[0] > most, f"the batch is over {most}"),
-        (epsilon < _LEAST_EPSILON, "epsilon is too small"),
+        (epsilon < 0, "epsilon is negative"),
         (x.numel() >= _INT_MAX, "the input has 2^31 elements or more"),
     )
     for refused, reason in refusals:
@@ -182,7 +183,7 @@ class RecurrentCall(NamedTuple):
             steps, batch = 1, x.shape[0]
         else:
             steps, batch = (x.shape[1], x.shape[0]) if args[10] else (x.shape[0], x.shape[1])
-        kind = _MODES[args[6]]
+        kind = MODES[args[6]]
         return cls(
             *(
                 kind,

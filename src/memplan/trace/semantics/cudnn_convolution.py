@@ -112,8 +112,7 @@ def backing(
     if not x.numel() or not weight.numel():
         return Backing("empty", "nothing to convolve")
     bfloat16 = torch.bfloat16 in (x.dtype, weight.dtype)
-    steps = [(stride[i], dilation[i]) for i in range(min(len(stride), len(dilation)))]
-    wide = any(p >= s or p >= d for p, (s, d) in zip(output_padding, steps, strict=False)) if transposed else False
+    wide = any(p >= s for p, s in zip(output_padding, stride, strict=False))
     refused = None
     if not enabled:
         refused = "cuDNN is switched off"

@@ -1,0 +1,127 @@
+"""The sum that nvidia-smi would show, and the verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.devices import catalogue, find
+from memplan.explanation.model import CardUse
+
+MIB = 1 << 20
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 1024, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def explained(what: Any = Mlp, *inputs: Any, device: str = "h100", **more: Any) -> memplan.Explanation:
+    return memplan.explain(what, *(inputs or ("256x1024",)), device=device, **more)
+
+
+def card_of(explanation: memplan.Explanation) -> CardUse:
+    assert explanation.card is not None
+    return explanation.card
+
+
+def test_the_sum_is_what_is_reserved_and_the_context() -> None:
+    explanation = explained(optimizer=torch.optim.AdamW)
+    charges = {charge.name: charge for charge in card_of(explanation).charges}
+    context = find("h100").context
+    assert sum(c.high for c in charges.values()) == explanation.timeline.peak_reserved + context[1]
+    assert (charges["context"].low, charges["context"].high) == context
+    assert charges["workspace"].high == 2 * 32 * MIB  # cuBLAS on Hopper, for the thread of forward and of backward
+    assert charges["rounding"].high >= 0
+    assert charges["fragmentation"].high >= 0
+    assert card_of(explanation).verdict.high == sum(c.high for c in charges.values())
+
+
+def test_causes_add_up_at_both_peaks() -> None:
+    explanation = explained(optimizer=torch.optim.AdamW)
+    timeline = explanation.timeline
+    assert sum(explanation.by_cause.values()) == timeline.peak_allocated
+    assert sum(explanation.by_cause_reserved.values()) == timeline.peak_reserved
+    assert explanation.by_cause["weight"] == sum(p.numel() * 4 for p in Mlp().parameters())
+    assert explanation.by_cause["optimizer_state"] >= 2 * explanation.by_cause["weight"]
+
+
+def test_every_card_gets_a_verdict_and_the_smallest_that_fits_is_named() -> None:
+    """By hand: weights, gradients and two states of AdamW alone are 16 bytes a parameter."""
+    use = card_of(explained(lambda: Mlp(8192, 16), "16x8192", optimizer=torch.optim.AdamW))
+    parameters = 16 * (8192 * 8192 + 8192)
+    assert [verdict.device for verdict in use.others] == [device.name for device in catalogue()]
+    for verdict in use.others:
+        if verdict.capacity < 16 * parameters:
+            assert verdict.answer == "does not fit"
+        if verdict.capacity > 26 * parameters:
+            assert verdict.answer == "fits"
+    fitting = [verdict for verdict in use.others if verdict.answer == "fits"]
+    assert use.smallest == min(fitting, key=lambda verdict: verdict.capacity).device
+
+
+def test_a_card_that_is_too_small_is_told() -> None:
+    use = card_of(explained(lambda: Mlp(8192, 16), "16x8192", optimizer=torch.optim.AdamW, device="t4"))
+    assert use.verdict.answer == "does not fit"
+    assert "does not fit on NVIDIA T4" in str(explained(lambda: Mlp(8192, 16), "16x8192", device="t4",
+                                                         optimizer=torch.optim.AdamW))  # fmt: skip
+
+
+def test_a_convolution_is_an_interval_and_linear_layers_are_not() -> None:
+    plain = card_of(explained())
+    assert {c.name for c in plain.charges if c.low != c.high} == {"context"}
+    use = card_of(explained(lambda: nn.Conv3d(16, 32, 3, padding=1), "2x16x32x32x32"))
+    workspace = next(c for c in use.charges if c.name == "workspace")
+    assert workspace.low <= workspace.high
+    assert use.verdict.low < use.verdict.high
+
+
+def test_a_module_and_its_inputs_go_to_the_card_and_the_host_does_not_count() -> None:
+    class WithHostTensor(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.zeros(1 << 20)  # on the host
+            return super().forward(x)
+
+    weights = 1000 * 1000 * 4 + 1000 * 4
+    explanation = explained(lambda: WithHostTensor(1000, 1000), "10x1000", train=False)
+    assert explanation.by_cause["weight"] == weights
+    assert explanation.by_cause["input"] == 10 * 1000 * 4
+    assert explanation.by_cause_most["temporary"] < 1 << 20
+
+
+def test_the_users_module_stays_where_it_is() -> None:
+    model = Mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    explained(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_a_trace_of_a_gpu_outside_of_the_catalogue_is_explained_without_a_verdict() -> None:
+    from memplan.trace.model import replace
+
+    def build() -> Any:
+        x = torch.zeros(1000, device="cuda")
+        return lambda: x * 2
+
+    trace = replace(memplan.record(build, device="h100"), device="rtx9999")
+    explanation = memplan.explain(trace)
+    assert explanation.card is None
+    assert explanation.timeline.peak_allocated == 2 * 4096
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_is_cudas(precision: str) -> None:
+    explanation = explained(autocast=precision)
+    # by hand: of each layer, the input of the product and of GELU in half precision; the cast weights until forward ends
+    saved = 4 * 2 * (256 * 1024 * 2)
+    assert explanation.saved_bytes >= saved
+    assert explanation.saved_bytes < saved + 4 * 1024 * 1024 * 2 + 4 * MIB
