@@ -451,6 +451,17 @@ def test_only_pages_without_a_block_go_back() -> None:
     assert (used.reserved, used.segments()) == (0, ())
 
 
+@pytest.mark.parametrize(("first", "taken"), [(60, 120), (55, 0)])
+def test_a_block_that_could_grow_counts_as_large_as_it_could_become(first: int, taken: int) -> None:
+    """Of a range of 180 MiB, 140 have memory: the last 20 are free, and could become 60."""
+    used = allocator("expandable_segments:True", total=160 << 20)
+    a, _, _, d = (used.malloc(size * MIB) for size in (first, 80 - first, 40, 20))
+    assert used.reserved == 140 * MIB
+    used.free(a)
+    used.free(d)
+    assert used.malloc(15 * MIB) == FIRST + taken * MIB
+
+
 def test_blocks_of_an_expandable_segment_are_cut_to_the_last_512_bytes() -> None:
     used = allocator("expandable_segments:True", total=80 << 30)
     used.malloc(20 * MIB - 512)

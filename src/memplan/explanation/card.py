@@ -17,17 +17,17 @@ _NOT_MODELLED = (
 )
 
 
-def card_use(trace: Trace, high: Timeline, card: Device) -> CardUse:
+def card_use(trace: Trace, low: Timeline, card: Device) -> CardUse:
     """What a step for a card takes from it, and whether it fits there and on every other card of the catalogue.
 
-    ``high`` is the trace's timeline in the high case.
+    ``low`` is the trace's timeline in the low case.
     """
-    low = simulate(trace, workspace="low") if _is_interval(trace) else high
+    high = simulate(trace, workspace="high") if _is_interval(trace) else low
     charges = _charges(trace, low, high, card)
     needs = Case(trace, low, False), Case(trace, high, True)
     verdicts = [_verdict(needs, other) for other in catalogue()]
     smallest = next((verdict.device for verdict in verdicts if verdict.answer == "fits"), None)
-    return CardUse(charges, _verdict(needs, card), tuple(verdicts), smallest, (_NOT_MODELLED,))
+    return CardUse(charges, _verdict(needs, card), tuple(verdicts), smallest, high.peak_allocated, (_NOT_MODELLED,))
 
 
 class Case:

@@ -97,7 +97,7 @@ def explain_trace(
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     if card is None:
         card = _known_card(trace.device)
-    timeline = simulate(trace)
+    timeline = simulate(trace, workspace="low")  # what is known; how much workspaces can add stands apart
     by_cause = _by_cause(trace, timeline.peak_tick)
     start, end = _representative_step(timeline)
     saved = saved_rows(trace, fullest(trace, start, end))
@@ -204,9 +204,14 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
 
 def _notes(trace: Trace) -> tuple[str, ...]:
     notes: list[str] = []
-    if trace.device == "cpu" and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
+    if trace.device == HOST and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
-    if trace.device == "cpu" and trace.origin == "recorded" and any(_is_half_product(trace, op) for op in trace.ops):
+    if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
+        notes.append(
+            "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
+            "without it (with torch.backends.cudnn.benchmark = True the first step tries all of them, and takes most)"
+        )
+    if trace.device == HOST and trace.origin == "recorded" and any(_is_half_product(trace, op) for op in trace.ops):
         notes.append(
             "oneDNN's kernels in half precision take scratch that depends on the processor: where one of them runs at "
             "the peak, it can be some per cent off"

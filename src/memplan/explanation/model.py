@@ -134,6 +134,8 @@ class CardUse:
     verdict: Verdict
     others: tuple[Verdict, ...]
     smallest: str | None
+    peak_allocated_high: int
+    """The allocated peak in the high case; the explanation's timeline is that of the low case."""
     not_modelled: tuple[str, ...]
 
 

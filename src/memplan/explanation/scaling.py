@@ -27,7 +27,7 @@ def scaled(
         return explanation
     try:
         steps = 1 if len(explanation.timeline.events) > _LARGE else 2
-        doubled = simulate(record_for(build_at(2 * batch), target, steps))
+        doubled = simulate(record_for(build_at(2 * batch), target, steps), workspace="low")
     except MemplanError as error:
         note = f"how the peak grows with the batch is not known: at batch {2 * batch}, {error.found}"
         return replace(explanation, notes=(*explanation.notes, note))

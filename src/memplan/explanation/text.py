@@ -57,6 +57,15 @@ def _line(fixed: float, per_sample: float) -> str:
     return f"{format_bytes(round(fixed))} fixed + {format_bytes(round(per_sample))} per sample"
 
 
+def workspace_sentence(explanation: Explanation) -> str | None:
+    """How much higher the peak can be; None where every workspace is known."""
+    peak = explanation.timeline.peak_allocated
+    if explanation.card is None or explanation.card.peak_allocated_high == peak:
+        return None
+    most = format_bytes(explanation.card.peak_allocated_high)
+    return f"with the largest workspaces that cuDNN may choose: up to {most} peak"
+
+
 def peak_sentence(explanation: Explanation) -> str | None:
     """Where the peak is: phase, op, layer, file:line."""
     peak = explanation.peak
@@ -69,7 +78,12 @@ def peak_sentence(explanation: Explanation) -> str | None:
 
 def summary(explanation: Explanation) -> str:
     """The paragraph."""
-    lines = [explanation.sentence, peak_sentence(explanation), scaling_sentence(explanation)]
+    lines = [
+        explanation.sentence,
+        workspace_sentence(explanation),
+        peak_sentence(explanation),
+        scaling_sentence(explanation),
+    ]
     if explanation.card is not None:
         lines.append(verdict_sentence(explanation.card))
     lines += [f"note: {note}" for note in explanation.notes]

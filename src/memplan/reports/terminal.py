@@ -16,7 +16,7 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan.explanation.model import Explanation, LayerRow
-from memplan.explanation.text import LABELS, peak_sentence, scaling_sentence
+from memplan.explanation.text import LABELS, peak_sentence, scaling_sentence, workspace_sentence
 from memplan.reports.card import charge_columns, sums_from, verdict_lines
 from memplan.reports.columns import Column, fit
 from memplan.trace.model import Assumption
@@ -83,7 +83,7 @@ def _head(explanation: Explanation) -> Iterator[RenderableType]:
     kind = "training step" if explanation.train else "inference"
     yield Text(f"{clean(explanation.title)}: {kind} on {clean(explanation.device)}", "bold")
     yield Text(explanation.sentence)
-    for line in (peak_sentence(explanation), scaling_sentence(explanation)):
+    for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
         if line:
             yield Text(clean(line))
     loud = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]

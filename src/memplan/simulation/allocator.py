@@ -93,7 +93,14 @@ class CachingAllocator:
     # Requests
 
     def malloc(
-        self, size: int, *, stream: int = 0, pool: Pool = DEFAULT_POOL, owner: int | None = None, tick: int = 0
+        self,
+        size: int,
+        *,
+        stream: int = 0,
+        pool: Pool = DEFAULT_POOL,
+        owner: int | None = None,
+        tick: int = 0,
+        fresh: bool = False,
     ) -> int:
         """Hand out a block.
 
@@ -103,6 +110,7 @@ class CachingAllocator:
             pool: of a CUDA graph or the user's; while one is in use, no segment is released for a request.
             owner: written into the log and the block.
             tick: written into the log.
+            fresh: pass over the free blocks, as torch does once it has released what is unused.
 
         Returns:
             The block's address; 0 for 0 bytes.
@@ -121,7 +129,7 @@ class CachingAllocator:
         source = pools[0] if rounded <= LARGEST_SMALL else pools[1]
         if self._collects:
             source.asked += 1
-        chunk = self._cached(source, stream, rounded)
+        chunk = None if fresh else self._cached(source, stream, rounded)
         if chunk is None:
             chunk = self._grow(source, stream, rounded, size)
         if self._cuts(source, chunk.size - rounded, rounded):

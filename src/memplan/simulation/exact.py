@@ -9,11 +9,12 @@ from typing import Literal
 
 from memplan.errors import UsageError
 from memplan.simulation.allocator import OutOfMemory
-from memplan.simulation.model import DEFAULT_POOL, Action, AllocatorEvent, Block, Pool, Segment
+from memplan.simulation.model import Action, AllocatorEvent, Block, Pool, Segment
 from memplan.simulation.peaks import Level
 from memplan.simulation.requests import GIVES, Request
 from memplan.simulation.rewind import Start
-from memplan.simulation.sizes import LARGEST_SMALL
+from memplan.simulation.settings import AllocatorSettings
+from memplan.simulation.sizes import LARGEST_SMALL, SMALLEST_BLOCK, block_size
 from memplan.simulation.snapshot import Entry, Snapshot
 
 _TAKES = ("segment_alloc", "segment_map")
@@ -61,6 +62,9 @@ class Exact:
     def __init__(self, snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> None:
         self.snapshot = snapshot
         self.requests = requests
+        self.start = start
+        self.suspect: tuple[int, int] | None = None
+        """At the first wrong address: the owner of a block of the start, and how much larger it must have been."""
         self.allocator = start.allocator(snapshot.settings, place=self._place)
         self.mismatches = [Mismatch(index, "history", text, "nothing") for index, text in start.conflicts]
         self.levels: list[Level] = [(0, self.allocator.allocated, self.allocator.reserved)]
@@ -68,6 +72,8 @@ class Exact:
         self._where = {block.owner: block.address for segment in start.segments for block in segment.blocks}
         self._taken: list[Entry] = []
         self._given: list[tuple[int, Entry]] = []
+        self._just_gave = False
+        """Whether memory went back since the last request: it may have been for the next one."""
         self._spare = _SPARE
         settings = snapshot.settings
         # With these, torch gives back some of what is unused; without, always all of it.
@@ -94,6 +100,7 @@ class Exact:
                 self._taken.append(entry)
             elif request is not None:
                 self._serve(request, entry)
+                self._just_gave = False
                 levels.append((index + 1, allocator.allocated, allocator.reserved))
         if self._given:
             self._give()
@@ -126,7 +133,13 @@ class Exact:
         log = self.allocator.log
         before = len(log)
         address = self.allocator.malloc(
-            request.size, stream=request.stream, pool=request.pool, owner=request.owner, tick=tick
+            request.size,
+            stream=request.stream,
+            pool=request.pool,
+            owner=request.owner,
+            tick=tick,
+            # Blocks that became free on the way are not looked at again.
+            fresh=self._just_gave and bool(self._taken),
         )
         self._where[request.owner] = address
         if len(log) - before - 1 != len(self._taken) or self._taken:
@@ -135,11 +148,33 @@ class Exact:
                 self._differ(request.event, "segment", _listed(self._taken), _listed(done))
             self._taken.clear()
         if address != entry.address:
+            if not self.mismatches:
+                self.suspect = self._suspect(address, self.allocator.settings)
             self._differ(request.event, "address", f"{entry.address:#x}", f"{address:#x}")
+
+    def _suspect(self, address: int, settings: AllocatorSettings) -> tuple[int, int] | None:
+        """Torch passed over a free block that serves best here. Then it was smaller.
+
+        That can be where the block in front of it was there at the start, and its own size is not known: up to 1 MiB
+        more of it may have been left over when it was cut.
+        """
+        for segment in self.allocator.segments():
+            if not segment.address < address < segment.address + segment.size:
+                continue
+            at = next(at for at, block in enumerate(segment.blocks) if block.address == address)
+            taken, before = segment.blocks[at], segment.blocks[at - 1]
+            behind = segment.blocks[at + 1 : at + 2]
+            free = taken.size + sum(block.size for block in behind if block.state == "inactive")
+            more = free - block_size(settings, taken.requested) + SMALLEST_BLOCK
+            left_over = before.size + more - block_size(settings, before.requested)
+            owner = before.owner
+            if owner is not None and owner in self.start.uncertain and left_over <= LARGEST_SMALL and more < free:
+                return owner, more
+        return None
 
     def _give(self) -> None:
         """Give back what torch gave back, all of it in one go, as it does in `empty_cache` or when it has run out."""
-        given, self._given = self._given, []
+        given, self._given, self._just_gave = self._given, [], True
         index, allocator = given[0][0], self.allocator
         before = len(allocator.log)
         if self._gives_part:

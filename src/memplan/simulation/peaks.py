@@ -21,7 +21,8 @@ def timeline_of(
     """A Timeline of levels after each event; ``bounds`` are 0, the ticks at which steps begin, and the last tick."""
     peaks = _peaks(events, bounds)
     top = max(peaks, key=lambda peak: peak.peak_allocated)
-    reserved = max(peaks, key=lambda peak: peak.peak_reserved)
+    levels = {tick: allocated for tick, allocated, _ in events}
+    reserved = max(peaks, key=lambda peak: (peak.peak_reserved, levels.get(peak.reserved_tick, 0)))
     return Timeline(
         device,
         tuple(events),
@@ -41,13 +42,18 @@ def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
     peaks: list[StepPeak] = []
     position, allocated, reserved = 0, 0, 0
     for start, end in pairwise(bounds):
-        most, most_tick, held, held_tick = allocated, start, reserved, start
+        most, most_tick = allocated, start
+        held, beside, held_tick = (
+            reserved,
+            allocated,
+            start,
+        )  # reserved bytes seldom fall: where the most is used of them
         while position < len(events) and events[position][0] <= end:
             tick, allocated, reserved = events[position]
             if allocated > most:
                 most, most_tick = allocated, tick
-            if reserved > held:
-                held, held_tick = reserved, tick
+            if (reserved, allocated) > (held, beside):
+                held, beside, held_tick = reserved, allocated, tick
             position += 1
         peaks.append(StepPeak(start, end, most, held, most_tick, held_tick))
     return peaks

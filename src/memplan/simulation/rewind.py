@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memplan.simulation.allocator import CachingAllocator
 from memplan.simulation.model import DEFAULT_POOL, Block, Pool, Segment
@@ -31,6 +31,14 @@ class Start:
     """Index of an event and what it says that cannot be, given what came after it."""
     below: tuple[Segment, ...] = ()
     """Of expandable segments that had no memory at their lowest addresses, which they got later: the first page."""
+
+    uncertain: frozenset[int] = frozenset()
+    """Owners of blocks that may be larger than they are here, at the cost of the free block behind them."""
+
+    def enlarged(self, owner: int, more: int) -> Start:
+        """The same with one block larger, and the free block behind it smaller, by so many bytes."""
+        segments = tuple(_enlarged(segment, owner, more) for segment in self.segments)
+        return replace(self, segments=segments)
 
     def allocator(
         self,
@@ -261,7 +269,23 @@ class _Rewind:
             segments.append(
                 Segment(held.address, held.size, held.stream, held.small, held.pool, held.expandable, tuple(blocks))
             )
-        return Start(tuple(segments), tuple(stacks), tuple(reversed(self.conflicts)), tuple(self._below(segments)))
+        conflicts = tuple(reversed(self.conflicts))
+        return Start(
+            tuple(segments),
+            tuple(stacks),
+            conflicts,
+            tuple(self._below(segments)),
+            frozenset(self._uncertain(segments)),
+        )
+
+    def _uncertain(self, segments: list[Segment]) -> Iterator[int]:
+        if self.settings.expandable_segments:
+            return
+        for segment in segments:
+            if not segment.small and not segment.expandable:
+                for block in segment.blocks:
+                    if block.owner is not None and not self.live[block.address].cut:
+                        yield block.owner
 
     def _below(self, segments: list[Segment]) -> Iterator[Segment]:
         for (stream, small, pool), low in self.lowest.items():
@@ -284,6 +308,17 @@ class _Rewind:
         if at < held.end:
             blocks.append(Block(at, held.end - at, 0, "inactive"))
         return blocks
+
+
+def _enlarged(segment: Segment, owner: int, more: int) -> Segment:
+    blocks = list(segment.blocks)
+    at = next((at for at, block in enumerate(blocks) if block.owner == owner), None)
+    if at is None:
+        return segment
+    behind = blocks[at + 1]
+    blocks[at] = replace(blocks[at], size=blocks[at].size + more)
+    blocks[at + 1] = replace(behind, address=behind.address + more, size=behind.size - more)
+    return replace(segment, blocks=tuple(blocks))
 
 
 def _kind(held: _Held | Segment) -> tuple[int, bool, Pool]:

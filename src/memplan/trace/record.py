@@ -9,9 +9,9 @@ import torch
 
 from memplan import _torch
 from memplan.trace import card
-from memplan.trace.card.residence import Card, NamedLate
+from memplan.trace.card.residence import Card, NamedLate, OnCard
 from memplan.trace.causes import finish
-from memplan.trace.model import Trace
+from memplan.trace.model import HOST, Trace
 from memplan.trace.observer import Observer
 from memplan.trace.place import Place
 from memplan.trace.semantics import cpu, cuda
@@ -49,15 +49,20 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
 def record_for(build: Build, target: Target, steps: int = 2) -> Trace:
     """As `record`, for a target that is chosen."""
     try:
-        return _Recording(target, named=False).run(build, steps)
-    except NamedLate:  # only in a step: now it is known that what the building left on the CPU stays there
-        return _Recording(target, named=True).run(build, steps)
+        return _Recording(target, "unknown").run(build, steps)
+    except NamedLate:  # only in a step: then what the building left on the CPU stays there
+        trace = _Recording(target, "named").run(build, steps)
+    weights = [storage for storage in trace.storages if storage.cause == "weight"]
+    if weights and all(storage.device == HOST for storage in weights):
+        # no model is on the card: CUDA was not named but derived from a tensor's device, which we had said is "cuda"
+        return _Recording(target, "everything").run(build, steps)
+    return trace
 
 
 class _Recording:
     """The parts that record a step, put together."""
 
-    def __init__(self, target: Target, *, named: bool) -> None:
+    def __init__(self, target: Target, on_card: OnCard) -> None:
         self._target = target
         self._place = Place()
         self._observer = Observer(self._place, real=False, semantics=cpu.SEMANTICS)
@@ -67,7 +72,7 @@ class _Recording:
         self._card: Card | None = None
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
-            self._card = Card(self._observer.ledger, inside, named=named)
+            self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
             self._observer.semantics = cuda.semantics(target.card, lambda: self._observer.ledger.stream)
 

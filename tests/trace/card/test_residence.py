@@ -59,6 +59,18 @@ def test_cuda_named_in_a_step_only_makes_what_was_built_the_hosts() -> None:
     assert len(built) == 2  # recorded anew once it was known
 
 
+@pytest.mark.parametrize("device", [lambda x: x.device, lambda x: str(x.device), lambda x: torch.device(x.device)])
+def test_a_tensors_own_device_is_no_name(device: Callable[[torch.Tensor], Any]) -> None:
+    """As losses write: ``torch.zeros(shape, device=labels.device)``. The model was never moved: all is on the card."""
+
+    def build() -> Callable[[], Any]:
+        model, data = nn.Linear(100, 10), torch.randn(4, 100)
+        return lambda: model(data) + torch.zeros(4, 10, device=device(data))
+
+    trace = record(build, steps=1)
+    assert len(trace.counted) == len(trace.storages)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memplan.trace.semantics import replacements
+from memplan.errors import DataDependentError
+from memplan.trace.semantics import autocast, cuda_results, replacements
 from memplan.trace.semantics.replacements import Replacements, installed
 
 A100, H100, T4 = (8, 0), (9, 0), (7, 5)
@@ -47,6 +48,10 @@ class Recorder(FakeTensorMode):
                 return instead(*args, **kwargs)
         self.names.append(str(func).removeprefix("aten.").removesuffix(".default"))
         self.inside = True
+        instead = cuda_results.INSTEAD.get(str(func))
+        if instead is not None:  # what a recording does for ops that only CUDA has
+            self.inside = False
+            return instead(args, kwargs)
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -77,6 +82,21 @@ def kept(run: Callable[[], torch.Tensor]) -> list[tuple[str, tuple[int, ...]]]:
         output = run()
     output.sum().backward()
     return sorted(found.values())
+
+
+def kept_bytes(run: Callable[[], torch.Tensor]) -> int:
+    """Bytes of the storages that autograd keeps."""
+    found: dict[int, int] = {}
+    alive = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        alive.append(t)
+        found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(found.values())
 
 
 def leaf(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
@@ -293,6 +313,75 @@ def test_multihead_attention_and_its_encoder_layer_train() -> None:
     assert mode.names.count("_scaled_dot_product_flash_attention") == 1
     assert mode.names.count("native_dropout") == 3
     assert all(p.grad is not None for p in layer.parameters())
+
+
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "LSTM": lambda: nn.LSTM(8, 16, 2),
+    "LSTM of both directions": lambda: nn.LSTM(8, 16, bidirectional=True, batch_first=True),
+    "LSTM with projections": lambda: nn.LSTM(8, 16, 2, proj_size=4),
+    "LSTM without biases": lambda: nn.LSTM(8, 16, bias=False),
+    "GRU": lambda: nn.GRU(8, 16, 2),
+    "RNN": lambda: nn.RNN(8, 16, 2, nonlinearity="relu"),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_networks_are_cudnns(name: str) -> None:
+    """One op forward and one backward. Kept are weights, input, output and first states, and what is empty in a fake."""
+    with card() as mode:
+        model = RECURRENT[name]()
+        x = leaf(5, 2, 8)
+        output, states = model(x)
+        states = states if isinstance(states, tuple) else (states,)
+        elements = sum(t.numel() for t in (x, output, *states, *model.parameters()))
+        assert kept_bytes(lambda: model(x)[0]) == 4 * elements
+        output.sum().backward()
+    with FakeTensorMode():
+        assert RECURRENT[name]()(torch.randn(5, 2, 8))[0].shape == output.shape
+    assert mode.names.count("_cudnn_rnn_backward") == 1
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+    assert chosen[-1][1] == "cuDNN's, with its reserve"
+
+
+def test_recurrent_networks_under_autocast_run_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever autocast's dtype: cudnn/AutocastRNN.cpp."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True)
+    with autocast.installed(lambda t: True), card() as mode:
+        model = nn.LSTM(8, 16)
+        with torch.autocast("cuda", dtype=BF16):
+            output = model(torch.randn(5, 2, 8))[0]
+        assert output.dtype is F16
+        output.sum().backward()
+        assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {F32}
+    assert mode.names.count("_cudnn_rnn_backward") == 1
+
+
+def test_recurrent_networks_that_cudnn_does_not_take() -> None:
+    with card(T4) as mode:
+        nn.LSTM(8, 16, dtype=BF16)(torch.randn(5, 2, 8, dtype=BF16))
+        assert "sm_80" in chosen[-1][1]
+        with torch.backends.cudnn.flags(enabled=False):
+            nn.GRU(8, 16)(torch.randn(5, 2, 8))
+        assert "switched off" in chosen[-1][1]
+    assert "_cudnn_rnn" not in mode.names
+
+
+def test_a_packed_sequence_is_refused() -> None:
+    model, sizes = nn.LSTM(8, 16), torch.tensor([2, 1])
+    states, weights = [torch.zeros(1, 2, 16)] * 2, list(model.parameters())
+    with card(), pytest.raises(DataDependentError, match="packed"):
+        aten.lstm.data(torch.randn(3, 8), sizes, states, weights, True, 1, 0.0, True, False)
+
+
+def test_a_cell_keeps_its_gates() -> None:
+    with card() as mode:
+        cell = nn.LSTMCell(8, 16)
+        x = leaf(3, 8)
+        found = kept(lambda: cell(x)[0])
+        assert all(p.grad is not None for p in cell.parameters())
+    assert ("float32", (3, 64)) in found
+    assert "_thnn_fused_lstm_cell" in mode.names
 
 
 def test_without_gradients_and_in_inference_mode() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,10 @@ from memplan.trace.model import HOST, ON_CARD, Call
 
 CUDA = torch.device(ON_CARD)
 CPU = torch.device(HOST)
+
+
+OnCard = Literal["unknown", "named", "everything"]
+"""What is known of a step before it is recorded: nothing; that it names CUDA; that all of it lies on the card."""
 
 
 class NamedLate(BaseException):
@@ -27,17 +31,18 @@ class Card:
     """Where storages lie, and what the step asked of the card's allocator.
 
     Until building ends, only what names CUDA lies on the card. If nothing did by then, everything does, unless
-    ``named`` says that the step will name it.
+    ``on_card`` says that the step will name it ("named"), or that it does not matter if it does ("everything").
     """
 
-    def __init__(self, ledger: Ledger, inside: Callable[[], bool], *, named: bool) -> None:
+    def __init__(self, ledger: Ledger, inside: Callable[[], bool], on_card: OnCard) -> None:
         self.ledger = ledger
         self.inside = inside
         """Whether an op is being dispatched: then the tensors are what they are, on the CPU."""
         self.everything = False
-        self.named = named
+        self.named = on_card == "named"
         self.calls: list[Call] = []
         self._destination: str | None = None
+        self._known = on_card
 
     @property
     def destination(self) -> str | None:
@@ -53,7 +58,7 @@ class Card:
 
     def end_build(self) -> None:
         """Building is over: if nothing named CUDA, everything lies on the card."""
-        if self.named:
+        if self.named and self._known != "everything":
             return
         self.everything = True
         self.ledger.device = ON_CARD
@@ -62,7 +67,7 @@ class Card:
 
     def name(self) -> None:
         """The step names CUDA."""
-        if self.everything:
+        if self.everything and self._known == "unknown":
             raise NamedLate
         self.named = True
 

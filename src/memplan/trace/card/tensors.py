@@ -54,7 +54,7 @@ class _Tensors:
     def asked(self, device: Any) -> torch.device:
         """The device that the user's code names, which counts as naming it."""
         found = wanted(device)
-        if found.type == "cuda":
+        if found.type == "cuda" and device is not CUDA:  # a tensor's own device is no decision of the user's
             self._card.name()
         return found
 
@@ -95,6 +95,8 @@ class _Tensors:
 
     def cuda(self, tensor: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         """`torch.Tensor.cuda`."""
+        if not self._card.inside():
+            self._card.name()
         return self.to(tensor, CUDA if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
@@ -107,7 +109,7 @@ class _Tensors:
         name += "" if isinstance(dtype, str) else getattr(dtype, "__name__", "")
         if self._card.inside() or not name.startswith("torch.cuda."):
             return _TYPE(tensor, dtype, **kwargs) if dtype is not None else _TYPE(tensor)
-        return self.to(_TYPE(tensor, name.replace("torch.cuda.", "torch.")), CUDA)
+        return self.cuda(_TYPE(tensor, name.replace("torch.cuda.", "torch.")))
 
     def pin_memory(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """`torch.Tensor.pin_memory`: a copy in the host's memory."""

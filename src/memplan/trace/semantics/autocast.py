@@ -62,7 +62,8 @@ class Autocast:
     def kernels(self) -> dict[str, dispatch.Kernel]:
         """Name of an op, without its namespace -> what stands above it."""
         found = {}
-        for name in dispatch.autocast_ops():
+        # torch registers the one of cuDNN where it is built with cuDNN
+        for name in {*dispatch.autocast_ops(), "aten::_cudnn_rnn"}:
             base, _, overload = name.removeprefix("aten::").partition(".")
             found[name.removeprefix("aten::")] = self._kernel(getattr(getattr(_ATEN, base), overload or "default"))
         return found
@@ -216,6 +217,21 @@ def _widest(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     return _cast_all(state, op, args, kwargs, torch.float32 if torch.float32 in given else lower)
 
 
+def _recurrent(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """cudnn/AutocastRNN.cpp: float16, whatever the dtype of autocast, with new copies of the weights at every call.
+
+    torch puts the copies into one buffer; here each has its own.
+    """
+    half = torch.float16
+    x, weights, stride, buffer, hx, cx, *rest = args
+    if state.takes(weights[0]) and weights[0].dtype is not half:
+        weights = [weight.to(half) for weight in weights]
+        with torch.no_grad():
+            buffer = weights[0].detach().reshape(-1)[:1].expand(buffer.numel())
+    given = state.cast(x, half), weights, stride, buffer, state.cast(hx, half), state.cast(cx, half), *rest
+    return op, given, kwargs
+
+
 def _banned(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """torch's kernel raises its own message, whatever the tensors."""
     dispatch.with_cuda_autocast(op, *args, **kwargs)
@@ -236,6 +252,7 @@ _POLICIES: dict[str, Callable[[Autocast, Any, Any, Any], Prepared]] = {
     **dict.fromkeys(_FLOAT_BY_DTYPE.split(), _float_by_dtype),
     **dict.fromkeys(_WIDEST.split(), _widest),
     "norm": _norm,
+    "_cudnn_rnn": _recurrent,
     "binary_cross_entropy": _banned,
 }
 """Name of an op -> how its arguments are prepared."""

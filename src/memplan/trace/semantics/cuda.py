@@ -6,8 +6,10 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from memplan.devices import Device
-from memplan.trace.semantics import cublas, cuda_kernels
+from memplan.trace.semantics import cublas, cuda_kernels, cuda_results, cudnn
 from memplan.trace.semantics.arch import Arch
 from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
 
@@ -17,7 +19,7 @@ def semantics(device: Device, stream: Callable[[], int]) -> Semantics:
 
     ``stream()`` tells the number of the current stream.
     """
-    return Semantics(_Kernels(device, stream).extras, {}, {})
+    return Semantics(_Kernels(device, stream).extras, cuda_results.RESULTS, cuda_results.INSTEAD)
 
 
 class _Kernels:
@@ -26,12 +28,22 @@ class _Kernels:
         self._stream = stream
         self._environment = dict(os.environ)
         self._held: set[tuple[str, bool, int]] = set()
+        self._libraries: dict[str, Callable[[Arguments, Any], list[Extra]]] = {
+            "aten.convolution.default": self._convolution,
+            "aten.convolution_backward.default": self._convolution_backward,
+            "aten.native_batch_norm.default": self._batch_norm,
+            "aten._cudnn_rnn.default": _recurrent,
+            "aten._cudnn_rnn_backward.default": _recurrent_backward,
+        }
 
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
         """The storages that an op's kernel takes for itself."""
         found: list[Extra] = []
         if name in cublas.USES:
             found += self._products(name, args, kwargs, result, in_backward)
+        library = self._libraries.get(name)
+        if library is not None:
+            found += [extra for extra in library(args, result) if extra.bytes]
         formula = cuda_kernels.FORMULAS.get(name)
         if formula is not None:
             found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]
@@ -54,3 +66,34 @@ class _Kernels:
             if size and (not held or key not in self._held):
                 self._held.add(key)
                 yield Extra(size, held=held, workspace=True)
+
+    def _convolution(self, args: Arguments, result: Any) -> list[Extra]:
+        low, high, _ = cudnn.convolution_workspace(args, result, self._arch, benchmark=torch.backends.cudnn.benchmark)
+        return [Extra(high, low=low, workspace=True)]
+
+    def _convolution_backward(self, args: Arguments, result: Any) -> list[Extra]:
+        low, high, _ = cudnn.convolution_workspace(
+            args, result, self._arch, benchmark=torch.backends.cudnn.benchmark, backward=True
+        )
+        return [Extra(high, low=low, workspace=True)]
+
+    def _batch_norm(self, args: Arguments, result: Any) -> list[Extra]:
+        """Where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""
+        x, training = args[0], bool(args[5])
+        if not cudnn.uses_batch_norm(*args[:6], args[7], torch.backends.cudnn.enabled).cudnn:
+            return []
+        low, high = cudnn.batch_norm_reserve_bytes(x, training)
+        least, most = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
+        return [Extra(high, low=low, owner=result[2]), Extra(most, low=least, workspace=True)]
+
+
+def _recurrent(args: Arguments, result: Any) -> list[Extra]:
+    """A reserve, which lives as long as the empty one of a fake tensor, and a workspace."""
+    call = cudnn.RecurrentCall.of(args)
+    (low, high), (least, most) = call.reserve(), call.workspace()
+    return [Extra(high, low=low, owner=result[3]), Extra(most, low=least, workspace=True)]
+
+
+def _recurrent_backward(args: Arguments, result: Any) -> list[Extra]:
+    low, high = cudnn.RecurrentCall.of((*args[:6], *args[10:19])).workspace()
+    return [Extra(high, low=low, workspace=True)]

@@ -20,6 +20,7 @@ _SHORT_SORT = 4096
 _LONG_SORT = 1_000_000
 _FEW_SEGMENTS = 128
 _INDEX = 8
+_MAXIMUM = 2
 
 
 def _taken(*sizes: int) -> tuple[int, ...]:
@@ -38,16 +39,29 @@ def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     large one, a row in float32 for every partial segment: one for ten indices and one for every row that may occur.
     """
     gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
-    count, width, wide = indices.numel(), gradient.shape[-1], max(4, gradient.element_size())
     copies = _taken(copied(gradient), copied(indices))
-    if count <= _FEW_INDICES and not by_frequency:
+    if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
-    each = indices.element_size()
+    return copies + _segments(gradient, indices, rows, by_frequency)
+
+
+def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int, ...]:
+    count, each, wide = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
     partial = count // _ROWS_PER_THREAD + segments
     counted = count * each if by_frequency else 0
     lists = [count * each] * 3 + [segments * each] * 2 + [partial * each]
-    return copies + _taken(*lists, counted, partial * width * wide)
+    return _taken(*lists, counted, partial * gradient.shape[-1] * wide)
+
+
+def embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: as for an embedding, but however few; maxima need none."""
+    return () if args[7] == _MAXIMUM else _segments(args[0], args[1], args[5], args[6])
+
+
+def ctc_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """LossCTC.cu, ctc_loss_backward_gpu_template: the backward variables, as large as the forward ones."""
+    return _taken(bytes_of(args[6]))
 
 
 def _indexed(indices: Any) -> list[int]:
@@ -151,6 +165,8 @@ def chunks_of_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 FORMULAS: dict[str, Formula] = {
     "aten.embedding_dense_backward.default": embedding_backward,
+    "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
+    "aten._ctc_loss_backward.default": ctc_backward,
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},
     "aten.sort.default": sort,
     "aten.sort.stable": sort,

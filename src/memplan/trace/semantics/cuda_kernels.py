@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics import cublas, cuda_attention_kernels, cuda_indexing, cuda_norms
+from memplan.trace.semantics import cublas, cuda_attention_kernels, cuda_indexing, cuda_norms, cudnn, cudnn_convolution
 from memplan.trace.semantics.arch import Arch
 from memplan.trace.semantics.cuda_norms import copies_of
 from memplan.trace.semantics.layout import bytes_of, copied_to, suggests_channels_last
@@ -130,6 +130,8 @@ FORMULAS: dict[str, Formula] = {
     **cuda_norms.FORMULAS,
     **cuda_indexing.FORMULAS,
     **cuda_attention_kernels.FORMULAS,
+    **cudnn.FORMULAS,
+    **cudnn_convolution.FORMULAS,
 }
 """Overload name -> (args, kwargs, result, arch) -> bytes of the allocations that live together at the kernel's worst
 moment, beyond inputs and results; each element is one request to the caching allocator, unrounded."""

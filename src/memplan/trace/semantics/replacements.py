@@ -17,8 +17,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from memplan._torch import dispatch
+from memplan.errors import DataDependentError
 from memplan.trace.semantics import cuda_attention
 from memplan.trace.semantics.cuda_attention import Arch, Enabled
+from memplan.trace.semantics.cudnn import MODES, rnn_weight_bytes
 
 OnCard = Callable[[torch.Tensor], bool]
 Chosen = Callable[[str, str], None]
@@ -32,6 +34,8 @@ _BACKENDS = {
 }
 _NUMBERS = {name: number for number, name in _BACKENDS.items()}
 _FUSED_NORM = _ATEN._fused_rms_norm.default
+_RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+"""Recurrent networks -> cuDNN's number for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,10 @@ def installed(on_card: OnCard, arch: Arch, chosen: Chosen) -> Iterator[Replaceme
         "scaled_dot_product_attention": table.attention,
         "softmax.int": table.softmax,
         "log_softmax.int": table.log_softmax,
+        "lstm_cell": table.lstm_cell,
     }
+    for name in _RECURRENT:
+        kernels |= {f"{name}.input": table.recurrent(name), f"{name}.data": table.packed(name)}
     instead = {_overload(name): kernel for name, kernel in kernels.items()}
     with (
         dispatch.overridden({**kernels, "_fused_rms_norm": table.rms_norm}, dispatch.AUTOGRAD_CPU),
@@ -161,6 +168,62 @@ class _Table:
         kernel = _KERNELS[choice.kernel]
         output = kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
         return output.squeeze(0) if added else output
+
+    def recurrent(self, name: str) -> Callable[..., Any]:
+        """native/RNN.cpp: cuDNN's, with the weights in one buffer, which a module makes where it comes to the card."""
+        op = getattr(_ATEN, name).input
+
+        def run(x: torch.Tensor, states: Any, weights: list[torch.Tensor], *rest: Any) -> Any:
+            if not self._on_card(x):
+                return dispatch.composite(op, x, states, weights, *rest)
+            against = self._against_recurrent(x)
+            if against:
+                self._chosen(f"aten.{name}", f"{against}: not cuDNN's, and recorded with the CPU's parts")
+                return dispatch.composite(op, x, states, weights, *rest)
+            self._chosen(f"aten.{name}", "cuDNN's, with its reserve")
+            hx, cx = states if name == "lstm" else (states, None)
+            output, hy, cy = _cudnn_recurrent(_RECURRENT[name], x, hx, cx, weights, *rest)
+            return (output, hy, cy) if name == "lstm" else (output, hy)
+
+        return run
+
+    def _against_recurrent(self, x: torch.Tensor) -> str | None:
+        """native/RNN.cpp, use_cudnn: why cuDNN does not take a recurrent network, None where it does."""
+        if not torch.backends.cudnn.enabled:
+            return "cuDNN is switched off"
+        if x.dtype is torch.bfloat16 and self._arch < (8, 0):
+            return "cuDNN takes bfloat16 from sm_80 on"
+        return None if x.numel() else "the input is empty"
+
+    def packed(self, name: str) -> Callable[..., Any]:
+        """Packed sequences: the lengths decide over shapes."""
+        op = getattr(_ATEN, name).data
+
+        def run(data: torch.Tensor, *rest: Any) -> Any:
+            if not self._on_card(data):
+                return dispatch.composite(op, data, *rest)
+            raise DataDependentError(
+                f"{name} of a packed sequence, whose lengths are values, and recording has no values",
+                expected="a recurrent network of padded sequences",
+                do="Leave the sequences padded, or run memplan.measure(build): it really runs the step",
+            )
+
+        return run
+
+    def lstm_cell(
+        self,
+        x: torch.Tensor,
+        states: list[torch.Tensor],
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None = None,
+        b_hh: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """native/RNN.cpp, LSTMCell: two products and one kernel for all gates, which keeps them."""
+        if not self._on_card(x):
+            return dispatch.composite(_ATEN.lstm_cell.default, x, states, w_ih, w_hh, b_ih, b_hh)
+        gates = x @ w_ih.t(), states[0] @ w_hh.t()
+        return _ATEN._thnn_fused_lstm_cell.default(*gates, states[1], b_ih, b_hh)[:2]
 
 
 _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", "math": "math"}
@@ -293,3 +356,30 @@ def _math(
 
 def _repeated(heads: torch.Tensor, wanted: int) -> torch.Tensor:
     return heads if heads.shape[-3] == wanted else heads.repeat_interleave(wanted // heads.shape[-3], -3)
+
+
+def _cudnn_recurrent(
+    mode: int,
+    x: torch.Tensor,
+    hx: torch.Tensor,
+    cx: torch.Tensor | None,
+    weights: list[torch.Tensor],
+    biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """cudnn/RNN.cpp, _cudnn_impl: output, last hidden states and last cells."""
+    hidden = (hx if cx is None else cx).shape[2]
+    projection = 0 if hx.shape[2] == hidden else hx.shape[2]
+    number = (4 if biases else 2) + bool(projection)
+    elements = rnn_weight_bytes(MODES[mode], x.shape[-1], hidden, layers, bidirectional, 1, projection)
+    with torch.no_grad():
+        # the weights lie in this one already: none of its bytes is new
+        buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
+    return _ATEN._cudnn_rnn.default(
+        x, weights, number, buffer, hx, cx, mode, hidden, projection, layers, batch_first, dropout, train,
+        bidirectional, [], None,
+    )[:3]  # fmt: skip

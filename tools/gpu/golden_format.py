@@ -1,0 +1,226 @@
+"""What a golden file looks like, without torch or a GPU: events, segments, keys of ops, and the bytes of the file.
+
+A file is one JSON object, gzip-packed, the same bytes for the same content. `FORMAT` and `VERSION` head it; README.md
+beside this file lists the fields. `benchmarks/goldens.py` reads it and shares no code with what is here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT, VERSION = "memplan-golden", 1
+UNIT = 512
+"""Bytes that addresses are counted in: all blocks of torch's caching allocator are cut in multiples of this."""
+LIMIT = 10_000_000
+"""Bytes that a folder of golden files may hold."""
+
+CODES = {
+    "alloc": "a",
+    "free_requested": "r",
+    "free_completed": "c",
+    "segment_alloc": "s",
+    "segment_free": "d",
+    "segment_map": "m",
+    "segment_unmap": "u",
+    "oom": "o",
+}
+"""What torch calls an action -> its letter; ``f`` stands for a free that is completed as soon as it is requested."""
+
+DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
+    "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "b1", "complex64": "c64", "complex128": "c128",
+}  # fmt: skip
+_LISTED = 8
+
+
+class Numbers:
+    """Numbers for streams or pools, in order of appearance; 0 is the default one."""
+
+    def __init__(self, default: Any) -> None:
+        self.known: dict[Any, int] = {default: 0}
+
+    def of(self, value: Any) -> int:
+        """The number of a value."""
+        return self.known.setdefault(value, len(self.known))
+
+
+def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], list[list[Any]]]:
+    """The history of one GPU and what it holds at the end, as columns of small numbers, from torch's snapshot.
+
+    Events: ``actions`` is one letter an event. ``places`` has one number an event: for a free, how many allocations ago
+    its block was allocated (1: the last one); else the address, from the lowest one, in units of ``unit`` bytes
+    (``o``: the bytes that the card had left). ``sizes`` has one number for each event that is no such free: bytes as
+    requested. Frees of blocks that were not allocated within the events, or with another size, are ``R`` and ``C``,
+    with address and size. ``streams`` and ``pools`` have one number an event, or are None where all are on the default
+    stream and in the default pool; ``pool_ids`` tells which pools these are.
+
+    Segments, in order of address: [place, size, stream, small, pool, expandable, blocks] each; a block is
+    [size, requested, state], the state 0 for free, 1 for live, 2 for freed and waiting for a stream.
+    """
+    traces = snapshot["device_traces"]
+    rows = [row for row in (traces[gpu] if gpu < len(traces) else ()) if row["action"] in CODES]
+    held = [segment for segment in snapshot["segments"] if segment.get("device", 0) == gpu]
+    base, unit = _origin(rows, held)
+    streams, pools = Numbers(0), Numbers((0, 0))
+    actions, places, sizes = list[str](), list[int](), list[int]()
+    on, within = list[int](), list[int]()
+    for letter, row, place in _lettered(rows):
+        if place is None:
+            place = row.get("device_free", -1) if letter == "o" else (row["addr"] - base) // unit
+            sizes.append(row["size"])
+        actions.append(letter)
+        places.append(place)
+        on.append(streams.of(row.get("stream", 0)))
+        within.append(pools.of(tuple(row.get("pool_id", (0, 0)))))
+    segments = [_segment(segment, base, unit, streams, pools) for segment in held]
+    events = {
+        "unit": unit, "actions": "".join(actions), "places": places, "sizes": sizes,
+        "streams": on if any(on) else None, "pools": within if any(within) else None,
+        "pool_ids": [list(pool) for pool in pools.known],
+    }  # fmt: skip
+    return events, sorted(segments, key=lambda row: row[0])
+
+
+def _segment(segment: Mapping[str, Any], base: int, unit: int, streams: Numbers, pools: Numbers) -> list[Any]:
+    blocks = [[block["size"], block.get("requested_size", block["size"]), _state(block)] for block in segment["blocks"]]
+    return [
+        (segment["address"] - base) // unit, segment["total_size"], streams.of(segment.get("stream", 0)),
+        segment.get("segment_type") == "small", pools.of(tuple(segment.get("segment_pool_id", (0, 0)))),
+        bool(segment.get("is_expandable")), blocks,
+    ]  # fmt: skip
+
+
+def _state(block: Mapping[str, Any]) -> int:
+    return {"inactive": 0, "active_allocated": 1}.get(block["state"], 2)
+
+
+def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """The lowest address, and the unit that all addresses are multiples of from there."""
+    found = [row["addr"] for row in rows if row["action"] != "oom"] + [segment["address"] for segment in segments]
+    base = min(found, default=0)
+    return base, UNIT if all((address - base) % UNIT == 0 for address in found) else 1
+
+
+def _lettered(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, Mapping[str, Any], int | None]]:
+    """Each event's letter, the event, and for a free of a known block how many allocations ago that was."""
+    count = 0
+    live: dict[int, tuple[int, int]] = {}
+    skip = False
+    for index, row in enumerate(rows):
+        if skip:
+            skip = False
+            continue
+        letter = CODES[row["action"]]
+        if letter == "a":
+            live[row["addr"]] = count, row["size"]
+            count += 1
+        elif letter in "rc":
+            number, size = live.get(row["addr"], (0, -1))
+            following = rows[index + 1] if index + 1 < len(rows) else {}
+            skip = letter == "r" and following.get("action") == "free_completed" and _same(row, following)
+            if letter == "c" or skip:
+                live.pop(row["addr"], None)
+            if size == row["size"]:
+                yield "f" if skip else letter, row, count - number
+            else:
+                yield letter.upper(), row, None
+                if skip:
+                    yield "C", following, None
+            continue
+        yield letter, row, None
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("addr", "size", "stream", "pool_id"))
+
+
+def plain(value: Any) -> Any:
+    """Settings as JSON has them: texts, numbers, and tables of these; anything else is left out (None)."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    return value if isinstance(value, (str, int, float, bool)) else None
+
+
+def op_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What an op was called with, as text that is equal for calls that take the same memory.
+
+    Example:
+        >>> op_key((torch.zeros(2, 3), [1, 1], None), {"groups": 1})
+        'f32[2,3] [1,1] - groups=1'
+    """
+    parts = [_told(value) for value in args]
+    return " ".join(parts + [f"{name}={_told(value)}" for name, value in sorted(kwargs.items())])
+
+
+def _told(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "stride"):
+        return _tensor(value)
+    if isinstance(value, (list, tuple)):
+        if len(value) > _LISTED:
+            return f"({len(value)} of them, first {_told(value[0])})"
+        return f"[{','.join(_told(part) for part in value)}]"
+    if value is None:
+        return "-"
+    if isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return str(value).replace(" ", "")
+
+
+def _tensor(tensor: Any) -> str:
+    """Dtype and shape, and strides where it is not contiguous."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    text = f"{DTYPES.get(name, name)}[{','.join(map(str, tensor.shape))}]"
+    if str(tensor.layout) != "torch.strided":
+        return f"{text}/{str(tensor.layout).removeprefix('torch.')}"
+    if not tensor.is_contiguous():
+        text += f"/{','.join(map(str, tensor.stride()))}"
+    return text
+
+
+def packed(content: Mapping[str, Any]) -> bytes:
+    """A golden file's bytes: the same for the same content, whenever and wherever they are made."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=9, mtime=0) as file:
+        file.write(text.encode())
+    return buffer.getvalue()
+
+
+def write(path: Path, content: Mapping[str, Any]) -> int:
+    """Write a golden file and return how many bytes it has. It is there as a whole or not at all."""
+    data = packed(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+    return len(data)
+
+
+def shrink(folder: Path, limit: int = LIMIT) -> list[str]:
+    """Leave the events out of a folder's largest files until all of them hold at most ``limit`` bytes.
+
+    Returns the names of the files that lost theirs.
+    """
+    sizes = {path: path.stat().st_size for path in folder.rglob("*.json.gz")}
+    lost: list[str] = []
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path.name)):
+        if sum(sizes.values()) <= limit:
+            break
+        content = json.loads(gzip.decompress(path.read_bytes()))
+        if content.get("events") is None:
+            continue
+        content["events"], content["segments"] = None, []
+        content["notes"] = [*content["notes"], f"events left out: with them the set has over {limit} bytes"]
+        sizes[path] = write(path, content)
+        lost.append(path.name)
+    return lost
+
+
+def slug(text: str) -> str:
+    """A name that any file system and any copying tool takes."""
+    return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in text.lower()).strip("-")
