@@ -24,6 +24,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 PUBLIC = [
     "Explanation",
     "MemplanError",
+    "Replay",
     "Timeline",
     "Trace",
     "__version__",
@@ -31,6 +32,7 @@ PUBLIC = [
     "load_trace",
     "measure",
     "record",
+    "replay",
     "save_trace",
     "simulate",
     "spec",

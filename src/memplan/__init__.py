@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
     from memplan.simulation.liveness import simulate
     from memplan.simulation.model import Timeline
+    from memplan.simulation.replay import Replay, replay
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -25,12 +26,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Explanation": "memplan.explanation.model",
+    "Replay": "memplan.simulation.replay",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "explain": "memplan.explanation.explain",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
     "record": "memplan.trace.record",
+    "replay": "memplan.simulation.replay",
     "save_trace": "memplan.trace.json",
     "simulate": "memplan.simulation.liveness",
     "spec": "memplan.trace.spec",
@@ -39,6 +42,7 @@ _HOMES = {
 __all__ = [
     "Explanation",
     "MemplanError",
+    "Replay",
     "Timeline",
     "Trace",
     "__version__",
@@ -46,6 +50,7 @@ __all__ = [
     "load_trace",
     "measure",
     "record",
+    "replay",
     "save_trace",
     "simulate",
     "spec",

@@ -17,14 +17,19 @@ WIDTH, LAYERS, HEADS, HIDDEN, VOCABULARY, BATCH = 2560, 32, 32, 10240, 10000, 4
 
 
 class Linear(nn.Module):
-    """Without bias; the weight comes first in the product, which turns the result's memory round."""
+    """Without bias: ``einsum("oi,bsi->bso", weight, x)``, as torch 2.6 runs it.
+
+    The weight comes first in the product, so the result's memory is turned round. Later releases swap the operands.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(nn.init.trunc_normal_(torch.zeros(outputs, inputs, device="cuda"), std=0.02))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("oi,bsi->bso", self.weight, x)
+        columns = x.permute(2, 0, 1).reshape(1, x.shape[2], -1)
+        product = torch.bmm(self.weight.unsqueeze(0), columns)
+        return product.view(-1, *x.shape[:2]).permute(1, 2, 0)
 
 
 class Embedding(nn.Module):
@@ -206,13 +211,17 @@ def forward_step(context: int, layers: int = LAYERS) -> Callable[[], None]:
 
 
 def full_step(context: int, layers: int = LAYERS) -> Callable[[], None]:
-    """Build for one whole training step; a product before it, as in a process that trained something else already."""
+    """Build for one whole training step; a product before it, as in a process that trained something else already.
+
+    What the step computes is still there at its end.
+    """
     warm = torch.ones(2, 2, device="cuda", requires_grad=True)
     (warm @ warm).sum().backward()
     del warm
     model = Model(context, layers)
     optimizer = AdamW(model.parameters())
     tokens = torch.randint(0, VOCABULARY, (BATCH, context)).to("cuda")
+    kept: list[Tensor] = []
 
     def step() -> None:
         optimizer.zero_grad()
@@ -220,5 +229,6 @@ def full_step(context: int, layers: int = LAYERS) -> Callable[[], None]:
         loss = cross_entropy(logits, tokens)
         loss.backward()
         optimizer.step()
+        kept.extend((logits, loss))
 
     return step

@@ -19,6 +19,7 @@ from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
     "explain": "Say where the memory of a step goes, before it runs.",
+    "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",
     "devices": "List the cards that memplan knows, and where each figure is from.",
 }
 """Name of each command and what it does. ``memplan.cli.NAME`` holds it as ``command``, a click command."""

@@ -52,8 +52,9 @@ class Case:
 def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
     low, high = cases
     answer: Answer = "fits" if high.fits(card) else "low only" if low.fits(card) else "does not fit"
-    least = low.timeline.peak_reserved + card.context[0]
-    most = high.timeline.peak_reserved + card.context[1]
+    # more bytes asked for can fit the segments better: the high case is not always the higher one
+    peaks = sorted(case.timeline.peak_reserved for case in cases)
+    least, most = peaks[0] + card.context[0], peaks[1] + card.context[1]
     return Verdict(card.name, card.title, card.capacity, least, most, answer)
 
 

@@ -91,6 +91,11 @@ class OomExplanation:
     beyond: int
     """By how much the blocks in use and the request exceed the card: more than 0, and no setting can help."""
 
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost line of the stack that is not torch's own."""
+        return innermost(self.stack)
+
 
 def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequence[str] = REMEDIES) -> OomExplanation:
     """Explain why a request of a replay failed.

@@ -45,6 +45,8 @@ class Replay:
     ended: bool = False
     """Whether a request that was served when it was recorded failed: what the program would have done then is not
     known, so the replay ends there, and the peaks are those up to there."""
+    from_recorded_start: bool = True
+    """Whether it begins with what was held then, block by block; else with the live blocks alone, allocated anew."""
 
     @property
     def peak_allocated(self) -> int:
@@ -58,10 +60,16 @@ class Replay:
 
     @property
     def fragmentation(self) -> int:
-        """What was held and in no block when ``peak_reserved`` was first reached."""
+        """What was held and in no block at ``peak_reserved``; where that lasted, when the most of it was in blocks."""
         tick = self.timeline.reserved_tick
-        held = [reserved - allocated for at, allocated, reserved in self.timeline.events if at == tick]
-        return held[-1] if held else 0
+        return self.peak_reserved - max(
+            (
+                allocated
+                for at, allocated, reserved in self.timeline.events
+                if at == tick and reserved == self.peak_reserved
+            ),
+            default=self.peak_reserved,
+        )
 
     @property
     def fragmentation_share(self) -> float:

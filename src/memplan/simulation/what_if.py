@@ -45,9 +45,9 @@ def recorded_capacity(replay: Replay) -> Capacity | None:
 def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity: int | None = None) -> Replay:
     """The same requests in the same order, under other settings or another capacity.
 
-    Under the recorded settings it begins with the recorded state. Under others that state cannot have come about, and
-    how it would have is not known, since it lies before the history: the blocks that were live then are asked for
-    anew, in order of address. That leaves out what the past had fragmented by then, and what it had cached.
+    Under the recorded settings it begins with the recorded state, if the card can hold that. Else that state cannot
+    have come about, and how another would have is not known, since it lies before the history: the blocks that were
+    live then are asked for anew, in order of address. That leaves out what the past had fragmented and cached by then.
 
     Calls of `torch.cuda.empty_cache` stay; memory that the allocator gave back because it had run out does not count
     as a request. A request that had failed is tried; if it is served, it is given back at once, since the program
@@ -66,7 +66,7 @@ def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity:
     timeline = timeline_over(replay.snapshot, driven.levels, driven.allocator)
     return Replay(
         replay.snapshot, replay.start, replay.requests, settings, capacity, False, [], timeline, tuple(driven.ooms),
-        driven.ended,
+        driven.ended, driven.from_recorded_start,
     )  # fmt: skip
 
 
@@ -80,7 +80,8 @@ class _Driven:
         """Owners of blocks that were given back and are still in use on another stream."""
         blocks = [(segment, block, block.owner) for segment in start.segments for block in segment.blocks]
         held = sum(segment.size for segment in start.segments)
-        if as_recorded and (capacity is None or held <= capacity):
+        self.from_recorded_start = as_recorded and (capacity is None or held <= capacity)
+        if self.from_recorded_start:
             self.allocator = start.allocator(settings, capacity=capacity)
             self.where = {owner: block.address for _, block, owner in blocks if owner is not None}
             self.waiting = {o for _, block, o in blocks if o is not None and block.state == "active_pending_free"}

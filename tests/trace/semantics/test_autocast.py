@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 
 from memplan.errors import RecordingError
@@ -239,6 +240,9 @@ def test_views_and_other_tensors_are_cast_anew(state: Autocast) -> None:
     weight = torch.randn(4, 4, requires_grad=True)
     with torch.autocast("cuda"):
         torch.mm(weight.t(), weight.detach())
+        part = torch.randn(8, 4)[4:].requires_grad_()
+        assert part.is_leaf
+        torch.mm(part, part)
         assert state.copies() == []
         torch.mm(weight, weight)
         assert len(state.copies()) == 1
@@ -250,6 +254,8 @@ def test_float64_and_host_tensors_are_left_alone() -> None:
         assert torch.mm(torch.randn(4, 4), torch.randn(4, 4)).dtype is F32
         assert torch.mm(torch.randn(4, 4, dtype=F64), torch.randn(4, 4, dtype=F64)).dtype is F64
         assert torch.mm(card, card).dtype is F16
+        card = card.double()
+        assert torch.mm(card, card).dtype is F64
         assert functional.binary_cross_entropy(torch.rand(3), torch.rand(3)).dtype is F32
 
 
@@ -339,10 +345,21 @@ def test_backward_casts_where_the_user_calls_it_inside(state: Autocast) -> None:
     assert products == [F32, BF16]
 
 
-def test_parts_of_an_op_are_not_cast() -> None:
+class TakenApart(TorchDispatchMode):
+    """In inference mode, composite ops reach a dispatch mode whole, and a recording takes them apart."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def test_parts_of_an_op_are_not_cast(state: Autocast) -> None:
     """A dispatch mode undoes the dispatcher's own guard; `tensordot` of float32 stays float32 inside as well."""
-    with installed(lambda t: True), FakeTensorMode(), torch.autocast("cuda"), torch.inference_mode():
+    with TakenApart(), torch.autocast("cuda"), torch.inference_mode():
         assert torch.tensordot(torch.ones(2, 2), torch.ones(2, 2)).dtype is F32
+        assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype is F16
 
 
 def test_nothing_is_left_behind() -> None:
@@ -361,5 +378,9 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_installed_inside_of_autocast() -> None:
-    with torch.autocast("cuda"), installed(lambda t: True):
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is F16
+    with torch.autocast("cuda"):
+        with installed(lambda t: True) as state:
+            weight = torch.ones(2, 2, requires_grad=True)
+            assert torch.mm(weight, weight).dtype is F16
+            assert len(state.copies()) == 1
+        assert state.copies() == []

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     # heads
     "heads of 256": ({"query": (1, 2, 64, 256)}, "flash", ""),
     "heads of 264": ({"query": (1, 2, 64, 264)}, "efficient", "heads of 264, and flash attention takes up to 256"),
+    "heads of 257": ({"query": (1, 2, 64, 257)}, "math", "heads of 257, and flash attention takes up to 256"),
     "odd heads are padded for flash": ({"query": (1, 2, 64, 60)}, "flash", ""),
     "odd heads in float32": ({"query": (1, 2, 64, 62), "dtype": F32}, "math", "multiples of 4 in float32"),
     "odd heads in float16 on a T4": ({"query": (1, 2, 64, 60), "dtype": F16, "arch": T4}, "math", "multiples of 8"),
@@ -108,6 +109,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a single key on an H100": ({"key": (2, 8, 1, 64), "arch": H100}, "flash", "a single key"),
     "a single query with dropout": ({"query": (2, 8, 1, 64), "key": (2, 8, 9, 64), "arch": H100, "dropout": 0.5},
                                     "flash", "a single query with dropout"),
+    "a single query without dropout": ({"query": (2, 8, 1, 64), "key": (2, 8, 9, 64), "arch": H100}, "cudnn", ""),
     "three dimensions": ({"query": (8, 128, 64)}, "math", "tensors of 3 dimensions, and the fused kernels take 4"),
     "other batch sizes": ({"key": (1, 8, 128, 64)}, "math", "different batch sizes"),
     "fewer key heads": ({"key": (2, 2, 128, 64)}, "math", "8 query heads and 2 key heads"),

@@ -176,9 +176,38 @@ def test_depthwise_convolutions_are_torchs_own_but_in_channels_last() -> None:
     assert backing(x, weight, 64) == "depthwise"
     assert backing(x.to(memory_format=torch.channels_last), weight, 64) == "cudnn"
     assert backing(x.half(), weight.half(), 64) == "cudnn"
+    assert backing(x.bfloat16(), weight.bfloat16(), 64) == "depthwise"
     assert backing(x, torch.empty(64, 2, 3, 3), 32) == "cudnn"
     assert convolve(x, weight, groups=64).high == 0
     assert "own" in convolve(x, weight, groups=64).reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "stride", "expected"),
+    # (batch, channels, width): every branch of torch's table.
+    [
+        ((8, 64, 56), 3, 1, "cudnn"),
+        ((8, 16, 56), 3, 1, "depthwise"),
+        ((8, 64, 56), 7, 1, "depthwise"),
+        ((8, 64, 6), 3, 1, "depthwise"),
+        ((8, 64, 56), 3, 2, "depthwise"),
+        ((8, 256, 28), 3, 2, "cudnn"),
+        ((8, 512, 7), 5, 2, "cudnn"),
+        ((8, 128, 7), 1, 2, "cudnn"),
+        ((32, 128, 7), 1, 2, "depthwise"),
+        ((1, 64, 56), 3, 2, "cudnn"),
+        ((1, 64, 56), 1, 2, "depthwise"),
+        ((8, 64, 56), 3, 3, "depthwise"),
+    ],
+)
+def test_depthwise_convolutions_in_float16_go_by_a_table(
+    shape: tuple[int, int, int], taps: int, stride: int, expected: str
+) -> None:
+    batch, channels, width = shape
+    x = torch.empty(batch, channels, width, width, dtype=torch.float16)
+    weight = torch.empty(channels, 1, taps, taps, dtype=torch.float16)
+    chosen = cudnn_convolution.backing(x, weight, [1, 1], False, [0, 0], [stride] * 2, channels, A100)
+    assert chosen.backend == expected
 
 
 def test_when_cudnn_is_not_taken() -> None:

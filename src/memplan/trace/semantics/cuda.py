@@ -27,7 +27,7 @@ class _Kernels:
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
         self._environment = dict(os.environ)
-        self._held: set[tuple[str, bool, int]] = set()
+        self._held: set[tuple[cublas.Library, bool, int]] = set()
         self._libraries: dict[str, Callable[[Arguments, Any], list[Extra]]] = {
             "aten.convolution.default": self._convolution,
             "aten.convolution_backward.default": self._convolution_backward,
@@ -56,14 +56,10 @@ class _Kernels:
         library = cublas.library(name, args, kwargs, result)
         if library is None:
             return
-        capability, environment = self._arch.capability, self._environment
-        sizes = {"cublas": cublas.workspace_bytes(capability, environment)}
-        if library == "cublaslt" and not cublas.shared_with_lt(environment):
-            sizes["cublaslt"] = cublas.lt_workspace_bytes(capability, environment)
-        held = cublas.kept(environment)
-        for owner, size in sizes.items():
+        held = cublas.kept(self._environment)
+        for owner, size in cublas.taken(library, self._arch.capability, self._environment).items():
             key = owner, in_backward, self._stream()
-            if size and (not held or key not in self._held):
+            if not held or key not in self._held:
                 self._held.add(key)
                 yield Extra(size, held=held, workspace=True)
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.arch import Arch
-from memplan.trace.semantics.layout import bytes_of, copied, like_channels_last
+from memplan.trace.semantics.cudnn import uses_batch_norm
+from memplan.trace.semantics.layout import bytes_of, copied, copied_to, like_channels_last, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
 
@@ -120,14 +121,30 @@ def _staging(x: torch.Tensor, sums: int) -> int:
     return sums * channels * blocks * _accumulated(x.dtype) if blocks > 1 else 0
 
 
+def _by_cudnn(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    epsilon: float,
+) -> bool:
+    enabled = torch.backends.cudnn.enabled
+    return uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn
+
+
 def batch_norm(training: int) -> Formula:
     """Normalization.cuh, batch_norm_stats_channels_last_cuda_template: staging of means and variances.
 
-    ``training`` is that argument's position. Contiguous inputs need nothing.
+    ``training`` is that argument's position. Contiguous inputs need nothing, and cuDNN's has a workspace instead.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         x = args[0]
+        running = (args[3], args[4]) if training == 5 else (None, None)
+        if _by_cudnn(x, args[1], args[2], *running, args[training], args[-1]):
+            return ()
         return _taken(_staging(x, 4)) if args[training] and _last(x) else ()
 
     return formula
@@ -148,9 +165,12 @@ def _flattened(x: torch.Tensor) -> int:
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """Normalization.cu, batch_norm_backward_cuda: one kernel on flattened operands, or sums and then a kernel.
 
-    In channels last, the sums of the blocks are staged, and two sums a channel live until the end.
+    In channels last, the sums of the blocks are staged, and two sums a channel live until the end. cuDNN's, which
+    the training forward took where it could, wants the gradient in the input's format (cudnn/BatchNorm.cpp).
     """
     gradient, x, train, mask = args[0], args[1], args[7], args[9]
+    if train and _by_cudnn(x, args[2], args[2], args[3], args[4], train, args[8]):
+        return _taken(copied_to(gradient, suggests_channels_last(x)))
     sums = x.shape[1] * _accumulated(x.dtype)
     if not _last(x):
         return _taken(_flattened(gradient), _flattened(x)) if mask[0] else _taken(sums, sums)

@@ -7,6 +7,7 @@ take more: 17 GB and a request for 161 GiB are on record (pytorch#128947), also 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -87,6 +88,29 @@ def is_depthwise(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups
     return x.shape[1] == groups and weight.shape[0] % x.shape[1] == 0
 
 
+def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Where cuDNN's depthwise kernel was found faster in contiguous float16.
+
+    Source: native/Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter. From 2.14 on
+    a setting of torch can override this.
+    """
+    if x.dtype is not torch.float16 or weight.dtype is not torch.float16 or x.dim() != 4 or x.shape[1] < 32:
+        return False
+    batch, channels, height, width = x.shape
+    step, taps = stride[-1], weight.shape[-1]
+    if height == 1 and step == 1:
+        return True
+    if (stride[0] != step and height != 1) or weight.shape[-2] != taps or taps not in (1, 3, 5) or width < 7:
+        return False
+    if step != 2:
+        return step == 1
+    if batch == 1:
+        return taps != 1 or width <= 28
+    if taps == 1:
+        return batch <= 16 and channels >= 128 and width <= 7
+    return channels >= 512 or (channels >= 256 and width >= 28)
+
+
 def _last(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """native/ConvUtils.h, cudnn_conv_suggest_memory_format: either in channels last, and not in float64."""
     if torch.float64 in (x.dtype, weight.dtype):
@@ -97,10 +121,10 @@ def _last(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def backing(
     x: torch.Tensor,
     weight: torch.Tensor,
-    dilation: tuple[int, ...] | list[int],
+    dilation: Sequence[int],
     transposed: bool,
-    output_padding: tuple[int, ...] | list[int],
-    stride: tuple[int, ...] | list[int],
+    output_padding: Sequence[int],
+    stride: Sequence[int],
     groups: int,
     arch: Arch,
     enabled: bool = True,
@@ -121,8 +145,8 @@ def backing(
     elif wide:
         refused = "the output padding reaches the stride"
     if is_depthwise(x, weight, transposed, groups) and (refused or not _last(x, weight)):
-        if not refused and x.dtype is torch.float16 and x.dim() == 4 and x.shape[1] >= 32:
-            return Backing("cudnn", "a depthwise convolution in float16: cuDNN's or torch's own, by its shape")
+        if not refused and max(dilation) == 1 and _fast_depthwise(x, weight, stride):
+            return Backing("cudnn", "cuDNN's depthwise kernel for float16")
         return Backing("depthwise", "torch's own depthwise kernel")
     if refused:
         return Backing("slow", refused)

@@ -1,0 +1,73 @@
+"""`memplan replay`: what torch's caching allocator did, and what it would have done."""
+
+from __future__ import annotations
+
+import click
+
+from memplan.cli.explain import check_writable, write
+from memplan.cli.options import DEBUG
+from memplan.cli.progress import progress
+from memplan.errors import InputError
+
+HELP = """Replay a snapshot of torch's CUDA memory, and say what would have been.
+
+FILE is what torch.cuda.memory._dump_snapshot wrote, or JSON of the same; each also as .gz. Nothing in it
+is run. Every address and every segment is compared with the recorded ones.
+
+\b
+  memplan replay snapshot.pickle
+  memplan replay snapshot.pickle --settings expandable_segments:True --capacity 24GiB
+
+The second says whether the recorded requests would have fitted on a card that gives 24 GiB to torch, as
+they were and with expandable segments. Where memory ran out, it says what was asked for, what was free and
+why it did not serve, who held the rest, and which setting would have helped.
+
+\b
+Exit code: 0 done; 1 out of memory (under every --settings, if any are given), or the
+replay differs from the recording; 2 bad usage, or a file that is no snapshot.
+"""
+
+
+@click.command("replay", help=HELP)
+@click.argument("file")
+@click.option(
+    "--settings",
+    "settings",
+    multiple=True,
+    metavar="CONF",
+    help="Try these, as in PYTORCH_ALLOC_CONF: name:value,name:value. One option for each set.",
+)
+@click.option("--capacity", metavar="SIZE", help="What the card gives to torch: 24GiB. Default: as recorded.")
+@click.option("--gpu", type=click.IntRange(min=0), metavar="N", help="Whose history, where there are several.")
+@click.option(
+    "--top", type=click.IntRange(min=0), default=10, show_default=True, metavar="N", help="Rows to list; 0 for all."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+@click.option(
+    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
+    callback=lambda context, _, value: context.meta.update({DEBUG: value}),
+)  # fmt: skip
+def command(
+    file: str, settings: tuple[str, ...], capacity: str | None, gpu: int | None, top: int, json_file: str | None
+) -> int:
+    """Run the command and return its exit code."""
+    from memplan._bytes import parse_bytes
+    from memplan.simulation.cases import cases
+    from memplan.simulation.replay import replay
+    from memplan.simulation.settings import parse_settings
+
+    check_writable(json_file, "--json")
+    others = [parse_settings(text) for text in settings]
+    size = None if capacity is None else parse_bytes(capacity)
+    if size == 0:
+        raise InputError("--capacity 0", expected="what the card gives to torch", do="Write it like 24GiB")
+    with progress(f"replaying {file}"):
+        found = cases(replay(file, gpu=gpu), others, size)
+    from memplan.reports.replay import print_replay
+    from memplan.reports.replay_json import dumps
+
+    if json_file is not None:
+        write(json_file, dumps(found))
+    if json_file != "-":
+        print_replay(found, top=top)
+    return 0 if found.all_fit and not found.replay.mismatches else 1
