@@ -87,16 +87,17 @@ def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], 
 
 
 def _segment(segment: Mapping[str, Any], base: int, unit: int, streams: Numbers, pools: Numbers) -> list[Any]:
-    blocks = [[block["size"], block.get("requested_size", block["size"]), _state(block)] for block in segment["blocks"]]
     return [
         (segment["address"] - base) // unit, segment["total_size"], streams.of(segment.get("stream", 0)),
         segment.get("segment_type") == "small", pools.of(tuple(segment.get("segment_pool_id", (0, 0)))),
-        bool(segment.get("is_expandable")), blocks,
+        bool(segment.get("is_expandable")), [_block(block) for block in segment["blocks"]],
     ]  # fmt: skip
 
 
-def _state(block: Mapping[str, Any]) -> int:
-    return {"inactive": 0, "active_allocated": 1}.get(block["state"], 2)
+def _block(block: Mapping[str, Any]) -> list[int]:
+    """What a free block was once asked for does not count; torch leaves it standing."""
+    state = {"inactive": 0, "active_allocated": 1}.get(block["state"], 2)
+    return [block["size"], block.get("requested_size", block["size"]) if state else 0, state]
 
 
 def _origin(rows: Iterable[Mapping[str, Any]], segments: Iterable[Mapping[str, Any]]) -> tuple[int, int]:

@@ -56,13 +56,14 @@ def golden(subject: Subject, *, alone: bool) -> dict[str, Any]:
     context = _context(alone)
     events, segments, settings = _history(notes)
     record_history(False)
-    workspaces = _workspaces(step, notes)
+    workspaces, calls = _workspaces(step, notes)
     return {
         "format": golden_format.FORMAT, "version": golden_format.VERSION,
         "name": subject.name, "set": subject.set, "steps": subject.steps,
         "gpu": gpu(), "versions": versions(), "environment": environment(), "flags": _flags(),
         "allocator_settings": settings, "build": build, "peaks": peaks, "end": end, "context": context,
-        "events": events, "segments": segments, "workspaces": workspaces, "notes": notes,
+        "events": events, "segments": segments, "workspaces": workspaces, "calls": calls,
+        "notes": notes,
     }  # fmt: skip
 
 
@@ -189,8 +190,10 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else 'no message'}"[:300]
 
 
-def _workspaces(step: Callable[[], Any], notes: list[str]) -> list[list[Any]] | None:
-    """Run the step once more and measure what every op takes beyond its results."""
+def _workspaces(
+    step: Callable[[], Any], notes: list[str]
+) -> tuple[list[list[Any]] | None, dict[str, list[int]] | None]:
+    """Run the step once more and measure what every op takes beyond its results: rows, and calls by op."""
     mode = Workspaces()
     try:
         # Those of cuBLAS are kept once taken: let them be taken again, so that they show.
@@ -200,21 +203,20 @@ def _workspaces(step: Callable[[], Any], notes: list[str]) -> list[list[Any]] | 
         torch.cuda.synchronize(DEVICE)
     except Exception as error:  # the events stand without it
         notes.append(f"no workspaces: {told(error)}")
-        return None
-    return mode.rows()
+        return None, None
+    return mode.rows(), mode.calls()
 
 
 class Workspaces(TorchDispatchMode):
     """For every aten op: bytes at its peak, less those before it, less those of the new storages that it returns.
 
-    In bytes as requested, so that neither the allocator's rounding nor what it leaves uncut counts. Each row is
-    [op, key, most, least, kept, count]: ``kept`` bytes of it were still held after the op (a library's workspace, the
-    first time), ``count`` is how many calls were alike.
+    In bytes as requested, so that neither the allocator's rounding nor what it leaves uncut counts.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._found: dict[tuple[str, str], list[int]] = {}
+        self._found: dict[tuple[str, str], list[Any]] = {}
+        self._order: dict[str, list[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, measured."""
@@ -224,8 +226,8 @@ class Workspaces(TorchDispatchMode):
         result = func(*args, **kwargs)
         after, peak = self.requested()
         given = storages((args, kwargs))
-        new = sum(size for place, size in storages(result).items() if place not in given)
-        self.note(str(func), args, kwargs, peak - before - new, after - before - new)
+        new = [size for place, size in storages(result).items() if place not in given]
+        self.note(str(func), args, kwargs, peak - before - sum(new), after - before - sum(new), new)
         return result
 
     def requested(self) -> tuple[int, int]:
@@ -233,18 +235,32 @@ class Workspaces(TorchDispatchMode):
         stats = torch.cuda.memory_stats_as_nested_dict(DEVICE)["requested_bytes"]["all"]
         return stats["current"], stats["peak"]
 
-    def note(self, name: str, args: Any, kwargs: Any, taken: int, kept: int) -> None:
+    def note(self, name: str, args: Any, kwargs: Any, taken: int, kept: int, new: list[int]) -> None:
         """Enter one call, if its kind has workspaces or it took any."""
-        if taken <= 0 and kept <= 0 and not any(kind in name for kind in _KINDS):
+        listed = any(kind in name for kind in _KINDS)
+        if taken <= 0 and kept <= 0 and not listed:
             return
-        row = self._found.setdefault((name, golden_format.op_key(args, kwargs)), [taken, taken, 0, 0])
+        key = golden_format.op_key(args, kwargs)
+        row = self._found.setdefault((name, key), [taken, taken, 0, 0, new])
         row[0], row[1] = max(row[0], taken), min(row[1], taken)
         row[2] += max(0, kept)
         row[3] += 1
+        if listed:
+            self._order.setdefault(name, []).append(key)
 
     def rows(self) -> list[list[Any]]:
-        """All that was found, in order of op and key."""
-        return [[*names, *row] for names, row in sorted(self._found.items())]
+        """[op, key, most, least, kept, count, results], in order of op and key.
+
+        ``most`` and ``least`` are the bytes that a call took beyond its results; ``kept`` of them, in all calls, were
+        still held afterwards (a library's workspace, the first time); ``count`` calls were alike; ``results`` are the
+        bytes of each new storage that the first one returned.
+        """
+        return [[*names, *row] for names, row in sorted(self._found.items(), key=lambda item: item[0])]
+
+    def calls(self) -> dict[str, list[int]]:
+        """Which row each call of an op was, in order of time, for the ops whose kind has workspaces."""
+        number = {names: index for index, names in enumerate(sorted(self._found))}
+        return {name: [number[name, key] for key in keys] for name, keys in self._order.items()}
 
 
 def storages(value: Any) -> dict[int, int]:

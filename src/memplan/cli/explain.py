@@ -29,13 +29,15 @@ is a trace that --trace wrote.
   memplan explain examples/resnet18.py:make --input 32x3x224x224 \\
       --target "32:int64<1000" --loss cross_entropy --optimizer adamw
   memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
+  memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
 
 The first answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which
 layer saves what, and why.
 
 \b
-Exit code: 0 done; 2 bad usage, a step that cannot be recorded, or one whose
-path hangs on a value that a recording does not have.
+Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
+usage, a step that cannot be recorded, or one whose path hangs on a value that
+a recording does not have.
 """
 
 
@@ -52,12 +54,18 @@ path hangs on a value that a recording does not have.
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
-def command(really: bool, top: int, json_file: str | None, trace_file: str | None, **given: Any) -> int:
+@click.option(
+    "--snapshot", "snapshot_file", metavar="FILE",
+    help="Write what the allocator does, too, as a snapshot that pytorch.org/memory_viz opens.",
+)  # fmt: skip
+def command(
+    really: bool, top: int, json_file: str | None, trace_file: str | None, snapshot_file: str | None, **given: Any
+) -> int:
     """Run the command and return its exit code."""
     arguments = StepArguments(**given)
     if json_file == trace_file == "-":
         raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
-    for option, path in (("--json", json_file), ("--trace", trace_file)):
+    for option, path in (("--json", json_file), ("--trace", trace_file), ("--snapshot", snapshot_file)):
         check_writable(path, option)
     trace, explanation = _explain(arguments, really)
     from memplan.reports.json import dumps
@@ -67,9 +75,22 @@ def command(really: bool, top: int, json_file: str | None, trace_file: str | Non
         write(trace_file, trace.to_json())
     if json_file is not None:
         write(json_file, dumps(explanation))
+    if snapshot_file is not None:
+        _write_snapshot(snapshot_file, trace, explanation)
     if "-" not in (json_file, trace_file):
         print_explanation(explanation, top=top)
-    return _warn_of_branches(explanation)
+    return _warn_of_branches(explanation) or int(_does_not_fit(explanation))
+
+
+def _does_not_fit(explanation: Explanation) -> bool:
+    return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
+
+
+def _write_snapshot(path: str, trace: Trace, explanation: Explanation) -> None:
+    from memplan.simulation.memory_viz import frames_of, write_snapshot
+
+    causes = {storage.id: storage.cause for storage in trace.counted}
+    write_snapshot(path, explanation.timeline, frames_of(trace), trace=trace, causes=causes)
 
 
 def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:

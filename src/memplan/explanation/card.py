@@ -63,22 +63,22 @@ def _is_interval(trace: Trace) -> bool:
 
 
 def _charges(trace: Trace, low: Timeline, high: Timeline, card: Device) -> tuple[Charge, ...]:
-    """The terms of the sum at the reserved peak, in the low and in the high case."""
+    """The terms of the sum, in the low and in the high case."""
     least, most = _terms(trace, low, True), _terms(trace, high, False)
     terms = {name: (least[name], most[name]) for name in most} | {"context": card.context}
     return tuple(Charge(name, *pair) for name, pair in terms.items())
 
 
 def _terms(trace: Trace, timeline: Timeline, low: bool) -> dict[str, int]:
-    live = live_at(trace, timeline.reserved_tick)
+    """What is in blocks at the allocated peak, and how much more than that is ever held from the card."""
+    live = live_at(trace, timeline.peak_tick)
     workspace = sum(_size(s, low) for s in live if s.cause == "workspace")
     tensors = sum(_size(s, low) for s in live if s.cause != "workspace")
-    allocated, reserved = levels_at(timeline, timeline.reserved_tick)
     return {
         "tensors": tensors,
         "workspace": workspace,
-        "rounding": allocated - tensors - workspace,
-        "fragmentation": reserved - allocated,
+        "rounding": timeline.peak_allocated - tensors - workspace,
+        "fragmentation": timeline.peak_reserved - timeline.peak_allocated,
     }
 
 

@@ -124,9 +124,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CardUse:
-    """What a step takes from its card when the most is reserved, and where it fits.
+    """What a step takes from its card at most, and where it fits.
 
-    ``charges`` add up to what nvidia-smi would show. ``others`` are all cards of the catalogue, smallest first, with
+    ``charges`` add up to what nvidia-smi would show: what is in blocks at the allocated peak, what the allocator ever
+    holds beyond that, and the context. ``others`` are all cards of the catalogue, smallest first, with
     the kernels that the step takes on its own card; ``smallest`` is the first that it fits on in the high case.
     """
 

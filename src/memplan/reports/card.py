@@ -16,7 +16,7 @@ _LABELS = {
     "tensors": "tensors",
     "workspace": "workspaces of libraries",
     "rounding": "rounding to blocks",
-    "fragmentation": "fragmentation",
+    "fragmentation": "cached, in fragments",
     "context": "CUDA context",
 }
 _WHY = {

@@ -33,7 +33,9 @@ _TEXT_GLOBALS = b"ci"  # GLOBAL, INST: the name stands behind them, in two lines
 _OBJECTS = b"oRb\x81\x92\x82\x83\x84"  # OBJ, REDUCE, BUILD, NEWOBJ, NEWOBJ_EX, EXT1, EXT2, EXT4
 _PERSISTENT = b"PQ"
 _TUPLES = b"t\x85\x86\x87"
-_NUMBERS = b"KMJ\x8ahqjrG\x95\x80"  # those of `_PLAIN` with an argument, which a file can end in
+_ARGUMENTS = {ord("K"): 1, ord("M"): 2, ord("J"): 4, _LONG1: 1, ord("h"): 1, ord("q"): 1, ord("j"): 4, _LONG_BINPUT: 4,
+              ord("G"): 8, 0x95: 8, _PROTO: 1}  # fmt: skip
+"""Bytes of the argument of those of `_PLAIN` that have one: a file can end in it."""
 
 
 class _Refused(Exception):
@@ -102,9 +104,12 @@ def _first_forbidden(data: bytes) -> int | None:
 
 def _what(data: bytes, at: int) -> str:
     """What is wrong with the opcode at a place, in words that follow "a pickle that"."""
-    if at >= len(data) or (data[at] in _NUMBERS and at + 10 > len(data)):
+    code = data[at] if at < len(data) else _STOP
+    size = _ARGUMENTS.get(code, 0)
+    if code == _LONG1 and at + 1 < len(data) and data[at + 1] < 10:
+        size += data[at + 1]
+    if at + size >= len(data):
         return "ends in the middle"
-    code = data[at]
     if code in _TEXT_GLOBALS:
         return _calls_for(".".join(data[at + 1 : at + 1001].decode("utf-8", "replace").split("\n")[:2]))
     if code == _STACK_GLOBAL:

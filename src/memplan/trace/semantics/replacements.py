@@ -305,7 +305,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A mask of bools as one to add to the scores: 0 where it is true, minus infinity else."""
     if mask.dtype is not torch.bool:
         return mask
-    return torch.where(mask.logical_not(), -math.inf, mask.new_full((), 0.0, dtype=dtype))
+    return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
