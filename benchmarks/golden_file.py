@@ -1,7 +1,7 @@
 """Read a golden file: what torch's CUDA allocator really did in one step. Shares no code with what writes it.
 
-`tools/gpu/README.md` lists the fields. Nothing is believed before it is checked, and nothing but numbers and texts is in
-it: a file that passes can be replayed and compared.
+`tools/gpu/README.md` lists the fields. Nothing is believed before it is checked, and a file holds nothing but numbers
+and texts: one that passes can be replayed and compared.
 """
 
 from __future__ import annotations

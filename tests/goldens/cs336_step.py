@@ -207,7 +207,12 @@ def forward_step(context: int, layers: int = LAYERS) -> Callable[[], None]:
     model = Model(context, layers)
     tokens = torch.randint(0, VOCABULARY, (BATCH, context)).to("cuda")
     kept: list[Tensor] = []
-    return lambda: kept.append(model(tokens))
+
+    def step() -> None:
+        torch.cuda.empty_cache()
+        kept.append(model(tokens))
+
+    return step
 
 
 def full_step(context: int, layers: int = LAYERS) -> Callable[[], None]:
@@ -224,6 +229,7 @@ def full_step(context: int, layers: int = LAYERS) -> Callable[[], None]:
     kept: list[Tensor] = []
 
     def step() -> None:
+        torch.cuda.empty_cache()
         optimizer.zero_grad()
         logits = model(tokens)
         loss = cross_entropy(logits, tokens)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from steps import STEPS
@@ -30,6 +31,29 @@ def test_round_trip(trace: memplan.Trace, tmp_path: Path) -> None:
 def test_a_measured_trace_too() -> None:
     measured = memplan.measure(STEPS["in_place"], steps=1)
     assert loads(dumps(measured)) == measured
+
+
+def test_one_for_a_card_too() -> None:
+    """With streams, workspaces known as an interval, and what the step asked of the allocator."""
+
+    def build() -> Any:
+        convolution, side = torch.nn.Conv2d(3, 4, 3).cuda(), torch.cuda.Stream()
+
+        def step() -> None:
+            with torch.cuda.stream(side):
+                x = torch.zeros(2, 3, 8, 8, device="cuda")
+            x.record_stream(torch.cuda.current_stream())
+            convolution(x)
+            torch.cuda.empty_cache()
+
+        return step
+
+    recorded = memplan.record(build, device="h100", steps=1)
+    assert any(s.stream for s in recorded.storages)
+    assert any(s.used_on for s in recorded.storages)
+    assert any(s.low == 0 for s in recorded.storages)
+    assert [call.kind for call in recorded.calls] == ["empty_cache"]
+    assert loads(dumps(recorded)) == recorded
 
 
 def _changed(trace: memplan.Trace, change: Any) -> str:
@@ -57,6 +81,12 @@ def _changed(trace: memplan.Trace, change: Any) -> str:
         (lambda d: d["ops"][0].__setitem__(3, 10**9), "damaged"),
         (lambda d: d["storages"][0].__setitem__(6, [-1]), "damaged"),
         (lambda d: d["layers"][0].__setitem__(0, None), "damaged"),
+        (lambda d: d["storages"][0].__setitem__(10, 10**12), "damaged"),
+        (lambda d: d["storages"][0].__setitem__(11, -1), "damaged"),
+        (lambda d: d["storages"][0].__setitem__(12, ["x"]), "damaged"),
+        (lambda d: d.update(calls=[[1, "explode"]]), "damaged"),
+        (lambda d: d.update(calls=[[1, "synchronize"]]), "share a tick"),
+        (lambda d: d.update(calls=[[0, "synchronize"]]), "damaged"),
     ],
 )
 def test_damage_is_named(trace: memplan.Trace, change: Any, text: str) -> None:

@@ -6,7 +6,8 @@
 
 Needs a CUDA GPU; README.md beside this file says how long it takes and what is written. Every step has a process of its
 own, so that its first tensor is the first on the card. A step that fails is an entry of the index, not the end.
-Exit code: 0 all steps measured; 1 some are missing, or (--check) a prediction is outside its limits; 2 bad usage, no GPU.
+Exit code: 0 all steps measured; 1 some are missing, or (--check) a prediction is outside its limits; 2 bad usage, or no
+GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Job:
 
     def start(self) -> None:
         """Start the process; what it prints goes to files, which no full pipe can stop."""
-        self.files = [tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") for _ in range(2)]
+        for _ in range(2):
+            self.files.append(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))  # noqa: SIM115
         environment = os.environ | {"OMP_NUM_THREADS": THREADS, "MKL_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *self.arguments]
         self.process = subprocess.Popen(
@@ -273,7 +275,7 @@ def finish(output: Path, rows: dict[str, Row], contexts: Any) -> list[Path]:
 
 def check(folders: Iterable[Path], names: Sequence[str], jobs: int) -> int:
     """Predict what was just measured, without the GPU, and print both. Returns 1 where a limit is passed."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "goldens.py"), "--check", "--jobs", str(jobs)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_accuracy.py"), "--check", "--jobs", str(jobs)]
     command += [part for folder in folders for part in ("--root", str(folder))]
     command += [part for name in names for part in ("--only", name)]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=False).returncode

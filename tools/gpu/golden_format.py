@@ -1,7 +1,7 @@
 """What a golden file looks like, without torch or a GPU: events, segments, keys of ops, and the bytes of the file.
 
 A file is one JSON object, gzip-packed, the same bytes for the same content. `FORMAT` and `VERSION` head it; README.md
-beside this file lists the fields. `benchmarks/goldens.py` reads it and shares no code with what is here.
+beside this file lists the fields. `benchmarks/cuda_accuracy.py` reads it and shares no code with what is here.
 """
 
 from __future__ import annotations

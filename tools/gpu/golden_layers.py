@@ -1,8 +1,8 @@
 """Single layers whose memory on CUDA is checked one formula at a time: forward and backward, gradients kept.
 
 `LAYERS` maps a name to a `build`. None names a device: whoever runs one says where its tensors go. The published
-figures of `cross_entropy_4096`, `cross_entropy_131072` and `llama_mlp` were measured like this: ``.grad`` held from step
-to step, the output's gradient made beforehand, the graph retained while it is measured.
+figures of `cross_entropy_4096`, `cross_entropy_131072` and `llama_mlp` were measured like this: ``.grad`` held from
+step to step, the output's gradient made beforehand, the graph retained while it is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def layer(name: str, build: Build) -> None:
     LAYERS[name] = seeded
 
 
-def backward_of(run: Callable[[], Tensor], *shape: int, dtype: torch.dtype = torch.float32, retain: bool = False) -> Step:
+def backward_of(
+    run: Callable[[], Tensor], *shape: int, dtype: torch.dtype = torch.float32, retain: bool = False
+) -> Step:
     """A step that runs forward and backward, given the shape and dtype of the output."""
     gradient = torch.randn(*shape, dtype=dtype)
 

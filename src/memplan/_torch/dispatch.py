@@ -98,6 +98,17 @@ def below_autocast() -> contextlib.AbstractContextManager[Any]:
     return torch._C._ExcludeDispatchKeyGuard(_UNUSED_SET)
 
 
+@contextlib.contextmanager
+def above_autocast() -> Iterator[None]:
+    """Inside of a dispatch mode, where torch passes by every autocast: not that of `autocast_like_cuda`, where on."""
+    before = torch._C._dispatch_tls_is_dispatch_key_excluded(_UNUSED)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, before)
+
+
 def autocast_ops() -> list[str]:
     """Names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers them."""
     return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")

@@ -1,6 +1,7 @@
 """torch's CUDA caching allocator, exactly: the same requests get the same addresses and take the same segments.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13. Bytes throughout.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp as of torch 2.10; what came since adds settings (see
+`memplan.simulation.settings`), no rules for these. Bytes throughout.
 """
 
 from __future__ import annotations

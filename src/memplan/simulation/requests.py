@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from memplan.simulation.model import DEFAULT_POOL, Pool, Segment
@@ -105,11 +106,15 @@ class _PrivatePools:
     def __init__(self, snapshot: Snapshot, start: Start) -> None:
         self.ends: dict[int, tuple[int, Pool]] = {}
         self.starts: list[int] = []
-        for segment in _private(start.segments):
+        private = [segment for segment in (*start.segments, *snapshot.segments) if segment.pool != DEFAULT_POOL]
+        for segment in _stretches([segment for segment in private if segment.expandable]):
             self._add(segment.address, segment.size, segment.pool)
+        for segment in start.segments:
+            if segment.pool != DEFAULT_POOL and not segment.expandable:
+                self._add(segment.address, segment.size, segment.pool)
         self.to_come: dict[int, Segment] = {}
         """Index of a segment_alloc -> the private segment that is there at the end."""
-        final = {segment.address: segment for segment in _private(snapshot.segments)}
+        final = {segment.address: segment for segment in private if not segment.expandable}
         if final:
             taken = [(index, entry) for index, entry in enumerate(snapshot.entries) if entry.action == "segment_alloc"]
             last = {entry.address: index for index, entry in taken}
@@ -139,5 +144,14 @@ class _PrivatePools:
         self.ends[address] = address + size, pool
 
 
-def _private(segments: Sequence[Segment]) -> list[Segment]:
-    return [segment for segment in segments if segment.pool != DEFAULT_POOL]
+def _stretches(segments: Sequence[Segment]) -> list[Segment]:
+    """Expandable segments, and the addresses between two of a kind, as one: no other kind ever lies there."""
+    found: list[Segment] = []
+    for segment in sorted(segments, key=lambda one: one.address):
+        last = found[-1] if found else None
+        if last is not None and (last.pool, last.stream, last.small) == (segment.pool, segment.stream, segment.small):
+            end = max(last.address + last.size, segment.address + segment.size)
+            found[-1] = replace(last, size=end - last.address)
+        else:
+            found.append(segment)
+    return found

@@ -412,4 +412,4 @@ _READERS: dict[str, Callable[[_Reading, str, Value], None]] = {
     "roundup_power2_divisions": _roundup,
     "throw_on_cudamalloc_oom": _reject,
 }
-"""What torch 2.13 knows, and what came after it; nothing here means another thing in 2.11."""
+"""What torch 2.13 knows, and what came after it."""

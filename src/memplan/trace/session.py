@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from memplan import _torch
 from memplan.devices import Device, find, of_properties
@@ -120,7 +120,11 @@ def _one_process() -> Iterator[None]:
             given.pop(name, None)
         init(**given)
 
-    with _torch.patched(DataLoader, __init__=init_here):
+    def in_order(self: Any) -> Iterator[int]:
+        """Which sample comes when is drawn from values that a recording has not, and does not matter to memory."""
+        return (number % len(self.data_source) for number in range(self.num_samples))
+
+    with _torch.patched(DataLoader, __init__=init_here), _torch.patched(RandomSampler, __iter__=in_order):
         yield
 
 

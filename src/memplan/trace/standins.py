@@ -15,7 +15,7 @@ import torch
 
 from memplan import _torch
 from memplan.errors import DataDependentError
-from memplan.trace.model import Assumption
+from memplan.trace.model import HOST, Assumption
 from memplan.trace.observer import Observer
 from memplan.trace.place import format_frame, user_frame
 from memplan.trace.session import COMPILED
@@ -206,6 +206,8 @@ class Standins:
 
         if tensor.constant is not None:
             return tensor.constant.numpy()
+        if tensor.device.type != HOST:  # as torch says it; where nothing names CUDA, everything lies on the card
+            self._refuse_numpy(tensor)
         if tensor.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
@@ -213,6 +215,14 @@ class Standins:
             self._decided()
         self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all 1")
         return numpy.ones(tuple(tensor.shape), dtype=name)
+
+    def _refuse_numpy(self, tensor: Any) -> None:
+        card = self._observer.card
+        if card is not None and not card.everything:
+            raise TypeError(
+                f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+                "host memory first."
+            )
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         value = torch.Tensor.__bool__(tensor)

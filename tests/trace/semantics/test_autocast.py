@@ -348,18 +348,35 @@ def test_backward_casts_where_the_user_calls_it_inside(state: Autocast) -> None:
 class TakenApart(TorchDispatchMode):
     """In inference mode, composite ops reach a dispatch mode whole, and a recording takes them apart."""
 
+    def __init__(self, state: Autocast) -> None:
+        super().__init__()
+        self.state = state
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-            with self:
+            with self.state.taking_apart(), self:
                 return func.decompose(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is F32  # inside of an op nothing is cast
+        return result
 
 
-def test_parts_of_an_op_are_not_cast(state: Autocast) -> None:
-    """A dispatch mode undoes the dispatcher's own guard; `tensordot` of float32 stays float32 inside as well."""
-    with TakenApart(), torch.autocast("cuda"), torch.inference_mode():
-        assert torch.tensordot(torch.ones(2, 2), torch.ones(2, 2)).dtype is F32
-        assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype is F16
+def test_ops_that_are_taken_apart_are_cast_as_elsewhere(state: Autocast) -> None:
+    """`cross_entropy` is not on the lists, its `log_softmax` is; `tensordot` is, and what it is made of is left alone."""
+    x, label = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
+    functions: list[Callable[[], torch.Tensor]] = [
+        lambda: functional.cross_entropy(x.half(), label),
+        lambda: torch.tensordot(x, x, 1),
+        lambda: torch.matmul(x, x),
+        lambda: x + x,
+    ]
+    for function in functions:
+        with torch.autocast("cuda"):
+            expected = function()
+            with TakenApart(state), torch.inference_mode():
+                assert function().dtype is expected.dtype
+        with TakenApart(state), torch.inference_mode():
+            assert function().dtype is function().dtype
 
 
 def test_nothing_is_left_behind() -> None:

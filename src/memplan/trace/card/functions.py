@@ -145,9 +145,28 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         stack.enter_context(_torch.patched(torch.cuda.nvtx, **ranges, range=within))
         stack.enter_context(_torch.patched(torch.backends.cuda, is_built=lambda: True))
         stack.enter_context(_torch.patched(torch.backends.cudnn, is_available=lambda: True))
+        stack.enter_context(_torch.patched(torch, Generator=_Generator))
+        stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
         if torch.version.cuda is None:
             stack.enter_context(_torch.patched(torch.version, cuda="12.8"))
         yield
+
+
+class _Generator(torch.Generator):
+    """Stands in for `torch.Generator`, which makes one on a card only with a GPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """One on the CPU, whatever the device."""
+        return _HOST_GENERATOR("cpu")
+
+
+_HOST_GENERATOR = torch.Generator
+
+
+def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    """`torch.nn.DataParallel` over one card: everything goes there."""
+    to_card = lambda leaf: leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+    return (_torch.tree_map(to_card, tuple(inputs)),), (_torch.tree_map(to_card, dict(kwargs or {})),)
 
 
 def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -73,17 +73,25 @@ class Autocast:
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with dispatch.below_autocast():
-                # a dispatch mode takes away the guard: an op inside of another on the lists is left alone by this
-                if self._running or not self._any_on_card(args, kwargs):
+                if not self._any_on_card(args, kwargs):
                     return op(*args, **kwargs)
-                self._running = True
+                outside, self._running = self._running, True
                 try:
                     target, given, named = prepare(self, op, args, kwargs)
                     return target(*given, **named)
                 finally:
-                    self._running = False
+                    self._running = outside
 
         return kernel
+
+    @contextmanager
+    def taking_apart(self) -> Iterator[None]:
+        """For a dispatch mode that takes an op apart, as one has to in inference mode: its parts are cast as on CUDA.
+
+        Inside of a dispatch mode nothing is cast. Here the parts are, unless the op is itself on the lists.
+        """
+        with nullcontext() if self._running else dispatch.above_autocast():
+            yield
 
     def _any_on_card(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values())))
@@ -135,8 +143,8 @@ def installed(on_card: OnCard) -> Iterator[Autocast]:
     to be enabled where ``torch.cuda.is_available()`` is not patched to say yes.
 
     Args:
-        on_card: whether a tensor stands for one on the card; no while a dispatch mode runs an op, whose parts are not
-            to be cast.
+        on_card: whether a tensor stands for one on the card. What a dispatch mode calls while it runs an op is not cast
+            and not asked for.
     """
     state = Autocast(on_card)
     enable, clear = torch.set_autocast_enabled, torch.clear_autocast_cache

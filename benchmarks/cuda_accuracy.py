@@ -1,13 +1,13 @@
 """How near to what CUDA really did the predictions are, over all golden files.
 
-    python benchmarks/goldens.py            # writes benchmarks/results/cuda.json, cuda.md and docs/cuda.md
-    python benchmarks/goldens.py --check    # prints, writes nothing, and exits 1 when a limit is passed
-    python benchmarks/goldens.py --root goldens/nvidia-h200 --only gpt2 --check
+    python benchmarks/cuda_accuracy.py            # writes benchmarks/results/cuda.json, cuda.md and docs/cuda.md
+    python benchmarks/cuda_accuracy.py --check    # prints, writes nothing, and exits 1 when a limit is passed
+    python benchmarks/cuda_accuracy.py --root goldens/nvidia-h200 --only gpt2 --check
 
-A golden file is one step as a real card ran it (`tools/gpu/golden.py` records them). The same step is predicted for that
-card, here, without it. Where no workspace of the step is known as an interval only, or the golden file says what each
-took, the prediction is one number and has to be near; else the measured peak has to lie between the low and the high
-case.
+A golden file is one step as a real card ran it (`tools/gpu/golden.py` records them). The same step is predicted for
+that card, here, without it. Where no workspace of the step is known as an interval only, or the golden file says what
+each took, the prediction is one number and has to be near; else the measured peak has to lie between the low and the
+high case.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "cuda.md"
 sys.path[:0] = [str(path) for path in (ROOT / "benchmarks", ROOT / "tools" / "gpu") if str(path) not in sys.path]
+sys.path.append(str(ROOT / "src"))  # where memplan is not installed
 from golden_file import Golden, GoldenError, Peak, Workspace, find, read  # noqa: E402
 
 ALLOCATED_LIMIT, RESERVED_LIMIT = 0.01, 0.03
@@ -134,8 +135,9 @@ def predict(golden: Golden) -> Prediction:
         LookupError: no such step here, or its libraries are missing.
         memplan.MemplanError: the card is not known, or the step cannot be recorded.
     """
-    import memplan
     import torch
+
+    import memplan
     from memplan.devices import find as find_card
 
     subject = subjects().get(golden.name)
@@ -370,7 +372,8 @@ def main() -> int:
     rows = [row for row in results if not isinstance(row, str)]
     found = broken + violations(rows)
     print(markdown(rows) if rows or paths else f"No golden files: {NOT_YET}.")
-    print(*found, sep="\n")
+    for line in found:
+        print(line)
     if not options.check and not options.only:
         write(rows)
     return 1 if options.check and found else 0
