@@ -1,7 +1,7 @@
 """A training step as students of Stanford's CS336 write it by hand: no fused op, everything from einsum up.
 
-The two real snapshots in the shared data are of such a step, 2.7 billion parameters on an H100 with torch 2.6. The
-order of operations here is the one that their histories show; it is what the caching allocator sees.
+Two real snapshots are of such a step, with 2.7 billion parameters on an H100 and torch 2.6. The order of operations,
+and which names still hold a tensor while others are made, is what their histories show: the allocator sees both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(nn.init.trunc_normal_(torch.zeros(outputs, inputs, device="cuda"), std=0.02))
+        self.weight = nn.Parameter(torch.zeros(outputs, inputs, device="cuda"))
 
     def forward(self, x: Tensor) -> Tensor:
         columns = x.permute(2, 0, 1).reshape(1, x.shape[2], -1)
@@ -35,7 +35,7 @@ class Linear(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, width, device="cuda"))
+        self.weight = nn.Parameter(torch.zeros(rows, width, device="cuda"))
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens]
@@ -59,6 +59,8 @@ class Norm(nn.Module):
 class Rotary(nn.Module):
     """Turns pairs of neighbours; cosines and sines of every position are kept side by side."""
 
+    turns: Tensor
+
     def __init__(self, head: int, context: int) -> None:
         super().__init__()
         self.pairs = head // 2
@@ -68,8 +70,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         pairs = x.reshape(*x.shape[:-1], self.pairs, 2)
-        cos = self.turns[positions, :, 0].unsqueeze(1)  # pyright: ignore[reportIndexIssue]  # a buffer
-        sin = self.turns[positions, :, 1].unsqueeze(1)  # pyright: ignore[reportIndexIssue]
+        cos = self.turns[positions, :, 0].unsqueeze(1)
+        sin = self.turns[positions, :, 1].unsqueeze(1)
         turned = torch.zeros_like(pairs)
         turned[..., 0] = cos * pairs[..., 0] - sin * pairs[..., 1]
         turned[..., 1] = sin * pairs[..., 0] + cos * pairs[..., 1]
@@ -109,9 +111,8 @@ class Attention(nn.Module):
         positions = torch.arange(length, device=x.device).unsqueeze(0).expand(batch, -1)
         queries = self.rotary(queries, positions)
         keys = self.rotary(keys, positions)
-        above = torch.triu(torch.ones(length, length, device=x.device), diagonal=1).to(torch.bool)
-        allowed = ~above
-        del above
+        allowed = torch.triu(torch.ones(length, length, device=x.device), diagonal=1).to(torch.bool)
+        allowed = ~allowed
         allowed = allowed.unsqueeze(0).unsqueeze(0).expand(batch, self.heads, -1, -1)
         result = attend(queries, keys, values, allowed)
         result = result.transpose(1, 2).reshape(batch, length, width)

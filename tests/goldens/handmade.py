@@ -44,7 +44,7 @@ def gelu() -> dict[str, Any]:
         "build": [2 * TENSOR] * 2, "peaks": [[4 * TENSOR] * 2, [5 * TENSOR] * 2, [5 * TENSOR] * 2],
         "end": [3 * TENSOR, 5 * TENSOR], "context": {"bytes": 520 * MIB, "how": "by hand"},
         "events": {
-            "unit": 512, "actions": first + second + third, "places": places, "sizes": [TENSOR] * 14,
+            "unit": 512, "actions": first + second + third, "places": places, "sizes": [TENSOR] * 13,
             "streams": None, "pools": None, "pool_ids": [[0, 0]],
         },
         "segments": [

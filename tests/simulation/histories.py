@@ -150,10 +150,12 @@ A, B, C = BASE, BASE + (1 << 30), BASE + (2 << 30)
 
 
 def out_of_memory() -> dict[str, Any]:
-    """Four blocks of 24 MiB in two segments; every second one is freed; then 40 MiB do not fit in what is left.
+    """Four blocks of 24 MiB in two segments; the first and the last are freed; then 40 MiB do not fit anywhere.
 
-    Worked out by hand. The card gives 100 MiB: 96 are held in segments of 24, and 4 are left. 48 MiB are free, but
-    each segment holds a block in use beside its free half.
+    Worked out by hand. The card gives 100 MiB: 96 are held in two segments of 48, and 4 are left. 48 MiB are free, but
+    each segment holds a block in use beside its free half. Expandable segments, in pages of 20 MiB, would have held
+    all of the 100: 24 free, 48 in use, 28 free. Short of memory, the pages that are all free (the first and the last)
+    go back, and the 8 MiB before the last grow by two pages: 48 of 40 + 8, and 100 MiB held again.
     """
     user = [frame("/home/me/train.py", 7, "forward"), frame("/usr/lib/python3.11/runpy.py", 1, "run")]
     torch = [frame("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3, "forward")]

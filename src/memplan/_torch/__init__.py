@@ -2,7 +2,13 @@
 
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memplan._torch.cuda import copied, default_device_replaced, factories_replaced, tensors_that_tell
+from memplan._torch.cuda import (
+    checkpoints_for_cuda,
+    copied,
+    default_device_replaced,
+    factories_replaced,
+    tensors_that_tell,
+)
 from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, no_modes
 from memplan._torch.fake import DATA_DEPENDENT, READ_SCALAR, FakeMode, FakeTensor, modules_converted_as_real
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
@@ -32,6 +38,7 @@ __all__ = [
     "backward_node",
     "called_by_engine",
     "called_for_the_loss",
+    "checkpoints_for_cuda",
     "copied",
     "default_device_replaced",
     "eager_instead_of_compiled",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.utils._device as default_device
+import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan._torch.patches import patched
@@ -83,3 +84,8 @@ def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractC
 
     with patched(default_device.DeviceContext, __torch_function__=on_card):
         yield
+
+
+def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
+    """`torch.utils.checkpoint` restores CUDA's autocast also where no argument is on the card."""
+    return patched(torch.utils.checkpoint.DefaultDeviceType, _default_device_type="cuda")

@@ -215,6 +215,10 @@ class Replacements(Protocol):
         """Ops that are not to be taken apart."""
         ...
 
+    def taking_apart(self) -> contextlib.AbstractContextManager[None]:
+        """Entered around an op that is taken apart, or around what is called instead."""
+        ...
+
 
 class FakeMode(FakeTensorMode):
     """Fake tensors, with a callback around every aten op. One mode, not two: each costs a dispatch an op."""
@@ -237,11 +241,12 @@ class FakeMode(FakeTensorMode):
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled() and not self._inside and is_composite(func):
             replaced = self.replacements
-            if replaced is None or func not in replaced.whole:
+            if replaced is None:
                 with self:
-                    return (func.decompose if replaced is None else replaced.instead.get(func, func.decompose))(
-                        *args, **kwargs
-                    )
+                    return func.decompose(*args, **kwargs)
+            if func not in replaced.whole:
+                with replaced.taking_apart(), self:
+                    return replaced.instead.get(func, func.decompose)(*args, **kwargs)
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
         self._inside = True

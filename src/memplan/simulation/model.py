@@ -83,7 +83,8 @@ class Timeline:
 
     ``events`` are (tick, allocated, reserved), in order; on a device without a caching allocator reserved equals
     allocated. ``peak_tick`` is the first tick at which ``peak_allocated`` is reached, ``reserved_tick`` the first of
-    those with ``peak_reserved`` at which the most is allocated. With a caching allocator, ``log`` is all that it did and ``segments`` what it held at the end.
+    those with ``peak_reserved`` at which the most is allocated. With a caching allocator, ``log`` is all that it did
+    and ``segments`` what it held at the end.
     """
 
     device: str

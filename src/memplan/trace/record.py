@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from contextlib import ExitStack
 
 import torch
@@ -103,11 +104,20 @@ class _Recording:
             parts = finish(observer, bounds[0])
             del step
         calls = tuple(self._card.calls) if self._card is not None else ()
+        notes = self._target.notes + (_environment() if self._card is not None else ())
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
-            tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), self._target.notes,
+            tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), notes,
             calls,
         )  # fmt: skip
+
+
+def _environment() -> tuple[str, ...]:
+    """What of the environment decides how much is taken on a card, and is easily overlooked."""
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if not config:
+        return ()
+    return (f"CUBLAS_WORKSPACE_CONFIG={config} is set here (importing MONAI does so) and sizes cuBLAS's workspaces",)
 
 
 def _boundary(observer: Observer) -> int:

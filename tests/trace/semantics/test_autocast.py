@@ -362,7 +362,7 @@ class TakenApart(TorchDispatchMode):
 
 
 def test_ops_that_are_taken_apart_are_cast_as_elsewhere(state: Autocast) -> None:
-    """`cross_entropy` is not on the lists, its `log_softmax` is; `tensordot` is, and what it is made of is left alone."""
+    """`cross_entropy` is on no list, its `log_softmax` is; `tensordot` is, and what it is made of is left alone."""
     x, label = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
     functions: list[Callable[[], torch.Tensor]] = [
         lambda: functional.cross_entropy(x.half(), label),

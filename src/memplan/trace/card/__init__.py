@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from memplan.devices import Device
 from memplan.trace.card import functions, tensors
 from memplan.trace.card.residence import Card
 from memplan.trace.semantics import autocast, replacements
-from memplan.trace.semantics.replacements import Replacements
+
+
+@dataclass(frozen=True, slots=True)
+class Composites:
+    """What a dispatch mode has to do itself, in inference mode, where composite ops reach it whole."""
+
+    instead: Mapping[Any, Callable[..., Any]]
+    whole: frozenset[Any]
+    taking_apart: Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) -> Iterator[Replacements]:
+def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) -> Iterator[Composites]:
     """A step that was written for CUDA runs on fake tensors of the CPU.
 
-    ``chosen(op, reason)`` is told which kernel an op takes that could take several. Yields what a dispatch mode has to
-    do itself.
+    ``chosen(op, reason)`` is told which kernel an op takes that could take several.
     """
     with ExitStack() as stack:
         stack.enter_context(functions.installed(card, device))
         stack.enter_context(tensors.installed(card))
-        stack.enter_context(autocast.installed(card.holds))
-        yield stack.enter_context(replacements.installed(card.holds, device.architecture, chosen))
+        cast = stack.enter_context(autocast.installed(card.holds))
+        replaced = stack.enter_context(replacements.installed(card.holds, device.architecture, chosen))
+        yield Composites(replaced.instead, replaced.whole, cast.taking_apart)

@@ -144,7 +144,10 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         within = lambda *_, **__: nullcontext()  # noqa: E731
         stack.enter_context(_torch.patched(torch.cuda.nvtx, **ranges, range=within))
         stack.enter_context(_torch.patched(torch.backends.cuda, is_built=lambda: True))
-        stack.enter_context(_torch.patched(torch.backends.cudnn, is_available=lambda: True))
+        # a recurrent network's weights are not made one buffer: they are taken to be one already, at the same bytes
+        no = lambda tensor: False  # noqa: E731
+        stack.enter_context(_torch.patched(torch.backends.cudnn, is_available=lambda: True, is_acceptable=no))
+        stack.enter_context(_torch.checkpoints_for_cuda())
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
         stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
         if torch.version.cuda is None:

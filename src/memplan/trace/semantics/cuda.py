@@ -26,7 +26,6 @@ class _Kernels:
     def __init__(self, device: Device, stream: Callable[[], int]) -> None:
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
-        self._environment = dict(os.environ)
         self._held: set[tuple[cublas.Library, bool, int]] = set()
         self._libraries: dict[str, Callable[[Arguments, Any], list[Extra]]] = {
             "aten.convolution.default": self._convolution,
@@ -56,8 +55,9 @@ class _Kernels:
         library = cublas.library(name, args, kwargs, result)
         if library is None:
             return
-        held = cublas.kept(self._environment)
-        for owner, size in cublas.taken(library, self._arch.capability, self._environment).items():
+        # read where a real handle would be made: importing a library may have set it (MONAI sets :4096:8)
+        held = cublas.kept(os.environ)
+        for owner, size in cublas.taken(library, self._arch.capability, os.environ).items():
             key = owner, in_backward, self._stream()
             if not held or key not in self._held:
                 self._held.add(key)

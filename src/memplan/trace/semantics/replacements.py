@@ -111,7 +111,6 @@ class _Table:
     def dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         """native/Dropout.cpp: one kernel that keeps a mask of bools, where anything is dropped at random."""
         if train and 0 < p < 1 and x.numel() and self._on_card(x):
-            self._chosen("aten.dropout", "one kernel on CUDA, which keeps a mask of one byte an element")
             return _ATEN.native_dropout.default(x, p, train)[0]
         return dispatch.composite(_ATEN.dropout.default, x, p, train)
 
@@ -133,7 +132,6 @@ class _Table:
         ``rms_norm`` itself stays as it is: it calls this one under the same conditions on every device.
         """
         if self._on_card(x):
-            self._chosen("aten.rms_norm", "one kernel on CUDA, which keeps its input and a statistic a row")
             return dispatch.whole(_FUSED_NORM, x, shape, weight, eps)
         return dispatch.composite(_FUSED_NORM, x, shape, weight, eps)
 
@@ -159,7 +157,7 @@ class _Table:
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             arch=self._arch, enabled=enabled_now(),
         )  # fmt: skip
-        self._chosen("aten.scaled_dot_product_attention", f"{_TITLES[choice.kernel]}: {choice.reason}")
+        self._chosen("scaled_dot_product_attention", f"{_TITLES[choice.kernel]}: {choice.reason}")
         if choice.kernel == "math":
             return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         added = query.dim() == 3
@@ -178,9 +176,8 @@ class _Table:
                 return dispatch.composite(op, x, states, weights, *rest)
             against = self._against_recurrent(x)
             if against:
-                self._chosen(f"aten.{name}", f"{against}: not cuDNN's, and recorded with the CPU's parts")
+                self._chosen(name, f"{against}: not cuDNN's, and recorded with the CPU's parts")
                 return dispatch.composite(op, x, states, weights, *rest)
-            self._chosen(f"aten.{name}", "cuDNN's, with its reserve")
             hx, cx = states if name == "lstm" else (states, None)
             output, hy, cy = _cudnn_recurrent(_RECURRENT[name], x, hx, cx, weights, *rest)
             return (output, hy, cy) if name == "lstm" else (output, hy)
