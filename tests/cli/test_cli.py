@@ -42,7 +42,9 @@ def test_version() -> None:
 def test_an_unknown_command_gets_the_nearest() -> None:
     result = CliRunner().invoke(main, ["explian"])
     assert result.exit_code == 2
-    assert result.stderr == "memplan: There is no command 'explian'. Did you mean explain? See memplan --help.\n"
+    assert (
+        result.stderr == "memplan: There is no command 'explian'. Did you mean explain or replay? See memplan --help.\n"
+    )
 
 
 def test_no_command_gets_help_and_the_code_of_bad_usage() -> None:

@@ -24,6 +24,12 @@ class Mlp(nn.Module):
         return self.layers(x)
 
 
+@pytest.fixture(autouse=True)
+def torchs_own_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MONAI sets it on import, and another test may have imported MONAI."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+
 def explained(what: Any = Mlp, *inputs: Any, device: str = "h100", **more: Any) -> memplan.Explanation:
     return memplan.explain(what, *(inputs or ("256x1024",)), device=device, **more)
 
@@ -39,7 +45,10 @@ def test_the_sum_is_what_is_reserved_and_the_context() -> None:
     context = find("h100").context
     assert sum(c.high for c in charges.values()) == explanation.timeline.peak_reserved + context[1]
     assert (charges["context"].low, charges["context"].high) == context
-    assert charges["workspace"].high == 2 * 32 * MIB  # cuBLAS on Hopper, for the thread of forward and of backward
+    # cuBLAS on Hopper, 32 MiB for the thread of forward and for that of backward; cuBLASLt's own, for `linear`
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    held = 65 if version < (2, 12) else 64 if version < (2, 15) else 32
+    assert charges["workspace"].high == held * MIB
     assert charges["rounding"].high >= 0
     assert charges["fragmentation"].high >= 0
     assert card_of(explanation).verdict.high == sum(c.high for c in charges.values())

@@ -108,7 +108,8 @@ def test_the_bytes_are_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_the_largest_files_lose_their_events_and_say_so(tmp_path: Path) -> None:
-    small, large = gelu(), gelu() | {"name": "large"}
+    small = gelu()
+    large: dict[str, Any] = gelu() | {"name": "large"}
     large["events"] = {**large["events"], "sizes": list(range(20_000))}
     form.write(tmp_path / "gelu.json.gz", small)
     size = form.write(tmp_path / "large.json.gz", large)
@@ -249,6 +250,38 @@ def test_what_is_measured_is_a_golden_file(paper: dict[str, Any], tmp_path: Path
     assert first.args == ("all",)
     assert (first.kwargs["context"], last.args) == (None, (None,))
     assert paper["reset_peak_memory_stats"].call_count >= 4
+
+
+def test_a_child_writes_its_file_and_the_run_its_index(
+    paper: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = steps.Subject("gelu", "layers", "golden_layers", small)
+    monkeypatch.setattr(steps, "subjects", lambda _: ({"gelu": subject}, {"golden_layers": "no torch"}))
+    output = tmp_path / "out"
+    row = json.loads(json.dumps(golden.child("gelu", "golden_layers", output, False))) | {"seconds": 2.0}
+    assert (row["allocated"], row["reserved"], row["events"]) == (5 * TENSOR, 5 * TENSOR, 18)
+    assert golden.line_of("gelu", row).split()[1:4] == ["671,088,640", "allocated", "671,088,640"]
+    (folder,) = golden.finish(output, {"gelu": row, "b": {"error": "broke"}}, [{"after": "nothing"}])
+    assert folder == output / "nvidia-h200" / form.slug(torch.__version__)
+    assert golden_file.read(folder / "gelu.json.gz").peak.reserved == 5 * TENSOR
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    assert index["gpu"]["name"] == "NVIDIA H200"
+    assert index["steps"]["gelu"]["bytes"] == (folder / "gelu.json.gz").stat().st_size
+    assert index["steps"]["b"] == {"error": "broke"}
+    assert golden.child("other", "golden_layers", output, False) == {"error": "no torch"}
+
+
+def test_a_step_that_raises_is_an_error_of_its_own(
+    paper: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 GiB.\nand more")
+
+    subject = steps.Subject("gelu", "layers", "golden_layers", build)
+    monkeypatch.setattr(steps, "subjects", lambda _: ({"gelu": subject}, {}))
+    row = golden.child("gelu", "golden_layers", tmp_path / "out", True)
+    assert row == {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 40.00 GiB."}
+    assert golden.line_of("gelu", row).endswith("GiB.")
 
 
 def test_what_cannot_be_had_is_a_note_and_the_peaks_stand(paper: dict[str, Any], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,25 +27,11 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the real snapshots ar
 
 PARAMETERS, EVENTS_OF_AN_UPDATE = 32 * 9 + 3, 6
 
-KNOWN_DIFFERENCES = Counter(
-    {
-        # What reductions over a slow dimension stage, and their semaphores (Reduce.cuh): recorded, not predicted.
-        329_252_864: 1,
-        82_313_216: 1,
-        20_971_520: 65,
-        32: 67,
-        # Gradients of max and of indexing: written into zeros, and into a copy of them under a dispatch mode.
-        40_960_000: 2,
-        102_400_000: 1,
-        33_554_432: 32 + 1,  # and the workspace of the thread that runs backward, which earlier steps had taken
-        # Row numbers made on the host are copied to the card; lists that index_put sorts, and what the sort takes.
-        8192: 14,
-        16_384: 2,
-        1: 2,
-        10_485_760: 2,  # the values that index_put adds up, made contiguous, stand at another place among the lists
-    }
-)
-"""Bytes of blocks that are born on one side only -> at most how many."""
+KNOWN_DIFFERENCES = Counter({8192: 2, 16_384: 2, 1: 2, 10_485_760: 2})
+"""Bytes of blocks that are born on one side only -> at most how many.
+
+All of them are inside of the two calls of `index_put_`: the order of its lists, and what its sort takes.
+"""
 
 
 class Event(NamedTuple):
@@ -210,7 +196,7 @@ def test_levels_of_a_forward_pass_are_as_recorded_to_the_byte(forward: Real) -> 
 
 
 def test_a_training_step_begins_as_recorded_up_to_its_loss(full: Real) -> None:
-    assert same_until(full.predicted, full.recorded) >= 3214, around(full, same_until(full.predicted, full.recorded))
+    assert same_until(full.predicted, full.recorded) >= 3246, around(full, same_until(full.predicted, full.recorded))
 
 
 def test_a_training_step_differs_from_the_recorded_one_only_where_it_is_known_to(full: Real) -> None:
@@ -218,14 +204,14 @@ def test_a_training_step_differs_from_the_recorded_one_only_where_it_is_known_to
     found = Counter(full.predicted[i].bytes for i in unpaired.predicted if full.predicted[i].kind == "+")
     found += Counter(full.recorded[i].bytes for i in unpaired.recorded if full.recorded[i].kind == "+")
     assert found <= KNOWN_DIFFERENCES, f"beyond the known ones: {found - KNOWN_DIFFERENCES}"
-    assert len(full.recorded) - len(unpaired.recorded) >= 12_339, f"{len(full.recorded)} events recorded"
+    assert len(full.recorded) - len(unpaired.recorded) >= 12_644, f"{len(full.recorded)} events recorded"
 
 
 def test_the_update_of_every_parameter_is_as_recorded(full: Real) -> None:
     unpaired = align(full.predicted, full.recorded)
     events = PARAMETERS * EVENTS_OF_AN_UPDATE
-    assert max(unpaired.predicted) < len(full.predicted) - events
-    assert max(unpaired.recorded) < len(full.recorded) - events
+    assert max(unpaired.predicted, default=-1) < len(full.predicted) - events
+    assert max(unpaired.recorded, default=-1) < len(full.recorded) - events
 
 
 def test_levels_of_a_training_step(full: Real) -> None:
@@ -249,9 +235,7 @@ def test_levels_of_a_training_step_from_the_recorded_start(full: Real) -> None:
             allocator.free(addresses.pop(event.block))
         most_allocated = max(most_allocated, allocator.allocated)
         most_reserved = max(most_reserved, allocator.reserved)
-    allocated, reserved = levels_after_empty_cache(full.replay)
-    near(most_allocated, allocated, 0.001, "allocated")
-    near(most_reserved, reserved, 0.002, "reserved")
+    assert (most_allocated, most_reserved) == levels_after_empty_cache(full.replay)
 
 
 def levels_after_empty_cache(replay: Replay) -> tuple[int, int]:

@@ -162,7 +162,8 @@ def out_of_memory() -> dict[str, Any]:
     size = 24 * MIB
     trace: list[dict[str, Any]] = []
     for start in (A, B):
-        trace += [event("segment_alloc", start, 2 * size), event("alloc", start, 2 * size), *freed(start, 2 * size)]
+        trace += [event("segment_alloc", start, 2 * size), event("alloc", start, 2 * size)]
+    trace += [*freed(A, 2 * size), *freed(B, 2 * size)]
     trace += [event("alloc", start, size, frames=torch + user) for start in (A, A + size, B, B + size)]
     trace += [*freed(A, size), *freed(B + size, size)]
     trace.append({"action": "oom", "device_free": 4 * MIB, "size": 40 * MIB, "stream": 0, "frames": torch + user})

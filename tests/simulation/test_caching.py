@@ -68,11 +68,7 @@ def test_what_fits_is_tried_with_all_that_the_allocator_does_before_it_gives_up(
     assert not fits(trace, 39 * MIB, AllocatorSettings(), low=False)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 30 * MIB), st.integers(0, 40), st.booleans()), min_size=1, max_size=40
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, 30 * MIB), st.integers(0, 40), st.booleans()), min_size=1, max_size=40))
 def test_allocated_is_what_is_live_in_blocks_and_reserved_never_less(lives: list[tuple[int, int, bool]]) -> None:
     """Against the obvious count: every live storage in blocks of 512 bytes, and at most 1 MiB that a block keeps."""
     deaths = sorted((2 * i + 2 * length + 2, i) for i, (_, length, dies) in enumerate(lives) if dies)

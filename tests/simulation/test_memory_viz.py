@@ -150,7 +150,7 @@ def test_stacks_are_shared_and_name_the_layer() -> None:
 
 def test_causes_colour_the_viewer_and_one_is_unknown() -> None:
     """The viewer fails where there are categories and none of them is "unknown"."""
-    trace = snapshot_of(timeline(), causes={tick: "weight" for tick in range(400)})["device_traces"][0]
+    trace = snapshot_of(timeline(), causes=dict.fromkeys(range(400), "weight"))["device_traces"][0]
     assert [row["category"] for row in trace if row["action"] == "alloc"] == ["weight"] * sum(
         row["action"] == "alloc" for row in trace
     )

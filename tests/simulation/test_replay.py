@@ -9,9 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings as profile
+from hypothesis import given
+from hypothesis import settings as profile
 from hypothesis import strategies as st
-from simulation.histories import MIB, REAL, A, B, C, Program, block, event, freed, out_of_memory, recorded, segment, written
+from simulation.histories import (
+    MIB,
+    REAL,
+    A,
+    B,
+    C,
+    Program,
+    block,
+    event,
+    freed,
+    out_of_memory,
+    recorded,
+    segment,
+    written,
+)
 
 import memplan
 from memplan.errors import UnitError, UsageError
@@ -159,7 +174,9 @@ def small() -> dict[str, Any]:
     ]
     live = "active_allocated"
     return {
-        "segments": [segment(A, block(3 * MIB, live, 2 * MIB + 1), block(3 * MIB, live, 3 * MIB - 100), block(14 * MIB))],
+        "segments": [
+            segment(A, block(3 * MIB, live, 2 * MIB + 1), block(3 * MIB, live, 3 * MIB - 100), block(14 * MIB))
+        ],
         "device_traces": [trace],
     }
 
@@ -177,7 +194,7 @@ def test_by_hand() -> None:
     )
     assert (done.peak_allocated, done.peak_reserved, done.fragmentation) == (6 * MIB, 20 * MIB, 14 * MIB)
     assert done.fragmentation_share == 0.7
-    assert [oom for oom in done.ooms] == []
+    assert done.ooms == ()
     assert "0 differences" in str(done)
 
 

@@ -186,6 +186,13 @@ def test_from_any_event_on_it_is_what_was_held_then(conf: str) -> None:
 
 def outline(segments: tuple[Segment, ...]) -> list[tuple[object, ...]]:
     return [
-        (s.address, s.size, s.stream, s.small, s.pool, [(b.address, b.requested, b.state) for b in s.blocks if b.requested])
+        (
+            s.address,
+            s.size,
+            s.stream,
+            s.small,
+            s.pool,
+            [(b.address, b.requested, b.state) for b in s.blocks if b.requested],
+        )
         for s in segments
     ]

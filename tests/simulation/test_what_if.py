@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-from simulation.histories import MIB, A, B, Program, block, event, frame, freed, out_of_memory, recorded, segment, written
+from simulation.histories import MIB, A, B, Program, block, event, frame, out_of_memory, recorded, segment, written
 from simulation.reference_allocator import ReferenceAllocator
 
 from memplan.simulation.allocator import OutOfMemory
@@ -32,7 +31,7 @@ def again(log: list[AllocatorEvent], settings: AllocatorSettings, capacity: int 
             except OutOfMemory:
                 return levels
         elif done.action == "free_requested":
-            if log[index + 1][:2] != ("free_completed", done.address):
+            if [row[:2] for row in log[index + 1 : index + 2]] != [("free_completed", done.address)]:
                 allocator.record_stream(where[owner], 1234)
                 waiting.add(owner)
             allocator.free(where[owner], index)
@@ -52,9 +51,10 @@ def again(log: list[AllocatorEvent], settings: AllocatorSettings, capacity: int 
     ["expandable_segments:True", "max_split_size_mb:24", "roundup_power2_divisions:2", "large_segment_size_mb:50"],
 )
 def test_other_settings_give_what_the_reference_gives(conf: str, seed: int) -> None:
-    log = Program(seed=seed).run().log
+    allocator = Program(seed=seed).run()
+    log = allocator.log
     settings = parse_settings(conf)
-    done = what_if(replay(written(log, [])) if not log else whole(log, seed), settings)
+    done = what_if(replay(written(log, allocator.segments())), settings)
     levels = again(log, settings)
     assert done.settings == settings
     assert not done.ooms
@@ -62,16 +62,13 @@ def test_other_settings_give_what_the_reference_gives(conf: str, seed: int) -> N
     assert done.timeline.events[-1][1:] == levels[-1]
 
 
-def whole(log: list[AllocatorEvent], seed: int) -> Any:
-    return replay(written(log, Program(seed=seed).run().segments()))
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 def test_a_smaller_card_fails_where_the_reference_fails(conf: str, seed: int) -> None:
-    log = Program(seed=seed, largest=27).run().log
+    allocator = Program(seed=seed, largest=27).run()
+    log = allocator.log
     settings = parse_settings(conf) if conf else AllocatorSettings()
-    base = replay(written(log, Program(seed=seed, largest=27).run().segments()))
+    base = replay(written(log, allocator.segments()))
     failed = 0
     for share in (0.3, 0.6, 0.9, 1.0):
         capacity = int(base.peak_reserved * share)
@@ -124,7 +121,7 @@ def test_an_out_of_memory_that_expandable_segments_would_have_spared() -> None:
 
 def test_a_start_that_the_card_cannot_hold() -> None:
     end = [segment(A, block(30 * MIB, "active_allocated"), block(10 * MIB), block(10 * MIB, "active_allocated"))]
-    base = replay({"segments": end, "device_traces": [freed(A - 5 * MIB, 2 * MIB), []][1:]})
+    base = replay({"segments": end, "device_traces": [[]]})
     exact = what_if(base, capacity=50 * MIB)
     assert (exact.fits, exact.from_recorded_start, exact.peak_reserved) == (True, True, 50 * MIB)
     tight = what_if(base, capacity=40 * MIB)  # anew, without the hole
@@ -173,7 +170,6 @@ def retried(*frames: list[dict[str, Any]]) -> dict[str, Any]:
 def test_what_went_back_for_a_request_was_not_asked_for(frames: Any, asked: bool) -> None:
     """On an endless card the allocator gives nothing back by itself."""
     done = what_if(replay(retried(*frames)))
-    assert done.peak_reserved == (30 * MIB if asked else 50 * MIB) or done.timeline.events[0][2] == 20 * MIB
     assert done.timeline.events[-1][2] == (30 * MIB if asked else 50 * MIB)
 
 
@@ -194,7 +190,6 @@ def test_streams_that_were_waited_for_early_are_not_waited_for_again() -> None:
     small = what_if(base, capacity=60 * MIB)
     assert small.fits
     assert small.peak_reserved == 50 * MIB
-    assert copy.deepcopy(small).timeline == small.timeline
 
 
 def test_recorded_settings_can_be_named() -> None:

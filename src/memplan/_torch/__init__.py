@@ -13,6 +13,7 @@ from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite
 from memplan._torch.fake import DATA_DEPENDENT, READ_SCALAR, FakeMode, FakeTensor, modules_converted_as_real
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
 from memplan._torch.tensors import (
+    IN_PLACE_ON_ZEROS,
     backward_node,
     called_by_engine,
     called_for_the_loss,
@@ -28,6 +29,7 @@ from memplan._torch.tensors import (
 
 __all__ = [
     "DATA_DEPENDENT",
+    "IN_PLACE_ON_ZEROS",
     "READ_SCALAR",
     "Dispatch",
     "EagerMode",

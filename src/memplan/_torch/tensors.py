@@ -14,6 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan._torch.eager import no_modes
 
+_ATEN = torch.ops.aten
+IN_PLACE_ON_ZEROS = {
+    _ATEN.scatter.src: _ATEN.scatter_.src,
+    _ATEN.scatter.value: _ATEN.scatter_.value,
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,
+    _ATEN.index_add.default: _ATEN.index_add_.default,
+    _ATEN.index_put.default: _ATEN.index_put_.default,
+    _ATEN.index_fill.int_Scalar: _ATEN.index_fill_.int_Scalar,
+    _ATEN.index_fill.int_Tensor: _ATEN.index_fill_.int_Tensor,
+    _ATEN.put.default: _ATEN.put_.default,
+    _ATEN.masked_scatter.default: _ATEN.masked_scatter_.default,
+}
+"""Ops with which derivative formulas write into zeros, and the forms in which they do it without a dispatch mode."""
+
 
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread."""
@@ -69,7 +83,8 @@ def called_for_the_loss() -> bool:
 
 
 _DISPATCHING = frozenset(
-    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum", "_caller",
+    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum", "_is_on_zeros",
+     "_caller",
      "called_by_engine", "called_for_the_loss", "make_where_asked"}
 )  # fmt: skip
 

@@ -85,7 +85,7 @@ def _table_of_cases(cases: Cases, page: Page) -> Table:
     outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes(cases.base.capacity)}"
     return page.table(
         [
-            Column("Settings", tuple(names), shrinks_to=16),
+            Column("Settings", tuple(names), shrinks_to=24),
             Column("peak\nreserved", tuple(format_bytes(row.peak_reserved) for row in rows), right=True),
             Column("peak\nallocated", tuple(format_bytes(row.peak_allocated) for row in rows), right=True, drop=3),
             Column("fragmentation\nat the peak", tuple(format_bytes(row.fragmentation) for row in rows), right=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, StepError
-from memplan.trace.ledger import Ledger
+from memplan.trace.ledger import Entry, Ledger
 from memplan.trace.model import HOST, ON_CARD, Phase
 from memplan.trace.place import Place, format_frame, user_frame
 from memplan.trace.semantics.extra import NONE, Extra, Semantics
@@ -24,6 +24,7 @@ _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 _CLONE = "aten.clone.default"
 _EQUAL = "aten.equal.default"
 _ONES = "aten.ones_like.default"
+_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -127,11 +128,29 @@ class Observer:
         if signature.name == _EQUAL and self.read_equal is not None:
             return self.read_equal()
         if func is _ADD and self._is_engine_sum(args):
-            run(_ADD_IN_PLACE)
-            return self._note(
-                self._signatures.setdefault(_ADD_IN_PLACE, _Signature(_ADD_IN_PLACE)), args, kwargs, args[0]
-            )
+            return self._instead(_ADD_IN_PLACE, args, kwargs, run)
+        in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
+        if in_place is not None and self._is_on_zeros(args[0]):
+            return self._instead(in_place, args, kwargs, run)
         return self._note(signature, args, kwargs, None, func, run)
+
+    def _instead(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        """Run and note the form of an op that writes its first argument."""
+        run(op)
+        return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, args[0])
+
+    def _is_on_zeros(self, target: Any) -> bool:
+        """Whether a derivative formula writes into zeros that it has just made.
+
+        Without a dispatch mode it does so in place; under one it takes the functional form, which makes another tensor
+        (torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`).
+        """
+        if not _torch.in_backward() or torch.is_grad_enabled() or not self.notes:
+            return False
+        entry = self.ledger.find(target)
+        if entry is None or entry.op != len(self.notes) - 1 or self.notes[-1].name not in _ZEROS:
+            return False
+        return _torch.called_by_engine()
 
     def calibrate(self) -> None:
         """Learn how often a tensor is referenced that only the engine's buffer holds. Call it under the mode."""
@@ -187,12 +206,15 @@ class Observer:
                     ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
-        extras = semantics.extras(signature.name, args, kwargs, result, note.phase == "backward")
+        extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
         if signature.name == _LIFT and not args[0].untyped_storage().resizable():
             ledger.foreign(result, index)  # torch.from_numpy: the memory is numpy's
+        taken = [self._take(extra, index) for extra in extras if extra.first]
         _results(result, ledger, index, note.writes)
-        if extras:
-            self._take(extras, index)
+        taken += [self._take(extra, index) for extra in extras if not extra.first]
+        for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
+            if not extra.held and extra.owner is None:
+                ledger.end(entry)
         if self.card is not None:
             ledger.device = ON_CARD if self.card.everything else HOST
         note.end = ledger.clock
@@ -226,15 +248,12 @@ class Observer:
                             self._loose.append(item)
         return reads, tuple(needs), on_card
 
-    def _take(self, extras: Sequence[Extra], index: int) -> None:
-        """What a kernel allocates for itself: all of it is there at once, then what is not kept is freed."""
-        ledger = self.ledger
-        taken = [(extra, ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)) for extra in extras]
-        for extra, entry in taken:
-            if extra.workspace:
-                self.marks.workspaces.add(entry.id)
-            if not extra.held and extra.owner is None:
-                ledger.end(entry)
+    def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
+        """What a kernel allocates for itself."""
+        entry = self.ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)
+        if extra.workspace:
+            self.marks.workspaces.add(entry.id)
+        return extra, entry
 
     def _place_of(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int

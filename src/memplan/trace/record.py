@@ -75,7 +75,8 @@ class _Recording:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
-            self._observer.semantics = cuda.semantics(target.card, lambda: self._observer.ledger.stream)
+            stream = lambda: self._observer.ledger.stream  # noqa: E731
+            self._observer.semantics = cuda.semantics(target.card, stream, self._card.holds)
 
     def run(self, build: Build, steps: int) -> Trace:
         """Build and run the step, and return what was seen."""

@@ -12,20 +12,26 @@ from memplan.devices import Device
 from memplan.trace.semantics import cublas, cuda_kernels, cuda_results, cudnn
 from memplan.trace.semantics.arch import Arch
 from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
+from memplan.trace.semantics.layout import bytes_of
+
+_INDEXED = frozenset(
+    {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
+)
 
 
-def semantics(device: Device, stream: Callable[[], int]) -> Semantics:
+def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool]) -> Semantics:
     """The semantics of one recording for a card: which workspaces are there already is its state.
 
-    ``stream()`` tells the number of the current stream.
+    ``stream()`` tells the number of the current stream, ``on_card`` whether a tensor lies on the card.
     """
-    return Semantics(_Kernels(device, stream).extras, cuda_results.RESULTS, cuda_results.INSTEAD)
+    return Semantics(_Kernels(device, stream, on_card).extras, cuda_results.RESULTS, cuda_results.INSTEAD)
 
 
 class _Kernels:
-    def __init__(self, device: Device, stream: Callable[[], int]) -> None:
+    def __init__(self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool]) -> None:
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
+        self._on_card = on_card
         self._held: set[tuple[cublas.Library, bool, int]] = set()
         self._libraries: dict[str, Callable[[Arguments, Any], list[Extra]]] = {
             "aten.convolution.default": self._convolution,
@@ -43,6 +49,9 @@ class _Kernels:
         library = self._libraries.get(name)
         if library is not None:
             found += [extra for extra in library(args, result) if extra.bytes]
+        if name in _INDEXED:  # TensorAdvancedIndexing.cpp: indices in the host's memory are copied first
+            on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
+            found += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = cuda_kernels.FORMULAS.get(name)
         if formula is not None:
             found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]

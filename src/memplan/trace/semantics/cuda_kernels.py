@@ -2,9 +2,8 @@
 
 Elementwise kernels cast while they read and write (TensorIterator's dynamic casting), so the operand-sized casts of
 the CPU's kernels do not occur: an op that is not listed here takes nothing. The exceptions cast as a whole there too:
-sums of integers and booleans, scans, `where` of two dtypes. Reductions that are split over blocks stage at most a few
-hundred KiB (Reduce.cuh), far under 2 % of what they read: left out, as everything below 64 KiB or 2 % of the op's own
-tensors. The same goes for the metadata of `cat`, of the foreach and of the fused optimizers, which pass it by value.
+sums of integers and booleans, scans, `where` of two dtypes. What stays below 64 KiB or 2 % of the op's own tensors is
+left out, such as the metadata of `cat`; that of the foreach and of the fused optimizers is passed by value.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import torch
 from memplan.trace.semantics import cublas, cuda_attention_kernels, cuda_indexing, cuda_norms, cudnn, cudnn_convolution
 from memplan.trace.semantics.arch import Arch
 from memplan.trace.semantics.cuda_norms import copies_of
+from memplan.trace.semantics.cuda_reductions import FORMULAS as REDUCTIONS
 from memplan.trace.semantics.layout import bytes_of, copied_to, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
@@ -73,6 +73,11 @@ def cross_entropy_with_logits(
     positive = args[3] if len(args) > 3 else kwargs.get("pos_weight")
     reduced = _reduction(args, kwargs, 4) != _NO_REDUCTION
     return _taken(size, size if reduced or positive is not None else 0)
+
+
+def together(first: Formula, second: Formula) -> Formula:
+    """What two formulas say of one op."""
+    return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
 
 
 def summed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -133,6 +138,9 @@ FORMULAS: dict[str, Formula] = {
     **cudnn.FORMULAS,
     **cudnn_convolution.FORMULAS,
 }
+FORMULAS.update(
+    {name: together(FORMULAS[name], staged) if name in FORMULAS else staged for name, staged in REDUCTIONS.items()}
+)
 """Overload name -> (args, kwargs, result, arch) -> bytes of the allocations that live together at the kernel's worst
 moment, beyond inputs and results; each element is one request to the caching allocator, unrounded."""
 

@@ -23,6 +23,8 @@ class Extra:
     """The result that it lives with: a reserve that the backward needs."""
     held: bool = False
     """It is never freed."""
+    first: bool = False
+    """It is made before the results, not after."""
     workspace: bool = False
     """A library's workspace, rather than a kernel's temporary."""
 
