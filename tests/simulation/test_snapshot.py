@@ -227,8 +227,9 @@ def test_what_is_no_snapshot_is_refused_in_words(data: bytes, words: str, tmp_pa
 
 
 def test_a_path_that_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(TargetError, match="is a folder"):
+    with pytest.raises(TargetError) as caught:
         read_snapshot(tmp_path)
+    assert str(caught.value) == f"{tmp_path} is a folder. Expected the file of a snapshot. Check the path."
     with pytest.raises(TargetError, match="No such file"):
         read_snapshot(tmp_path / "missing")
     with pytest.raises(TargetError, match="cannot be read"):
@@ -237,6 +238,13 @@ def test_a_path_that_is_no_file(tmp_path: Path) -> None:
         read_snapshot("/dev/zero")
     with pytest.raises(SnapshotFormatError, match="a int"):
         read_snapshot(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(3 << 30)  # takes no room
+    with pytest.raises(SnapshotFormatError, match="larger than 2 GiB"):
+        read_snapshot(tmp_path / "large")
 
 
 def test_a_pipe_can_be_read(tmp_path: Path) -> None:

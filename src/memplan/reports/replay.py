@@ -109,11 +109,12 @@ def _remarks(cases: Cases) -> Iterator[RenderableType]:
     if any(case.ended for case in (cases.base, *cases.others)):
         yield Text("A case that runs out where the recording did not ends there: its peaks are those up to there.")
     if not all(case.from_recorded_start for case in (cases.base, *cases.others)):
-        cached = replay.timeline.events[0][2] - replay.timeline.events[0][1]
-        yield Text(
-            "Other settings, and a card too small for the start, begin with the blocks that were in use then, "
-            f"allocated anew; without the {format_bytes(cached)} that were held besides."
-        )
+        _, allocated, reserved = replay.timeline.events[0]
+        if reserved:
+            yield Text(
+                "Other settings, and a card too small for the start, begin with the blocks that were in use then, "
+                f"allocated anew; without the {format_bytes(reserved - allocated)} that were held besides."
+            )
     for note in replay.snapshot.notes:
         yield Text(f"note: {shown(note)}")
 

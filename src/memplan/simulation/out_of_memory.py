@@ -21,12 +21,13 @@ REMEDIES = (
     "max_split_size_mb:128",
     "max_split_size_mb:256",
     "max_split_size_mb:512",
-    "garbage_collection_threshold:0.8",
+    "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",
     "roundup_power2_divisions:8",
     "large_segment_size_mb:64",
     "expandable_segments:True,roundup_power2_divisions:8",
 )
-"""What is tried, in this order: first what costs nothing, last what helps few."""
+"""What is tried, in this order: first what costs nothing, last what helps few. Garbage is collected only where the
+process is held to a share of the memory."""
 
 _CLASSES = tuple(step << 20 for step in (0, 1, 2, 10, 20, 100, 500))
 _TORCH = re.compile(r"(^|[/\\])(site|dist)-packages[/\\]torch[/\\]|[/\\]pytorch[/\\]torch[/\\]|^torch[/\\]")

@@ -112,16 +112,21 @@ def read_snapshot(what: str | os.PathLike[str] | Mapping[str, Any], gpu: int | N
 def _bytes_of(path: Path, source: str) -> bytes:
     """What stands in a file, unpacked."""
     try:
-        mode = os.stat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-            kind = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-            raise TargetError(f"{source} is {kind}", expected="the file of a snapshot", do="Check the path")
-        with open(path, "rb") as file:
-            data = file.read(LARGEST_FILE + 1) if stat.S_ISFIFO(mode) or os.stat(path).st_size <= LARGEST_FILE else None
+        found = os.stat(path)
+        is_file = stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)
+        data = b""
+        if is_file and found.st_size <= LARGEST_FILE:
+            with open(path, "rb") as file:
+                data = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         reason = getattr(error, "strerror", None) or str(error)
-        raise TargetError(f"{source} cannot be read ({reason})", expected=EXPECTED, do="Check the path") from None
-    if data is None or len(data) > LARGEST_FILE:
+        raise TargetError(
+            f"{source} cannot be read ({reason})", expected="the file of a snapshot", do="Check the path"
+        ) from None
+    if not is_file:
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file"
+        raise TargetError(f"{source} is {kind}", expected="the file of a snapshot", do="Check the path")
+    if max(found.st_size, len(data)) > LARGEST_FILE:
         _refuse(source, f"is larger than {LARGEST_FILE >> 30} GiB", "Record fewer events (max_entries)")
     return _unpacked(data, source) if data.startswith(b"\x1f\x8b") else data
 
