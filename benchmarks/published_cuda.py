@@ -26,9 +26,10 @@ for _path in (str(ROOT / "benchmarks"), str(ROOT / "src")):  # the latter where 
     if _path not in sys.path:
         sys.path.append(_path)
 
-import memplan  # noqa: E402
 from published_figures import KNOWN, Row, Series, rows  # noqa: E402
 from published_steps import STEPS  # noqa: E402
+
+import memplan  # noqa: E402
 
 LIMIT = 0.01
 STEPS_RUN = 3
@@ -116,8 +117,14 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
 
 def violations(results: Sequence[Result]) -> list[str]:
     """Rows that are off without a reason that is known, and those that are near although one is."""
-    found = [f"{r.row.name} is {r.error:+.3%} off" for r in results if not r.near and r.row.name not in KNOWN]
-    return found + [f"{r.row.name} is near now: take it out of KNOWN" for r in results if r.near and r.row.name in KNOWN]
+    found = []
+    for result in results:
+        name = result.row.name
+        if not result.near and name not in KNOWN:
+            found.append(f"{name} is {result.error:+.3%} off")
+        if result.near and name in KNOWN:
+            found.append(f"{name} is near now: take it out of KNOWN")
+    return found
 
 
 def markdown(results: Sequence[Result], versions: str) -> str:
@@ -128,8 +135,9 @@ def markdown(results: Sequence[Result], versions: str) -> str:
     if total["max_error"] is not None:
         lines += [
             "",
-            f"**{total['rows']} figures of {total['series']} series: {total['within_limit']} within {LIMIT:.0%}, largest "
-            f"error {total['max_error']:.3%}, median {total['median_error']:.4%}; {total['known']} known to be off.**",
+            f"**{total['rows']} figures of {total['series']} series: {total['within_limit']} within {LIMIT:.0%}, "
+            f"largest error {total['max_error']:.3%}, median {total['median_error']:.4%}; "
+            f"{total['known']} known to be off.**",
         ]
     lines += ["", "| step | card | published | predicted | error | note |", "|---|---|--:|--:|--:|---|"]
     notes: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The steps whose peaks were published, written anew from what the benchmarks say they run: shapes, dtypes, what is held.
+"""The steps whose peaks were published, written anew from what the benchmarks run: shapes, dtypes, what is held.
 
 Each function takes the sizes and returns a `build`. What a benchmark keeps on the card beside the step, such as the
 weights of the kernel that it compares with, is kept here too.
@@ -128,8 +128,11 @@ def layer_norm(width: int) -> tuple[Step, Any]:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the order of transformers: which half is taken first decides which gradient is made first."""
     half = x.shape[-1] // 2
-    return (x * cos) + (torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin)
+    straight = x * cos
+    first, second = x[..., :half], x[..., half:]
+    return straight + (torch.cat((-second, first), dim=-1) * sin)
 
 
 @step_of
@@ -260,7 +263,7 @@ def orpo(batch: int, tokens: int) -> tuple[Step, Any]:
 
 @step_of
 def kto(batch: int, tokens: int) -> tuple[Step, Any]:
-    """As in trl, with a reference head; which sequences are chosen is fixed here, so that shapes do not depend on it."""
+    """As in trl, with a reference head; which sequences are chosen is fixed, so that no shape depends on it."""
     head, reference = _head(1024, bias=True), _head(1024, bias=True)
     theirs = _head(1024, bias=True), _head(1024, bias=True)
     x, y = (torch.randn(batch, tokens, 1024, dtype=BF16) for _ in range(2))

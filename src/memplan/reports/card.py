@@ -20,8 +20,8 @@ _LABELS = {
     "context": "CUDA context",
 }
 _WHY = {
-    "workspace": "cuDNN chooses its algorithm when it runs",
-    "context": "grows with the kernels that are loaded",
+    "workspace": "cuDNN chooses when it runs",
+    "context": "grows as kernels are loaded",
 }
 _ANSWERS = {"fits": "fits on", "low only": "fits in the low case only on", "does not fit": "does not fit on"}
 

@@ -1,0 +1,39 @@
+"""The sum and the verdict on the terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from torch import nn
+
+import memplan
+from memplan._bytes import parse_bytes
+from memplan.reports.terminal import print_explanation
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    out = io.StringIO()
+    print_explanation(memplan.explain(lambda: nn.Conv2d(8, 16, 3, padding=1), "4x8x64x64", device="t4"), out)
+    return out.getvalue()
+
+
+def _numbers(line: str) -> list[int]:
+    return [parse_bytes(found) for found in re.findall(r"[\d.]+ (?:GiB|MiB|KiB|B)\b", line)]
+
+
+def test_the_rows_add_up_to_what_nvidia_smi_would_show(text: str) -> None:
+    table = text.split("On the card")[1].split("fits")[0].splitlines()
+    rows = [_numbers(line) for line in table if len(_numbers(line)) == 2]
+    *terms, total = rows
+    for column in (0, 1):
+        assert sum(term[column] for term in terms) == pytest.approx(total[column], rel=0.01)
+
+
+def test_the_verdict_and_what_is_left_out_are_told(text: str) -> None:
+    assert "fits on NVIDIA T4" in text
+    assert "the smallest card that it fits on: rtx4060" in " ".join(text.split())
+    assert "not in this sum: what other processes hold" in text
+    assert "with the largest workspaces that cuDNN may choose" in text
