@@ -221,18 +221,12 @@ SERIES: tuple[Series, ...] = (
     ),
 )  # fmt: skip
 
-_BUILDING = (
-    "memplan leaves out the cuBLAS workspace, 8.125 MiB: the product is made while building, where nothing has told "
-    "yet that all of it lies on the card, and what the card's kernels take counts only from the first step on"
-)
 _BLOCKS = (
     "by the remainders of blocks above 1 MiB: the tensors are 116.551 MiB, the published figure has 0.5 more, the "
     "prediction for a process of its own 1.75; it depends on the blocks that earlier runs had cached"
 )
 
 KNOWN: Mapping[str, str] = {
-    **{f"rope width 8192 tokens {tokens}": _BUILDING for tokens in (1024, 2048, 4096)},
-    **{f"rope tokens 2048 width {width}": _BUILDING for width in (2048, 8192)},
     "banded_attention batch 4 width 768 heads 12 band 7 tokens 128": _BLOCKS,
 }
 """Rows that are more than the limit off -> what memplan gets wrong there."""

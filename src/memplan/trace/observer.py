@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ _CLONE = "aten.clone.default"
 _EQUAL = "aten.equal.default"
 _ONES = "aten.ones_like.default"
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
+_SOON = 3
+"""Ops that may lie between zeros and what a derivative formula writes into them (the indices, say)."""
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -103,7 +106,7 @@ class Observer:
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
         self._updating: set[int] = set()
-        self._loose: list[nn.Parameter] = []
+        self._loose: list[weakref.ref[nn.Parameter]] = []
         """Parameters met in an op before any module or optimizer named them."""
         self._after_backward = False
         self._last_reference: tuple[int, int] | None = None
@@ -148,7 +151,10 @@ class Observer:
         if not _torch.in_backward() or torch.is_grad_enabled() or not self.notes:
             return False
         entry = self.ledger.find(target)
-        if entry is None or entry.op != len(self.notes) - 1 or self.notes[-1].name not in _ZEROS:
+        if entry is None or entry.op is None or self.notes[entry.op].name not in _ZEROS:
+            return False
+        since = self.notes[entry.op + 1 :]
+        if len(since) > _SOON or any(entry.id == read for note in since for _, read in note.reads):
             return False
         return _torch.called_by_engine()
 
@@ -245,7 +251,7 @@ class Observer:
                         known = self.place.building or reads[-1][1] in self.marks.weights
                         if not known and isinstance(item, nn.Parameter):
                             self._mark(self.marks.weights, item, "")
-                            self._loose.append(item)
+                            self._loose.append(weakref.ref(item))
         return reads, tuple(needs), on_card
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
@@ -326,8 +332,8 @@ class Observer:
 
     def mark_gradients(self) -> None:
         """Look up every parameter's gradient."""
-        for parameter in self._loose:
-            self._mark_gradient(parameter)
+        for reference in self._loose:
+            self._mark_gradient(reference())
         for module in self.place.live_modules():
             for parameter in module.parameters(recurse=False):
                 self._mark_gradient(parameter)

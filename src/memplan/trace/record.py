@@ -10,7 +10,7 @@ import torch
 
 from memplan import _torch
 from memplan.trace import card
-from memplan.trace.card.residence import Card, NamedLate, OnCard
+from memplan.trace.card.residence import Card, NamedLate, NothingNamed, OnCard
 from memplan.trace.causes import finish
 from memplan.trace.model import HOST, Trace
 from memplan.trace.observer import Observer
@@ -51,6 +51,8 @@ def record_for(build: Build, target: Target, steps: int = 2) -> Trace:
     """As `record`, for a target that is chosen."""
     try:
         return _Recording(target, "unknown").run(build, steps)
+    except NothingNamed:
+        return _Recording(target, "everything").run(build, steps)
     except NamedLate:  # only in a step: then what the building left on the CPU stays there
         trace = _Recording(target, "named").run(build, steps)
     weights = [storage for storage in trace.storages if storage.cause == "weight"]
@@ -92,7 +94,7 @@ class _Recording:
             step = run_build(build, observer)
             place.building = False
             if self._card is not None:
-                self._card.end_build()
+                self._card.end_build(computed=any(cuda.is_own(note.name) for note in observer.notes))
             observer.mark_modules()
             bounds = [_boundary(observer)]
             for number in range(steps):

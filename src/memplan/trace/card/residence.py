@@ -38,11 +38,13 @@ class Card:
         self.ledger = ledger
         self.inside = inside
         """Whether an op is being dispatched: then the tensors are what they are, on the CPU."""
-        self.everything = False
+        self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
         self._destination: str | None = None
         self._known = on_card
+        if self.everything:
+            ledger.device = ON_CARD
 
     @property
     def destination(self) -> str | None:
@@ -56,10 +58,16 @@ class Card:
         entry = self.ledger.find(tensor)
         return entry is not None and entry.device == ON_CARD
 
-    def end_build(self) -> None:
-        """Building is over: if nothing named CUDA, everything lies on the card."""
-        if self.named and self._known != "everything":
+    def end_build(self, *, computed: bool) -> None:
+        """Building is over: if nothing named CUDA, everything lies on the card.
+
+        Raises:
+            NothingNamed: so it is, and building ``computed`` something that CUDA has kernels of its own for.
+        """
+        if self.named or self.everything:
             return
+        if computed:
+            raise NothingNamed
         self.everything = True
         self.ledger.device = ON_CARD
         for entry in self.ledger.entries:
@@ -89,6 +97,10 @@ class Card:
     def live_bytes(self) -> int:
         """Bytes that tensors hold on the card now, in blocks of 512 bytes."""
         return sum(-(-e.bytes // 512) * 512 for e in self.ledger.live() if e.device == ON_CARD)
+
+
+class NothingNamed(BaseException):
+    """Building named CUDA nowhere and computed with kernels: they were the CPU's, and have to be recorded as CUDA's."""
 
 
 def wanted(device: Any) -> torch.device:

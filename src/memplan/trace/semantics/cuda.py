@@ -27,6 +27,17 @@ def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torc
     return Semantics(_Kernels(device, stream, on_card).extras, cuda_results.RESULTS, cuda_results.INSTEAD)
 
 
+def is_own(name: str) -> bool:
+    """Whether CUDA computes an op by a library or a kernel of its own, rather than as the CPU does, only elsewhere."""
+    return name in cublas.USES or name in _LIBRARIES or name.startswith(_CHOSEN)
+
+
+_LIBRARIES = frozenset(
+    {"aten.convolution.default", "aten.convolution_backward.default", "aten.native_batch_norm.default"}
+)
+_CHOSEN = ("aten._scaled_dot_product", "aten.bernoulli_", "aten.native_dropout", "aten.mkldnn_rnn_layer")
+
+
 class _Kernels:
     def __init__(self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool]) -> None:
         self._arch = Arch(device.architecture, device.multiprocessors)

@@ -177,6 +177,11 @@ def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return bytes_of(args[0])
 
 
+def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Sorting.cpp, kthvalue_out_impl_cpu: a working copy of the values, and their indices."""
+    return bytes_of(args[0]) + 8 * args[0].numel()
+
+
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
     return bytes_of(args[0]) + bytes_of(result)
@@ -284,6 +289,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.native_dropout.default": one_more,
     "aten.median.default": one_more,
     "aten.median.dim": one_more,
+    "aten.kthvalue.default": kthvalue,
+    "aten.gelu_backward.default": copies_of(0),
     **{f"aten.{name}.Tensor": to_common for name in (*_CASTING, *_COMPARING)},
     **{f"aten.{name}_.Tensor": to_common_in_place for name in _CASTING},
     **{f"aten.{name}.default": unary for name in _UNARY},
