@@ -22,6 +22,7 @@ PARENTS = {
     "DeviceError": (UsageError,),
     "UnitError": (UsageError,),
     "TraceFormatError": (UsageError,),
+    "SnapshotFormatError": (UsageError,),
     "BudgetError": (UsageError,),
     "RecordingError": (MemplanError, RuntimeError),
     "DataDependentError": (RecordingError,),

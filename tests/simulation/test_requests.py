@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulation.histories import MIB, A, B, C, block, event, freed, segment
+from simulation.histories import MIB, A, B, C, block, event, frame, freed, segment
 
 from memplan.simulation.requests import Request, requests_of
 from memplan.simulation.rewind import rewind
@@ -44,6 +44,13 @@ def test_a_run_of_memory_given_back_is_one_request() -> None:
         {"action": "oom", "size": 512, "device_free": 0},
     ]
     assert requests(trace) == [Request("empty_cache", 0), None, None, None, Request("oom", 4, size=512)]
+
+
+def test_what_empty_cache_gives_back_is_asked_for_even_right_before_an_out_of_memory() -> None:
+    oom = {"action": "oom", "size": 512, "device_free": 0}
+    assert requests([event("segment_free", A, 20 * MIB), oom])[0] is None
+    frames = [frame("torch/cuda/memory.py", 3, "empty_cache")]
+    assert requests([event("segment_free", A, 20 * MIB, frames=frames), oom])[0] == Request("empty_cache", 0)
 
 
 def test_the_pool_is_that_of_the_segment_where_it_is_not_recorded() -> None:

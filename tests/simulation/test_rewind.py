@@ -134,6 +134,14 @@ def test_pages_come_and_go() -> None:
     assert start.below == ()
 
 
+def test_the_blocks_seen_in_it_tell_the_pool_of_a_segment() -> None:
+    """20 MiB look like a page of the large pool; ten pages of the small one are as much."""
+    start = start_of([], [*freed(A, 512), event("segment_unmap", A, 20 * MIB)], "expandable_segments:True")
+    assert [s.small for s in start.segments] == [True]
+    start = start_of([], [*freed(A, 2 * MIB), event("segment_unmap", A, 20 * MIB)], "expandable_segments:True")
+    assert [s.small for s in start.segments] == [False]
+
+
 def test_pages_below_the_first_are_reserved() -> None:
     page = 20 * MIB
     end = [segment(A, block(2 * page), is_expandable=True)]
