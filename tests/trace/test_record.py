@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -254,3 +255,15 @@ def test_parameters_and_momentum_without_modules_have_their_causes() -> None:
     size = 3 * 64 * 64 * 4
     assert most["weight"] == most["optimizer_state"] == most["parameter_gradient"] == size
     assert most["input"] == 8 * 64 * 4
+
+
+def test_a_module_that_is_made_in_a_step_dies_with_it() -> None:
+    """4 MiB of weights at a time, however many steps; held against the allocator."""
+
+    def build() -> Callable[[], Any]:
+        x = torch.randn(1, 1024)
+        return lambda: nn.Linear(1024, 1024)(x).sum()
+
+    steps = memplan.simulate(memplan.record(build, device="cpu", steps=4)).steps
+    assert len({step.peak_allocated for step in steps}) == 1
+    assert steps[0].peak_allocated == pytest.approx(measured_peak(build, steps=4), rel=0.001)
