@@ -95,9 +95,9 @@ def test_a_convolution_is_an_interval_and_linear_layers_are_not() -> None:
 
 def test_a_module_and_its_inputs_go_to_the_card_and_the_host_does_not_count() -> None:
     class WithHostTensor(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
             torch.zeros(1 << 20)  # on the host
-            return super().forward(x)
+            return super().forward(input)
 
     weights = 1000 * 1000 * 4 + 1000 * 4
     explanation = explained(lambda: WithHostTensor(1000, 1000), "10x1000", train=False)
@@ -130,7 +130,7 @@ def test_a_trace_of_a_gpu_outside_of_the_catalogue_is_explained_without_a_verdic
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_is_cudas(precision: str) -> None:
     explanation = explained(autocast=precision)
-    # by hand: of each layer, the input of the product and of GELU in half precision; the cast weights until forward ends
+    # by hand: of each layer, the inputs of the product and of GELU in half precision; cast weights until forward ends
     saved = 4 * 2 * (256 * 1024 * 2)
     assert explanation.saved_bytes >= saved
     assert explanation.saved_bytes < saved + 4 * 1024 * 1024 * 2 + 4 * MIB

@@ -55,7 +55,7 @@ def test_settings_change_what_is_reserved() -> None:
 
 
 def test_settings_are_refused_where_they_mean_nothing() -> None:
-    with pytest.raises(UsageError, match="expandable_segment.*expandable_segments"):
+    with pytest.raises(UsageError, match=r"expandable_segment.*expandable_segments"):
         memplan.simulate(trace_of(storage(0, 512, 1)), settings="expandable_segment:True")
 
 

@@ -13,6 +13,7 @@ import memplan
 from memplan.errors import StepError
 
 GIB = 1 << 30
+CUDA: Any = torch.cuda
 
 
 def run(step: Callable[[], Any], steps: int = 1, device: str = "a100") -> memplan.Trace:
@@ -92,8 +93,8 @@ def test_what_does_nothing_without_a_gpu() -> None:
     ("call", "name"),
     [
         (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
-        (lambda: torch.cuda.graph(None), "torch.cuda.graph"),
-        (lambda: torch.cuda.make_graphed_callables(1, 2), "torch.cuda.make_graphed_callables"),
+        (lambda: CUDA.graph(None), "torch.cuda.graph"),
+        (lambda: CUDA.make_graphed_callables(1, 2), "torch.cuda.make_graphed_callables"),
         (lambda: torch.cuda.memory_snapshot(), "torch.cuda.memory_snapshot"),
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),

@@ -238,6 +238,6 @@ def test_what_is_computed_while_building_is_computed_as_on_cuda() -> None:
         patch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         patch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
         trace = record(build, steps=1)
-    assert [s.bytes for s in trace.counted if s.cause == "workspace"][0] == 8_519_680
+    assert next(s.bytes for s in trace.counted if s.cause == "workspace") == 8_519_680
     assert len(trace.counted) == len(trace.storages)
     assert len(built) == 2

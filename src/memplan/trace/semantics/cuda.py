@@ -95,8 +95,9 @@ class _Kernels:
 
     def _batch_norm(self, args: Arguments, result: Any) -> list[Extra]:
         """Where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""
-        x, training = args[0], bool(args[5])
-        if not cudnn.uses_batch_norm(*args[:6], args[7], torch.backends.cudnn.enabled).cudnn:
+        x, weight, bias, mean, variance, training, _, epsilon = args
+        enabled = torch.backends.cudnn.enabled
+        if not cudnn.uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
             return []
         low, high = cudnn.batch_norm_reserve_bytes(x, training)
         least, most = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
