@@ -35,10 +35,12 @@ def _block(match: re.Match[str]) -> str:
 def _output(command: str) -> str:
     program, *arguments = shlex.split(command)
     assert program == "memplan", "the README shows no other command's output"
+    # importing MONAI sets this one, which sizes cuBLAS's workspaces: it must not come from who asks for the output
+    inherited = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     done = subprocess.run(
         [sys.executable, "-m", "memplan.cli", *arguments],
         cwd=ROOT,
-        env=os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "PYTHONPATH": str(ROOT / "src")},
+        env=inherited | {"COLUMNS": "80", "NO_COLOR": "1", "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         check=False,

@@ -34,6 +34,6 @@ def test_the_rows_add_up_to_what_nvidia_smi_would_show(text: str) -> None:
 
 def test_the_verdict_and_what_is_left_out_are_told(text: str) -> None:
     assert "fits on NVIDIA T4" in text
-    assert "the smallest card that it fits on: rtx4060" in " ".join(text.split())
+    assert "the smallest card with these kernels that it fits on: rtx4060" in " ".join(text.split())
     assert "not in this sum: what other processes hold" in text
-    assert "with the largest workspaces that cuDNN may choose" in text
+    assert "with the largest workspaces of the algorithms known of cuDNN" in text

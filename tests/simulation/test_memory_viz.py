@@ -77,6 +77,9 @@ def test_torch_reads_what_was_written(conf: str, capacity: int | None, tmp_path:
     in_use = sum(b.requested for s in made.segments for b in s.blocks if b.state == "active_allocated")
     assert f"total_allocated: {viz.Bytes(in_use)}\n" in text
     assert f"total_reserved: {viz.Bytes(made.events[-1][2])}\n" in text
+    assert sum(row["allocated_size"] for row in data["segments"]) == made.events[-1][1]
+    waiting = sum(b.size for s in made.segments for b in s.blocks if b.state == "active_pending_free")
+    assert sum(row["active_size"] for row in data["segments"]) == made.events[-1][1] + waiting
     told = viz.trace(data)
     for action, word in (("segment_alloc", " = cudaMalloc("), ("free_requested", "del "), ("oom", "raise OutOf")):
         assert told.count(word) == sum(event.action == action for event in made.log)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from memplan.errors import SnapshotFormatError, UsageError
@@ -26,17 +27,20 @@ pairs = st.tuples(numbers, numbers)
 plain = st.recursive(scalars | pairs, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
 
 
+@profile(deadline=None)
 @given(plain, st.integers(2, 5))
 def test_plain_data_comes_out_as_it_went_in(value: Any, protocol: int) -> None:
     assert load_plain(pickle.dumps(value, protocol), "x") == value
 
 
+@profile(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_gives_one_error_or_plain_data(noise: bytes) -> None:
     with contextlib.suppress(SnapshotFormatError):
         load_plain(b"\x80\x04" + noise, "x")
 
 
+@profile(deadline=None)
 @given(plain, st.data())
 def test_a_damaged_pickle_gives_one_error_or_plain_data(value: Any, data: st.DataObject) -> None:
     whole = bytearray(pickle.dumps(value, 4))
@@ -46,6 +50,7 @@ def test_a_damaged_pickle_gives_one_error_or_plain_data(value: Any, data: st.Dat
         load_plain(bytes(whole), "x")
 
 
+@profile(deadline=None)
 @given(plain, st.data())
 def test_a_truncated_pickle_is_refused(value: Any, data: st.DataObject) -> None:
     whole = pickle.dumps(value, 4)

@@ -8,8 +8,8 @@ from memplan.explanation.model import Answer, CardUse, Charge, Verdict
 from memplan.simulation.caching import fits
 from memplan.simulation.liveness import live_at, simulate
 from memplan.simulation.model import Timeline
-from memplan.simulation.settings import AllocatorSettings
-from memplan.trace.model import Storage, Trace
+from memplan.simulation.settings import AllocatorSettings, parse_settings
+from memplan.trace.model import Trace, at_least
 
 _NOT_MODELLED = (
     "what other processes hold, CUDA graphs, communication buffers (NCCL), workspaces of cuFFT, cuSOLVER and "
@@ -17,73 +17,70 @@ _NOT_MODELLED = (
 )
 
 
-def card_use(trace: Trace, low: Timeline, card: Device) -> CardUse:
-    """What a step for a card takes from it, and whether it fits there and on every other card of the catalogue.
+def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = None) -> CardUse:
+    """What a step for a card takes from it, and whether it fits there and on the other cards of the catalogue.
 
-    ``low`` is the trace's timeline in the low case.
+    ``low`` is the trace's timeline in the low case, ``settings`` those of the allocator.
     """
-    high = simulate(trace, workspace="high") if _is_interval(trace) else low
-    charges = _charges(trace, low, high, card)
-    needs = Case(trace, low, False), Case(trace, high, True)
-    verdicts = [_verdict(needs, other) for other in catalogue()]
+    cases = (
+        Case(at_least(trace), low, card, settings, is_high=False),
+        Case(trace, simulate(trace, settings=settings) if _is_interval(trace) else low, card, settings, is_high=True),
+    )
+    charges = tuple(Charge(name, cases[0].terms[name], cases[1].terms[name]) for name in cases[1].terms)
+    verdicts = [_verdict(cases, other) for other in catalogue() if other.name not in trace.other_kernels]
     smallest = next((verdict.device for verdict in verdicts if verdict.answer == "fits"), None)
-    return CardUse(charges, _verdict(needs, card), tuple(verdicts), smallest, high.peak_allocated, (_NOT_MODELLED,))
+    return CardUse(
+        charges, _verdict(cases, card), tuple(verdicts), trace.other_kernels, smallest,
+        cases[1].timeline.peak_allocated, (_NOT_MODELLED,),
+    )  # fmt: skip
 
 
 class Case:
     """A step in its low or its high case."""
 
-    def __init__(self, trace: Trace, timeline: Timeline, is_high: bool) -> None:
+    def __init__(self, trace: Trace, timeline: Timeline, card: Device, settings: str | None, *, is_high: bool) -> None:
         self.timeline = timeline
         self._trace = trace
+        self._settings = parse_settings(settings) if settings else AllocatorSettings()
         self._is_high = is_high
+        self.terms = _terms(trace, timeline) | {"context": card.context[is_high]}
+
+    def needs(self, card: Device) -> int:
+        """Bytes that are taken from a card, its context included."""
+        return self.timeline.peak_reserved + card.context[self._is_high]
 
     def fits(self, card: Device) -> bool:
         """Whether the step runs in what the card has beside the context."""
-        room = card.capacity - card.context[int(self._is_high)]
+        room = card.capacity - card.context[self._is_high]
         if self.timeline.peak_reserved <= room:
             return True
         if self.timeline.peak_allocated > room:
             return False
         # in between, the allocator gives cached segments back before it gives up: it has to be tried
-        return fits(self._trace, room, AllocatorSettings(), low=not self._is_high)
+        return fits(self._trace, room, self._settings, low=not self._is_high)
 
 
 def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
     low, high = cases
     answer: Answer = "fits" if high.fits(card) else "low only" if low.fits(card) else "does not fit"
-    # more bytes asked for can fit the segments better: the high case is not always the higher one
-    peaks = sorted(case.timeline.peak_reserved for case in cases)
-    least, most = peaks[0] + card.context[0], peaks[1] + card.context[1]
-    return Verdict(card.name, card.title, card.capacity, least, most, answer)
+    return Verdict(card.name, card.title, card.capacity, low.needs(card), high.needs(card), answer)
 
 
 def _is_interval(trace: Trace) -> bool:
     return any(s.low is not None or s.used_on for s in trace.counted)
 
 
-def _charges(trace: Trace, low: Timeline, high: Timeline, card: Device) -> tuple[Charge, ...]:
-    """The terms of the sum, in the low and in the high case."""
-    least, most = _terms(trace, low, True), _terms(trace, high, False)
-    terms = {name: (least[name], most[name]) for name in most} | {"context": card.context}
-    return tuple(Charge(name, *pair) for name, pair in terms.items())
-
-
-def _terms(trace: Trace, timeline: Timeline, low: bool) -> dict[str, int]:
+def _terms(trace: Trace, timeline: Timeline) -> dict[str, int]:
     """What is in blocks at the allocated peak, and how much more than that is ever held from the card."""
     live = live_at(trace, timeline.peak_tick)
-    workspace = sum(_size(s, low) for s in live if s.cause == "workspace")
-    tensors = sum(_size(s, low) for s in live if s.cause != "workspace")
+    workspace = sum(s.bytes for s in live if s.cause == "workspace")
+    tensors = sum(s.bytes for s in live if s.cause != "workspace")
     return {
         "tensors": tensors,
         "workspace": workspace,
         "rounding": timeline.peak_allocated - tensors - workspace,
         "fragmentation": timeline.peak_reserved - timeline.peak_allocated,
     }
-
-
-def _size(storage: Storage, low: bool) -> int:
-    return storage.low if low and storage.low is not None else storage.bytes
 
 
 def levels_at(timeline: Timeline, tick: int) -> tuple[int, int]:
@@ -98,5 +95,9 @@ def verdict_sentence(use: CardUse) -> str:
     if verdict.low != verdict.high:
         needs += f" to {format_bytes(verdict.high)}"
     words = {"fits": "fits", "low only": "fits in the low case, not in the high one", "does not fit": "does not fit"}
-    smallest = f"the smallest card that it fits on: {use.smallest}" if use.smallest else "it fits on no card known here"
+    smallest = (
+        f"the smallest card with these kernels that it fits on: {use.smallest}"
+        if use.smallest
+        else "it fits on no card known here"
+    )
     return f"{words[verdict.answer]} on {verdict.title}: needs {needs} of {format_bytes(verdict.capacity)}; {smallest}"

@@ -18,7 +18,7 @@ from memplan.explanation.scaling import scaled
 from memplan.explanation.text import headline
 from memplan.simulation.liveness import live_at, simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.model import CAUSES, HOST, Op, Trace
+from memplan.trace.model import CAUSES, HOST, Op, Trace, at_least
 from memplan.trace.record import record_for
 from memplan.trace.session import choose_target
 from memplan.trace.step import StepOptions, build_of
@@ -84,7 +84,12 @@ def _device_of(what: Any) -> str | None:
 
 
 def explain_trace(
-    trace: Trace, *, title: str = "step", train: bool | None = None, card: Device | None = None
+    trace: Trace,
+    *,
+    title: str = "step",
+    train: bool | None = None,
+    card: Device | None = None,
+    settings: str | None = None,
 ) -> Explanation:
     """Explain a step that was recorded, or measured, before.
 
@@ -93,11 +98,14 @@ def explain_trace(
         title: what to call it.
         train: whether it trains; None where its ops are to tell.
         card: the card it was recorded for; None where the catalogue has it by the name in the trace.
+        settings: of the caching allocator, as in ``PYTORCH_ALLOC_CONF``; torch's defaults where None.
     """
     train = any(op.phase == "backward" for op in trace.ops) if train is None else train
     if card is None:
         card = _known_card(trace.device)
-    timeline = simulate(trace, workspace="low")  # what is known; how much workspaces can add stands apart
+    recorded = trace
+    trace = at_least(trace)  # what is known; how much workspaces can add stands apart
+    timeline = simulate(trace, settings=settings)
     by_cause = _by_cause(trace, timeline.peak_tick)
     start, end = _representative_step(timeline)
     saved = saved_rows(trace, fullest(trace, start, end))
@@ -117,9 +125,9 @@ def explain_trace(
         _peak(trace, timeline),
         headline(by_cause, weights, timeline.peak_allocated),
         None,
-        (*trace.notes, *_notes(trace)),
+        (*trace.notes, *_notes(recorded)),
         trace.assumptions,
-        card_use(trace, timeline, card) if card is not None else None,
+        card_use(recorded, timeline, card, settings) if card is not None else None,
     )
 
 

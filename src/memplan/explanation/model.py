@@ -127,13 +127,15 @@ class CardUse:
     """What a step takes from its card at most, and where it fits.
 
     ``charges`` add up to what nvidia-smi would show: what is in blocks at the allocated peak, what the allocator ever
-    holds beyond that, and the context. ``others`` are all cards of the catalogue, smallest first, with
-    the kernels that the step takes on its own card; ``smallest`` is the first that it fits on in the high case.
+    holds beyond that, and the context. ``others`` are the cards of the catalogue on which the step takes the same
+    kernels, smallest first; on those of ``other_kernels`` an op takes another one, so that it has to be recorded for
+    them. ``smallest`` is the first of the others that it fits on in the high case.
     """
 
     charges: tuple[Charge, ...]
     verdict: Verdict
     others: tuple[Verdict, ...]
+    other_kernels: tuple[str, ...]
     smallest: str | None
     peak_allocated_high: int
     """The allocated peak in the high case; the explanation's timeline is that of the low case."""

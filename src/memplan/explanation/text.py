@@ -40,6 +40,8 @@ def scaling_sentence(explanation: Explanation) -> str | None:
     if scaling is None:
         return None
     batch, last = scaling.batches[0], scaling.lines[-1]
+    if last.batch > _FAR * batch:  # lines that differ by the rounding of blocks
+        return f"{_line(scaling.fixed, scaling.per_sample)} (from batch {batch} and {2 * batch})"
     if abs(last.fixed + last.per_sample * batch - scaling.peaks[0]) <= _NEAR * scaling.peaks[0]:
         return f"{_line(last.fixed, last.per_sample)} (from batch {batch} and {2 * batch})"
     # at this batch another moment of the step is the highest than where activations rule
@@ -48,6 +50,9 @@ def scaling_sentence(explanation: Explanation) -> str | None:
         f"{_line(last.fixed, last.per_sample)} from batch {max(1, math.ceil(last.batch))} on"
     )
 
+
+_FAR = 16
+"""How many times the batch another line may begin at and still be told."""
 
 _NEAR = 0.02
 """How far off, in shares of the peak, the line of large batches may be for the one line to be told."""
@@ -63,7 +68,7 @@ def workspace_sentence(explanation: Explanation) -> str | None:
     if explanation.card is None or explanation.card.peak_allocated_high == peak:
         return None
     most = format_bytes(explanation.card.peak_allocated_high)
-    return f"with the largest workspaces that cuDNN may choose: up to {most} peak"
+    return f"with the largest workspaces of the algorithms known of cuDNN: up to {most} peak"
 
 
 def peak_sentence(explanation: Explanation) -> str | None:

@@ -51,6 +51,9 @@ def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
         names = [other.device for other in _of(use.others, answer)]
         if names:
             yield Text(f"{words} {', '.join(names)}", "dim")
+    if use.other_kernels:
+        names = ", ".join(use.other_kernels)
+        yield Text(f"takes other kernels on {names}: name one of them as the device", "dim")
     for line in use.not_modelled:
         yield Text(f"not in this sum: {line}", "dim")
 

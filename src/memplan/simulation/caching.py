@@ -9,6 +9,8 @@ from memplan.trace.model import Call, Storage, Trace
 
 _Event = tuple[int, int, Storage | Call]
 _BIRTH, _DEATH, _CALL = 0, 1, 2
+_APART = 1 << 20
+"""Added to a stream's number: every stream has pools of its own."""
 
 
 def drive(
@@ -16,8 +18,10 @@ def drive(
 ) -> tuple[CachingAllocator, list[Level]]:
     """The allocator after all events of a trace, and the levels after each.
 
-    ``low``: of workspaces known as an interval, the least. A block that another stream used (`record_stream`) is free
-    at once in the low case, in the high case when the step next synchronizes.
+    ``low``: of what is known as an interval, the least. Else the most, in segments of its own: in the segments of the
+    tensors it could find, or leave, free blocks that make the case cheaper than one with less, and it is to bound
+    all of them. A block that another stream used (`record_stream`) is free at once in the low case, in the high case
+    when the step next synchronizes.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.
@@ -33,7 +37,8 @@ def drive(
                 allocator.synchronize(tick=tick)
         elif kind == _BIRTH:
             size = what.low if low and what.low is not None else what.bytes
-            address = allocator.malloc(size, stream=what.stream, owner=what.id, tick=tick)
+            stream = what.stream if low or what.low is None else what.stream + _APART
+            address = allocator.malloc(size, stream=stream, owner=what.id, tick=tick)
             addresses[what.id] = address
         else:
             address = addresses.pop(what.id)

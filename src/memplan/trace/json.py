@@ -38,6 +38,7 @@ def dumps(trace: Trace) -> str:
         "steps": trace.steps,
         "end": trace.end,
         "notes": trace.notes,
+        "other_kernels": trace.other_kernels,
         "calls": [[c.tick, c.kind] for c in trace.calls],
         "assumptions": [[a.kind, a.text, a.where, a.count] for a in trace.assumptions],
     }
@@ -164,6 +165,7 @@ def _read(data: dict[str, Any]) -> Trace:
         tuple(Assumption(*row) for row in data["assumptions"]),
         tuple(data["notes"]),
         tuple(Call(*row) for row in data["calls"]),
+        tuple(data["other_kernels"]),
         data["schema"],
     )
 
@@ -173,7 +175,7 @@ def _check(trace: Trace) -> None:
     for number in (trace.end, *trace.steps):
         if not isinstance(number, int) or not 0 <= number <= trace.end:
             raise ValueError(f"tick {number!r} outside of the trace")
-    for text in (trace.origin, trace.device, trace.torch, *trace.notes, *(layer.name for layer in trace.layers),
+    for text in (trace.origin, trace.device, trace.torch, *trace.notes, *trace.other_kernels, *(layer.name for layer in trace.layers),
                  *(layer.kind for layer in trace.layers), *(a.text for a in trace.assumptions)):  # fmt: skip
         _text(text)
     for op in trace.ops:

@@ -176,6 +176,8 @@ class Trace:
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
+    other_kernels: tuple[str, ...] = ()
+    """Cards of the catalogue on which an op takes another kernel than it takes here: ask for them by name."""
     schema: int = field(default=SCHEMA)
 
     @property
@@ -205,6 +207,17 @@ class Trace:
         ]
         lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
         return "\n".join(lines + list(self.notes))
+
+
+def at_least(trace: Trace) -> Trace:
+    """The same trace where everything that is known as an interval takes the least of it."""
+    if all(storage.low is None for storage in trace.storages):
+        return trace
+    storages = tuple(
+        storage if storage.low is None else dataclasses.replace(storage, bytes=storage.low, low=None)
+        for storage in trace.storages
+    )
+    return dataclasses.replace(trace, storages=storages)
 
 
 def replace(trace: Trace, **changes: object) -> Trace:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from memplan import _torch
+from memplan.devices import catalogue
 from memplan.trace import card
 from memplan.trace.card.residence import Card, NamedLate, NothingNamed, OnCard
 from memplan.trace.causes import finish
@@ -28,7 +29,8 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
             arguments that runs one step. The same ``build`` works for `measure`.
         device: what to predict for: ``"cpu"``, a card (``"h100"``, ``"rtx4090"``), or None for this machine's GPU,
             else the CPU. For a card, ``build`` may name CUDA; then what it leaves on the CPU does not count. If it
-            names CUDA nowhere, everything counts as on the card.
+            names CUDA nowhere, everything counts as on the card. ``build`` can be called up to three times, until it is
+            known which of the two it is.
         steps: how often the step runs. Two by default, since an optimizer makes its state in the first.
 
     Raises:
@@ -73,6 +75,7 @@ class _Recording:
         self._standins = Standins(self._observer, self._mode)
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._card: Card | None = None
+        self._differing: set[tuple[int, int]] = set()
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
@@ -86,8 +89,8 @@ class _Recording:
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             stack.enter_context(self._standins.installed())
             if self._card is not None and self._target.card is not None:
-                emulated = card.installed(self._card, self._target.card, self._standins.chosen)
-                self._mode.replacements = stack.enter_context(emulated)
+                composites = stack.enter_context(card.installed(self._card, self._target.card, self._standins.chosen))
+                self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
             observer.calibrate()
             stack.enter_context(place.following())
@@ -111,7 +114,7 @@ class _Recording:
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), notes,
-            calls,
+            calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
         )  # fmt: skip
 
 

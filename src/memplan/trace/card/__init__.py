@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from memplan.devices import Device
+from memplan.devices import Device, catalogue
 from memplan.trace.card import functions, tensors
 from memplan.trace.card.residence import Card
 from memplan.trace.semantics import autocast, replacements
@@ -20,6 +20,8 @@ class Composites:
     instead: Mapping[Any, Callable[..., Any]]
     whole: frozenset[Any]
     taking_apart: Callable[[], AbstractContextManager[None]]
+    differing: set[tuple[int, int]]
+    """Compute capabilities on which an op takes another kernel; filled while the step runs."""
 
 
 @contextmanager
@@ -28,9 +30,10 @@ def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) ->
 
     ``chosen(op, reason)`` is told which kernel an op takes that could take several.
     """
+    others = frozenset(other.architecture for other in catalogue()) - {device.architecture}
     with ExitStack() as stack:
         stack.enter_context(functions.installed(card, device))
         stack.enter_context(tensors.installed(card))
         cast = stack.enter_context(autocast.installed(card.holds))
-        replaced = stack.enter_context(replacements.installed(card.holds, device.architecture, chosen))
-        yield Composites(replaced.instead, replaced.whole, cast.taking_apart)
+        replaced = stack.enter_context(replacements.installed(card.holds, device.architecture, chosen, others))
+        yield Composites(replaced.instead, replaced.whole, cast.taking_apart, replaced.differing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,18 +48,23 @@ class Replacements:
 
     instead: Mapping[Any, Callable[..., Any]]
     whole: frozenset[Any]
+    differing: set[Arch]
+    """Filled while the step runs."""
 
 
 @contextmanager
-def installed(on_card: OnCard, arch: Arch, chosen: Chosen) -> Iterator[Replacements]:
+def installed(
+    on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch] = frozenset()
+) -> Iterator[Replacements]:
     """CUDA's choices for the time of a recording.
 
     Args:
         on_card: whether a tensor stands for one on the card; for others the CPU's choice stays.
         arch: the card's compute capability.
         chosen: told which kernel an op took where there was a choice: the op's name and a reason, one sentence.
+        others: compute capabilities to compare with; `Replacements.differing` says on which an op takes another kernel.
     """
-    table = _Table(on_card, arch, chosen)
+    table = _Table(on_card, arch, chosen, others)
     order = cuda_attention.default_order(arch, cuda_attention.versions()[1])
     kernels = {
         "dropout": table.dropout,
@@ -75,7 +80,7 @@ def installed(on_card: OnCard, arch: Arch, chosen: Chosen) -> Iterator[Replaceme
         dispatch.overridden({**kernels, "_fused_rms_norm": table.rms_norm}, dispatch.AUTOGRAD_CPU),
         dispatch.attention_order(tuple(_NUMBERS[kernel] for kernel in order)),
     ):
-        yield Replacements(instead, frozenset({_FUSED_NORM}))
+        yield Replacements(instead, frozenset({_FUSED_NORM}), table.differing)
 
 
 def _overload(name: str) -> Any:
@@ -103,10 +108,12 @@ def enabled_now() -> Enabled:
 class _Table:
     """The ops that are made of other parts on CUDA."""
 
-    def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen) -> None:
+    def __init__(self, on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch]) -> None:
         self._on_card = on_card
         self._arch = arch
         self._chosen = chosen
+        self._others = others
+        self.differing: set[Arch] = set()
 
     def dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         """native/Dropout.cpp: one kernel that keeps a mask of bools, where anything is dropped at random."""
@@ -153,10 +160,9 @@ class _Table:
                 _ATEN.scaled_dot_product_attention.default,
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
             )  # fmt: skip
-        choice = cuda_attention.choose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            arch=self._arch, enabled=enabled_now(),
-        )  # fmt: skip
+        given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        choice = cuda_attention.choose(*given, arch=self._arch, enabled=enabled_now())
+        self._compare(given, choice.kernel)
         self._chosen("scaled_dot_product_attention", f"{_TITLES[choice.kernel]}: {choice.reason}")
         if choice.kernel == "math":
             return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -166,6 +172,18 @@ class _Table:
         kernel = _KERNELS[choice.kernel]
         output = kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
         return output.squeeze(0) if added else output
+
+    def _compare(self, given: tuple[Any, ...], kernel: str) -> None:
+        """Note on which other cards attention takes another kernel, or none."""
+        enabled = enabled_now()
+        for other in self._others - self.differing:
+            order = cuda_attention.default_order(other, enabled.cudnn_version)
+            try:
+                same = cuda_attention.choose(*given, arch=other, enabled=replace(enabled, order=order)).kernel == kernel
+            except RuntimeError:
+                same = False
+            if not same:
+                self.differing.add(other)
 
     def recurrent(self, name: str) -> Callable[..., Any]:
         """native/RNN.cpp: cuDNN's, with the weights in one buffer, which a module makes where it comes to the card."""
