@@ -98,6 +98,6 @@ def verdict_sentence(use: CardUse) -> str:
     smallest = (
         f"the smallest card with these kernels that it fits on: {use.smallest}"
         if use.smallest
-        else "it fits on no card known here"
+        else "with these kernels it fits on no card known here"
     )
     return f"{words[verdict.answer]} on {verdict.title}: needs {needs} of {format_bytes(verdict.capacity)}; {smallest}"

@@ -37,6 +37,10 @@ def finish(observer: Observer, first_step: int) -> Finished:
     names = _name(observer)
     ops = _ops(observer, names)
     sharers = _sharers(observer, ops)
+    for entry in observer.ledger.entries:
+        for companion in entry.companions:  # a reserve is saved with the tensor that stands for it
+            if entry.id in sharers:
+                sharers.setdefault(companion.id, sharers[entry.id])
     frames: dict[int, Storage] = {}
     updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
     for entry in observer.ledger.entries:

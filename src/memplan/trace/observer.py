@@ -201,7 +201,9 @@ class Observer:
         self.notes.append(note)  # before it runs, so that what it raises can be located
         semantics = self.semantics
         if self.card is not None:
-            ledger.device = self.card.destination or (ON_CARD if on_card or self.card.everything else HOST)
+            # in C++ a tensor that is made from nothing is made for one on the card; in Python `destination` tells
+            on_card = on_card or self.card.everything or (not reads and not self.place.building)
+            ledger.device = self.card.destination or (ON_CARD if on_card else HOST)
             semantics = semantics if ledger.device == ON_CARD else NONE
         if run is not None:
             instead = semantics.instead.get(signature.name)

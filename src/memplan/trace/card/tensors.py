@@ -68,7 +68,10 @@ class _Tensors:
                 return make(*args, **kwargs)
             kwargs.pop("pin_memory", None)  # refused without a GPU; pinned memory is the host's
             if device is None:
-                return make(*args, **kwargs)
+                if args and isinstance(args[0], torch.Tensor):
+                    return make(*args, **kwargs)  # like its argument
+                with card.going(CPU):  # by default; a default device in force says otherwise, inside
+                    return make(*args, **kwargs)
             place = self.asked(device)
             if place.type not in ("cuda", "cpu"):
                 return make(*args, **kwargs)

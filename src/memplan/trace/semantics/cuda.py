@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan.devices import Device
-from memplan.trace.semantics import cublas, cuda_kernels, cuda_results, cudnn
+from memplan.trace.semantics import cublas, cuda_kernels, cuda_results, cudnn, encoder
 from memplan.trace.semantics.arch import Arch
 from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
 from memplan.trace.semantics.layout import bytes_of
@@ -29,13 +29,17 @@ def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torc
 
 def is_own(name: str) -> bool:
     """Whether CUDA computes an op by a library or a kernel of its own, rather than as the CPU does, only elsewhere."""
-    return name in cublas.USES or name in _LIBRARIES or name.startswith(_CHOSEN)
+    return name in cublas.USES or name.startswith(_CHOSEN)
 
 
-_LIBRARIES = frozenset(
-    {"aten.convolution.default", "aten.convolution_backward.default", "aten.native_batch_norm.default"}
+_CHOSEN = (
+    "aten.convolution",
+    "aten.native_batch_norm",
+    "aten._scaled_dot_product",
+    "aten.bernoulli_",
+    "aten.native_dropout",
+    "aten.mkldnn_rnn_layer",
 )
-_CHOSEN = ("aten._scaled_dot_product", "aten.bernoulli_", "aten.native_dropout", "aten.mkldnn_rnn_layer")
 
 
 class _Kernels:
@@ -43,20 +47,23 @@ class _Kernels:
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
         self._on_card = on_card
+        self._dropout_states = False
         self._held: set[tuple[cublas.Library, bool, int]] = set()
         self._libraries: dict[str, Callable[[Arguments, Any], list[Extra]]] = {
             "aten.convolution.default": self._convolution,
             "aten.convolution_backward.default": self._convolution_backward,
             "aten.native_batch_norm.default": self._batch_norm,
-            "aten._cudnn_rnn.default": _recurrent,
+            "aten._cudnn_rnn.default": self._recurrent,
             "aten._cudnn_rnn_backward.default": _recurrent_backward,
         }
 
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
         """The storages that an op's kernel takes for itself."""
         found: list[Extra] = []
-        if name in cublas.USES:
+        if name in cublas.USES or name in encoder.FORMULAS:
             found += self._products(name, args, kwargs, result, in_backward)
+        if name in encoder.FORMULAS:  # transformers/cuda/attention.cu: the same parts as on the CPU, in one op
+            found.append(Extra(max(0, encoder.FORMULAS[name](args, kwargs, result))))
         library = self._libraries.get(name)
         if library is not None:
             found += [extra for extra in library(args, result) if extra.bytes]
@@ -72,7 +79,7 @@ class _Kernels:
         self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> Iterator[Extra]:
         """Workspaces of cuBLAS: a handle for each thread, and the backward pass has one of its own."""
-        library = cublas.library(name, args, kwargs, result)
+        library = "cublas" if name in encoder.FORMULAS else cublas.library(name, args, kwargs, result)
         if library is None:
             return
         # read where a real handle would be made: importing a library may have set it (MONAI sets :4096:8)
@@ -84,14 +91,15 @@ class _Kernels:
                 yield Extra(size, held=held, workspace=True)
 
     def _convolution(self, args: Arguments, result: Any) -> list[Extra]:
-        low, high, _ = cudnn.convolution_workspace(args, result, self._arch, benchmark=torch.backends.cudnn.benchmark)
-        return [Extra(high, low=low, workspace=True)]
+        return self._workspace_of(args, result, backward=False)
 
     def _convolution_backward(self, args: Arguments, result: Any) -> list[Extra]:
-        low, high, _ = cudnn.convolution_workspace(
-            args, result, self._arch, benchmark=torch.backends.cudnn.benchmark, backward=True
-        )
-        return [Extra(high, low=low, workspace=True)]
+        return self._workspace_of(args, result, backward=True)
+
+    def _workspace_of(self, args: Arguments, result: Any, *, backward: bool) -> list[Extra]:
+        benchmark = torch.backends.cudnn.benchmark
+        low, high, _ = cudnn.convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
+        return [Extra(high, low=low if low != high else None, workspace=True)]
 
     def _batch_norm(self, args: Arguments, result: Any) -> list[Extra]:
         """Where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""
@@ -103,12 +111,15 @@ class _Kernels:
         least, most = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
         return [Extra(high, low=low, owner=result[2]), Extra(most, low=least, workspace=True)]
 
-
-def _recurrent(args: Arguments, result: Any) -> list[Extra]:
-    """A reserve, which lives as long as the empty one of a fake tensor, and a workspace."""
-    call = cudnn.RecurrentCall.of(args)
-    (low, high), (least, most) = call.reserve(), call.workspace()
-    return [Extra(high, low=low, owner=result[3]), Extra(most, low=least, workspace=True)]
+    def _recurrent(self, args: Arguments, result: Any) -> list[Extra]:
+        """A reserve that lives as long as the empty one of a fake tensor, a workspace, once the states of dropout."""
+        call = cudnn.RecurrentCall.of(args)
+        (low, high), (least, most) = call.reserve(), call.workspace()
+        found = [Extra(high, low=low, owner=result[3]), Extra(most, low=least, workspace=True)]
+        if call.training and call.dropout and not self._dropout_states:
+            self._dropout_states = True
+            found.append(Extra(cudnn.DROPOUT_STATE_BYTES, held=True, workspace=True))
+        return found
 
 
 def _recurrent_backward(args: Arguments, result: Any) -> list[Extra]:

@@ -229,9 +229,12 @@ def convolution_workspace(
     chosen = backing(
         x, weight, dilation, transposed, output_padding, stride, groups, arch, torch.backends.cudnn.enabled
     )
+    shape = _describe(x, weight, y, (stride, dilation, transposed, groups))
+    if chosen.backend == "slow":  # ConvolutionMM2d.cu and its kin: the columns of one sample, one group at a time
+        columns = _columns(shape) // max(1, shape.batch * groups)
+        return Workspace(columns, columns, chosen.reason)
     if chosen.backend != "cudnn":
         return Workspace(0, 0, chosen.reason)
-    shape = _describe(x, weight, y, (stride, dilation, transposed, groups))
     cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
     cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
     algorithms = [_winograd(shape)]
