@@ -175,9 +175,13 @@ def _check(trace: Trace) -> None:
     for number in (trace.end, *trace.steps):
         if not isinstance(number, int) or not 0 <= number <= trace.end:
             raise ValueError(f"tick {number!r} outside of the trace")
-    for text in (trace.origin, trace.device, trace.torch, *trace.notes, *trace.other_kernels,
-                 *(layer.name for layer in trace.layers), *(layer.kind for layer in trace.layers), *(a.text for a in trace.assumptions)):  # fmt: skip
+    for text in (trace.origin, trace.device, trace.torch, *trace.notes, *trace.other_kernels):
         _text(text)
+    for layer in trace.layers:
+        _text(layer.name)
+        _text(layer.kind)
+    for assumption in trace.assumptions:
+        _text(assumption.text)
     for op in trace.ops:
         for text in (op.name, op.layer, op.where or "", *op.needs_grad, *(read.name for read in op.reads)):
             _text(text)

@@ -11,6 +11,8 @@ import torch
 from memplan import _torch
 from memplan.trace.model import HOST
 
+_BLOCK = 512
+
 
 @dataclass(slots=True)
 class Entry:
@@ -57,6 +59,8 @@ class Ledger:
         self.device = HOST
         """Where a storage that is born now lies, and the stream it is made on."""
         self.stream = 0
+        self.level = self.most = 0
+        """Bytes on the card now and at most, in blocks of 512."""
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry of the tensor's storage, if it is known."""
@@ -86,21 +90,21 @@ class Ledger:
             return
         entry.reference = None
         self._born(storage, entry.key, tensor, op)
-        self.clock += 1
-        entry.died = self.clock
+        self.end(entry)
 
     def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
         """A tensor over memory that torch's allocator did not give."""
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
-    def live(self) -> list[Entry]:
-        """The entries of storages that tensors hold now."""
-        return list(self._live.values())
-
-    def transient(self, size: int, op: int, dtype: str = "") -> None:
-        """A storage that is born and dies within one op."""
-        self.end(self._add(size, op, dtype, ()))
+    def take_to(self, device: str) -> None:
+        """Every storage there is lies on a device, and every one to come."""
+        self.device = device
+        for entry in self.entries:
+            if entry.died is None and entry.device == HOST:
+                entry.device = device
+                self._changed(entry.bytes)
+            entry.device = device
 
     def hidden(self, size: int, op: int, *, low: int | None = None, owner: torch.Tensor | None = None) -> Entry:
         """A storage that no tensor shows: it dies with ``owner``'s, or when `end` says so, or never."""
@@ -112,6 +116,8 @@ class Ledger:
 
     def end(self, entry: Entry) -> None:
         """A hidden storage is freed."""
+        if entry.device != HOST:
+            self._changed(-entry.bytes)
         self.clock += 1
         entry.died = self.clock
 
@@ -125,7 +131,14 @@ class Ledger:
         self.clock += 1
         entry = Entry(len(self.entries), size, self.clock, op, dtype, shape, device=self.device, stream=self.stream)
         self.entries.append(entry)
+        if entry.device != HOST:
+            self._changed(entry.bytes)
         return entry
+
+    def _changed(self, size: int) -> None:
+        blocks = -(-abs(size) // _BLOCK)
+        self.level += blocks * _BLOCK if size > 0 else -blocks * _BLOCK
+        self.most = max(self.most, self.level)
 
     def _born(self, storage: torch.UntypedStorage, key: int, tensor: torch.Tensor, op: int | None) -> Entry:
         entry = self._add(storage.nbytes(), op, str(tensor.dtype)[6:], tuple(tensor.shape))
@@ -141,6 +154,8 @@ class Ledger:
         entry = reference.entry
         if self._closed or entry.reference is not reference:
             return
+        if entry.device != HOST:
+            self._changed(-entry.bytes)
         self.clock += 1
         entry.died = self.clock
         entry.reference = None

@@ -79,19 +79,16 @@ def _about(device: Device) -> dict[str, Answer]:
 
 def _memory(card: Card, device: Device) -> dict[str, Answer]:
     """Queries answer with the bytes that tensors hold; what the allocator holds besides is known after simulating."""
-    most = [0]
+    ledger = card.ledger
 
     def now(device: Any = None) -> int:
-        held = card.live_bytes()
-        most[0] = max(most[0], held)
-        return held
+        return ledger.level
 
     def peak(device: Any = None) -> int:
-        now()
-        return most[0]
+        return ledger.most
 
     def forget(device: Any = None) -> None:
-        most[0] = card.live_bytes()
+        ledger.most = ledger.level
 
     def stats(device: Any = None) -> dict[str, int]:
         held: dict[str, int] = defaultdict(int)

@@ -69,9 +69,7 @@ class Card:
         if computed:
             raise NothingNamed
         self.everything = True
-        self.ledger.device = ON_CARD
-        for entry in self.ledger.entries:
-            entry.device = ON_CARD
+        self.ledger.take_to(ON_CARD)
 
     def name(self) -> None:
         """The step names CUDA."""
@@ -93,10 +91,6 @@ class Card:
         """Note a call that matters to the allocator, as an event of its own."""
         self.ledger.clock += 1
         self.calls.append(Call(self.ledger.clock, kind))
-
-    def live_bytes(self) -> int:
-        """Bytes that tensors hold on the card now, in blocks of 512 bytes."""
-        return sum(-(-e.bytes // 512) * 512 for e in self.ledger.live() if e.device == ON_CARD)
 
 
 class NothingNamed(BaseException):
