@@ -7,6 +7,7 @@ from memplan._torch.cuda import (
     copied,
     default_device_replaced,
     factories_replaced,
+    histories_replaced,
     tensors_that_tell,
 )
 from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, no_modes
@@ -14,6 +15,7 @@ from memplan._torch.fake import DATA_DEPENDENT, READ_SCALAR, FakeMode, FakeTenso
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
 from memplan._torch.tensors import (
     IN_PLACE_ON_ZEROS,
+    arguments,
     backward_node,
     called_by_engine,
     called_for_the_loss,
@@ -37,6 +39,7 @@ __all__ = [
     "FakeTensor",
     "Profile",
     "Run",
+    "arguments",
     "backward_node",
     "called_by_engine",
     "called_for_the_loss",
@@ -45,6 +48,7 @@ __all__ = [
     "default_device_replaced",
     "eager_instead_of_compiled",
     "factories_replaced",
+    "histories_replaced",
     "in_backward",
     "is_composite",
     "is_mutable",

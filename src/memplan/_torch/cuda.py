@@ -89,3 +89,13 @@ def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractC
 def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
     """`torch.utils.checkpoint` restores CUDA's autocast also where no argument is on the card."""
     return patched(torch.utils.checkpoint.DefaultDeviceType, _default_device_type="cuda")
+
+
+def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
+    """The history of the caching allocator: switching it on does nothing, asking for it stops."""
+    return patched(
+        torch.cuda.memory,
+        _record_memory_history=lambda *_, **__: None,
+        _snapshot=refusal("_snapshot"),
+        _dump_snapshot=refusal("_dump_snapshot"),
+    )

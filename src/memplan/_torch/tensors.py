@@ -102,6 +102,11 @@ def tensor_arguments(func: Any) -> list[tuple[int, str]]:
     return [(i, a.name) for i, a in enumerate(func._schema.arguments) if "Tensor" in str(a.type)]
 
 
+def arguments(func: Any) -> list[Any]:
+    """The arguments of an op's schema: each has a name, a default_value and kwarg_only."""
+    return func._schema.arguments
+
+
 def is_mutable(func: Any) -> bool:
     """Whether an op writes one of its arguments."""
     return func._schema.is_mutable

@@ -28,6 +28,8 @@ _ONES = "aten.ones_like.default"
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 _SOON = 3
 """Ops that may lie between zeros and what a derivative formula writes into them (the indices, say)."""
+# what may read both, as CUDA allows: copies, indices on the host, counters of an optimizer
+_ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -50,6 +52,8 @@ class Note:
     sequence: int | None
     """For a backward op, the sequence number of the node that runs it."""
     grad_enabled: bool
+    stream: int = 0
+    """Number of the card's stream that it runs on."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,8 @@ class Observer:
         self.notes: list[Note] = []
         self.by_sequence: dict[int, int] = {}
         self.read_equal: Callable[[], bool] | None = None
+        self.read_apart: Callable[[str], None] | None = None
+        """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self.card: Residence | None = None
         self.semantics = semantics or NONE
@@ -199,11 +205,12 @@ class Observer:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
         note = self._place_of(signature, reads, needs, index)
         self.notes.append(note)  # before it runs, so that what it raises can be located
-        semantics = self.semantics
+        semantics, current = self.semantics, 0
         if self.card is not None:
             # in C++ a tensor that is made from nothing is made for one on the card; in Python `destination` tells
             on_card = on_card or self.card.everything or (not reads and not self.place.building)
             ledger.device = self.card.destination or (ON_CARD if on_card else HOST)
+            current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         if run is not None:
             instead = semantics.instead.get(signature.name)
@@ -224,11 +231,17 @@ class Observer:
             if not extra.held and extra.owner is None:
                 ledger.end(entry)
         if self.card is not None:
-            ledger.device = ON_CARD if self.card.everything else HOST
+            ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
         if note.phase == "optimizer":
             self._updating.update(note.writes)
         return result
+
+    def _stream_of(self, note: Note) -> int:
+        """The engine runs a derivative formula on the stream that its forward op ran on."""
+        source = self.by_sequence.get(note.sequence) if note.sequence is not None else None
+        note.stream = self.ledger.stream if source is None else self.notes[source].stream
+        return note.stream
 
     def _operands(
         self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -236,14 +249,17 @@ class Observer:
         """What an op reads, for which arguments a gradient is needed, and whether any of them lies on the card."""
         reads: list[tuple[str, int]] = []
         needs: list[str] = []
-        on_card = False
+        on_card = on_host = False
         for position, name in signature.positions:
             value = args[position] if position < len(args) else kwargs.get(name)
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
                     entry = self.ledger.entry(item, None)
                     reads.append((name, entry.id))
-                    on_card = on_card or entry.device == ON_CARD
+                    if entry.device == ON_CARD:
+                        on_card = True
+                    elif item.dim():
+                        on_host = True
                     if item.requires_grad:
                         if not self.ledger.real and not isinstance(item, _torch.FakeTensor):
                             raise _made_outside(item)
@@ -254,6 +270,8 @@ class Observer:
                         if not known and isinstance(item, nn.Parameter):
                             self._mark(self.marks.weights, item, "")
                             self._loose.append(weakref.ref(item))
+        if on_card and on_host and self.read_apart is not None and not signature.name.startswith(_ACROSS):
+            self.read_apart(signature.name)
         return reads, tuple(needs), on_card
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:

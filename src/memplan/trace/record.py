@@ -80,6 +80,7 @@ class _Recording:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
+            self._observer.read_apart = self._standins.apart
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = cuda.semantics(target.card, stream, self._card.holds)
 

@@ -91,7 +91,11 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
     if not frozen:
         gc.freeze()  # what was there before is none of our business, and walking it at every step costs most of all
     try:
-        with _one_process(), nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False):
+        with (
+            _defaults_kept(),
+            _one_process(),
+            nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
+        ):
             yield
     finally:
         if not frozen:
@@ -104,6 +108,31 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
             import numpy
 
             numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _defaults_kept() -> Iterator[None]:
+    """What a build sets for the whole process is as before: default device and dtype, cuDNN's switches."""
+    cudnn = torch.backends.cudnn
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    set_device, changed = torch.set_default_device, list[Any]()
+
+    def set_and_note(new: Any) -> None:
+        changed.append(new)
+        set_device(new)
+
+    switches = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with _torch.patched(torch, set_default_device=set_and_note):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if changed:  # asking torch now would ask for a GPU
+            set_device(None if device.type == HOST else device)
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
 
 
 @contextmanager
@@ -185,6 +214,14 @@ def located(observer: Observer, what: str) -> Iterator[None]:
     except Exception as error:  # the user's code can raise anything; the original stays as __cause__
         layer, where = _locate(observer, error)
         text = str(error).strip().split("\n")[0] or "no message"
+        if _CUDA.search(text) and observer.card is not None:
+            raise StepError(
+                f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}",
+                expected="of CUDA only what can be answered without a GPU: tensors, devices, streams, events, autocast",
+                do="Leave the call out of build and step while they are recorded",
+                layer=layer,
+                where=where,
+            ) from error
         if _CUDA.search(text):
             raise StepError(
                 f"{what} puts something on CUDA",

@@ -179,6 +179,11 @@ class Standins:
         """An op takes one of several kernels on the card, for a reason."""
         self._add("kernel", f"{op}: {reason}")
 
+    def apart(self, op: str) -> None:
+        """An op reads tensors on the card and of the host."""
+        name = op.removeprefix("aten.").split(".")[0]
+        self._add("host", f"{name} READS A TENSOR OF THE HOST beside one on the card: on CUDA it raises an error")
+
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
         self._redraws = times

@@ -98,11 +98,42 @@ def test_what_does_nothing_without_a_gpu() -> None:
         (lambda: torch.cuda.memory_snapshot(), "torch.cuda.memory_snapshot"),
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),
+        (lambda: torch.cuda.memory._dump_snapshot("x"), "torch.cuda.memory._dump_snapshot"),
     ],
 )
 def test_what_needs_a_gpu_names_itself(call: Callable[[], Any], name: str) -> None:
     with pytest.raises(StepError, match=rf"{name} needs a GPU.*test_functions.py:\d+"):
         run(call)
+
+
+def test_what_no_table_lists_is_told_to_be_no_fault_of_the_devices_name() -> None:
+    with pytest.raises(StepError, match="asks for a GPU in a way that a recording does not answer"):
+        run(lambda: torch.Stream("cuda"))
+
+
+def test_the_most_between_two_queries_is_known() -> None:
+    seen: list[int] = []
+
+    def step() -> None:
+        start = torch.cuda.memory_allocated()
+        x = torch.zeros(1000, device="cuda")
+        del x
+        seen.append(torch.cuda.max_memory_allocated() - start)
+
+    run(step)
+    assert seen == [4096]
+
+
+def test_backward_runs_on_the_stream_of_its_forward() -> None:
+    def step() -> None:
+        x = torch.zeros(11, device="cuda", requires_grad=True)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            y = x * 2
+        y.sum().backward()
+
+    trace = run(step)
+    backward = [op for op in trace.ops if op.phase == "backward" and op.name == "aten.mul.Tensor"]
+    assert [trace.storages[op.writes[0]].stream for op in backward] == [1]
 
 
 def test_every_public_function_of_torch_cuda_answers_or_stops() -> None:

@@ -209,6 +209,55 @@ def test_nothing_of_torch_stays_changed() -> None:
     assert (torch.nn.functional.dropout(torch.ones(100), 0.5) != 0).any()
 
 
+def test_what_a_build_sets_for_the_process_is_as_before() -> None:
+    def build() -> Callable[[], Any]:
+        torch.set_default_device("cuda")
+        torch.set_default_dtype(torch.float64)
+        torch.backends.cudnn.benchmark = True
+        weight = torch.zeros(3)
+        assert weight.is_cuda
+        return lambda: weight * 2
+
+    before = torch.backends.cudnn.benchmark
+    record(build, steps=1)
+    assert torch.zeros(3).device.type == "cpu"
+    assert torch.zeros(3).dtype is torch.float32
+    assert torch.backends.cudnn.benchmark is before
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: nn.functional.affine_grid(x, [2, 3, 64, 64], align_corners=False),
+        lambda x: x.cumprod(1),
+        lambda x: torch.stft(x.flatten(), 4, window=None, return_complex=True).abs(),
+        lambda x: x.kthvalue(1).values,
+    ],
+)
+def test_what_cpp_makes_from_nothing_lies_on_the_card(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The same bytes whether CUDA is named or everything is taken to be on the card."""
+
+    def build(place: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Callable[[], Any]]:
+        def build() -> Callable[[], Any]:
+            x = place(torch.rand(2, 2, 3)).requires_grad_()
+            return lambda: made(x).sum().backward()
+
+        return build
+
+    named, unnamed = (memplan.simulate(record(build(place))) for place in (lambda x: x.cuda(), lambda x: x))
+    assert named.steps[1].peak_allocated == unnamed.steps[1].peak_allocated
+
+
+def test_a_host_tensor_beside_one_on_the_card_is_told() -> None:
+    def build() -> Callable[[], Any]:
+        model, data = nn.Linear(3, 4).cuda(), torch.zeros(2, 3)
+        return lambda: model(data)
+
+    trace = record(build, steps=1)
+    assert [a.kind for a in trace.assumptions] == ["host"]
+    assert "addmm READS A TENSOR OF THE HOST" in trace.assumptions[0].text
+
+
 def test_a_step_on_a_card_reads_the_same_twice() -> None:
     def build() -> Callable[[], Any]:
         model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8)).cuda()

@@ -145,6 +145,7 @@ def installed(card: Card, device: Device) -> Iterator[None]:
         no = lambda tensor: False  # noqa: E731
         stack.enter_context(_torch.patched(torch.backends.cudnn, is_available=lambda: True, is_acceptable=no))
         stack.enter_context(_torch.checkpoints_for_cuda())
+        stack.enter_context(_torch.histories_replaced(lambda name: _refusal(torch.cuda.memory, name)))
         stack.enter_context(_torch.patched(torch, Generator=_Generator))
         stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
         if torch.version.cuda is None:

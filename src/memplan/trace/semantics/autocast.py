@@ -195,7 +195,7 @@ def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepare
     """The op casts by itself: it is told to give float32, unless the user told it another dtype."""
     if not state.takes(args[0]):
         return op, args, kwargs
-    for position, argument in enumerate(op._schema.arguments):
+    for position, argument in enumerate(_torch.arguments(op)):
         if argument.name == "dtype":
             if position < len(args) and not argument.kwarg_only:
                 given = torch.float32 if args[position] is None else args[position]
@@ -209,9 +209,10 @@ def _norm(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """The overloads without a dtype become those with one."""
     dtype = torch.float32 if state.takes(args[0]) else args[0].dtype
     given = [*args]
-    for argument in op._schema.arguments[len(args) :]:
+    for argument in _torch.arguments(op)[len(args) :]:
         given.append(kwargs.get(argument.name, argument.default_value))
-    overload = op._overloadname.replace("Scalar", "ScalarOpt") if op._overloadname == "Scalar" else op._overloadname
+    overload = str(op).rpartition(".")[2]
+    overload = "ScalarOpt" if overload == "Scalar" else overload
     return getattr(_ATEN.norm, f"{overload}_dtype"), given, {"dtype": dtype}
 
 
