@@ -153,9 +153,11 @@ def by_series(results: Sequence[Result], versions: str) -> str:
     total, groups = summary(results), dict[tuple[str, str], list[Result]]()
     for result in results:
         groups.setdefault((result.row.series.step, result.row.series.gpu), []).append(result)
+    adjusted = sum(bool(result.row.series.held or result.row.series.increase) for result in results)
     lines = [
         f"**{total['rows']} published figures: {total['within_limit']} within {LIMIT:.0%}, median error "
-        f"{total['median_error']:.4%}, largest {total['max_error']:.2%}** ({versions}).",
+        f"{total['median_error']:.4%}, largest {total['max_error']:.2%}** ({versions}). Of {adjusted} of them, what "
+        "earlier runs of the process had left was taken off, or the growth over the smallest size is compared.",
         "",
         "| step | card | figures | published, MiB | largest error |",
         "|---|---|--:|--:|--:|",

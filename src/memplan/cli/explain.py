@@ -76,7 +76,7 @@ def command(
     if json_file is not None:
         write(json_file, dumps(explanation))
     if snapshot_file is not None:
-        _write_snapshot(snapshot_file, trace, explanation)
+        _write_snapshot(snapshot_file, trace, explanation, arguments.settings)
     if "-" not in (json_file, trace_file):
         print_explanation(explanation, top=top)
     return _warn_of_branches(explanation) or int(_does_not_fit(explanation))
@@ -86,11 +86,13 @@ def _does_not_fit(explanation: Explanation) -> bool:
     return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
 
 
-def _write_snapshot(path: str, trace: Trace, explanation: Explanation) -> None:
+def _write_snapshot(path: str, trace: Trace, explanation: Explanation, settings: str | None) -> None:
     from memplan.simulation.memory_viz import frames_of, write_snapshot
+    from memplan.simulation.settings import parse_settings
 
     causes = {storage.id: storage.cause for storage in trace.counted}
-    write_snapshot(path, explanation.timeline, frames_of(trace), trace=trace, causes=causes)
+    used = parse_settings(settings or "")
+    write_snapshot(path, explanation.timeline, frames_of(trace), trace=trace, settings=used, causes=causes)
 
 
 def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
@@ -121,7 +123,9 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     target = choose_target(given.device)
     on_card = target.card is not None
     trace = record_for(described.build(on_card=on_card), target)
-    explanation = explain_trace(trace, title=given.target, train=not given.infer, card=target.card)
+    explanation = explain_trace(
+        trace, title=given.target, train=not given.infer, card=target.card, settings=given.settings
+    )
     at = lambda batch: described.with_batch(batch).build(on_card=on_card)  # noqa: E731
     return trace, scaled(explanation, described.batch, at, target)
 
@@ -131,7 +135,7 @@ def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanatio
     from memplan.explanation.explain import explain_trace
     from memplan.trace.json import load_trace
 
-    surplus = given.given() + (["--measure"] if really else [])
+    surplus = [option for option in given.given() if option != "--settings"] + (["--measure"] if really else [])
     if surplus:
         raise InputError(
             f"{given.target} is a trace, and {', '.join(surplus)} was given, too",
@@ -147,7 +151,7 @@ def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanatio
             do="Check the path",
         ) from error
     trains = any(op.phase == "backward" for op in trace.ops)
-    return trace, explain_trace(trace, title=given.target, train=trains)
+    return trace, explain_trace(trace, title=given.target, train=trains, settings=given.settings)
 
 
 def _warn_of_branches(explanation: Explanation) -> int:

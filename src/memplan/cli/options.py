@@ -58,6 +58,10 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     ),
     click.option("--device", metavar="NAME", help="cpu, or a card such as h100 (memplan devices lists them)."),
     click.option(
+        "--settings", metavar="CONF",
+        help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True.",
+    ),
+    click.option(
         "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
         callback=lambda context, _, value: context.meta.update({DEBUG: value}),
     ),
@@ -86,11 +90,12 @@ class StepArguments:
     infer: bool = False
     batch: int | None = None
     device: str | None = None
+    settings: str | None = None
 
     def given(self) -> list[str]:
         """Names of the options that differ from their defaults, as typed."""
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
-        plain |= {name: getattr(self, name) for name in ("loss", "optimizer", "infer", "batch", "device")}
+        plain |= {name: getattr(self, name) for name in ("loss", "optimizer", "infer", "batch", "device", "settings")}
         found = [f"--{name}" for name, value in plain.items() if value]
         return [*found, "--precision"] if self.precision != "fp32" else found
 

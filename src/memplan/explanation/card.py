@@ -5,10 +5,11 @@ from __future__ import annotations
 from memplan._bytes import format_bytes
 from memplan.devices import Device, catalogue
 from memplan.explanation.model import Answer, CardUse, Charge, Verdict
+from memplan.simulation.bounds import reserved_bounds
 from memplan.simulation.caching import fits
 from memplan.simulation.liveness import live_at, simulate
 from memplan.simulation.model import Timeline
-from memplan.simulation.settings import AllocatorSettings, parse_settings
+from memplan.simulation.settings import parse_settings
 from memplan.trace.model import Trace, at_least
 
 _NOT_MODELLED = (
@@ -22,9 +23,13 @@ def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = N
 
     ``low`` is the trace's timeline in the low case, ``settings`` those of the allocator.
     """
+    high, reserved = low, (low.peak_reserved, low.peak_reserved)
+    if any(s.low is not None or s.used_on for s in trace.counted):
+        high = simulate(trace, settings=settings)
+        reserved = reserved_bounds(trace, parse_settings(settings or ""))
     cases = (
-        Case(at_least(trace), low, card, settings, is_high=False),
-        Case(trace, simulate(trace, settings=settings) if _is_interval(trace) else low, card, settings, is_high=True),
+        Case(at_least(trace), low, max(reserved[0], low.peak_allocated), card, settings, is_high=False),
+        Case(trace, high, reserved[1], card, settings, is_high=True),
     )
     charges = tuple(Charge(name, cases[0].terms[name], cases[1].terms[name]) for name in cases[1].terms)
     verdicts = [_verdict(cases, other) for other in catalogue() if other.name not in trace.other_kernels]
@@ -38,21 +43,24 @@ def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = N
 class Case:
     """A step in its low or its high case."""
 
-    def __init__(self, trace: Trace, timeline: Timeline, card: Device, settings: str | None, *, is_high: bool) -> None:
+    def __init__(
+        self, trace: Trace, timeline: Timeline, reserved: int, card: Device, settings: str | None, *, is_high: bool
+    ) -> None:
         self.timeline = timeline
+        self._reserved = reserved
         self._trace = trace
-        self._settings = parse_settings(settings) if settings else AllocatorSettings()
+        self._settings = parse_settings(settings or "")
         self._is_high = is_high
-        self.terms = _terms(trace, timeline) | {"context": card.context[is_high]}
+        self.terms = _terms(trace, timeline, reserved) | {"context": card.context[is_high]}
 
     def needs(self, card: Device) -> int:
         """Bytes that are taken from a card, its context included."""
-        return self.timeline.peak_reserved + card.context[self._is_high]
+        return self._reserved + card.context[self._is_high]
 
     def fits(self, card: Device) -> bool:
         """Whether the step runs in what the card has beside the context."""
         room = card.capacity - card.context[self._is_high]
-        if self.timeline.peak_reserved <= room:
+        if self._reserved <= room:
             return True
         if self.timeline.peak_allocated > room:
             return False
@@ -66,11 +74,7 @@ def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
     return Verdict(card.name, card.title, card.capacity, low.needs(card), high.needs(card), answer)
 
 
-def _is_interval(trace: Trace) -> bool:
-    return any(s.low is not None or s.used_on for s in trace.counted)
-
-
-def _terms(trace: Trace, timeline: Timeline) -> dict[str, int]:
+def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[str, int]:
     """What is in blocks at the allocated peak, and how much more than that is ever held from the card."""
     live = live_at(trace, timeline.peak_tick)
     workspace = sum(s.bytes for s in live if s.cause == "workspace")
@@ -79,7 +83,7 @@ def _terms(trace: Trace, timeline: Timeline) -> dict[str, int]:
         "tensors": tensors,
         "workspace": workspace,
         "rounding": timeline.peak_allocated - tensors - workspace,
-        "fragmentation": timeline.peak_reserved - timeline.peak_allocated,
+        "fragmentation": reserved - timeline.peak_allocated,
     }
 
 

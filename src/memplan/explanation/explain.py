@@ -37,6 +37,7 @@ def explain(
     autocast: torch.dtype | str | None = None,
     train: bool = True,
     dtype: torch.dtype | None = None,
+    settings: str | None = None,
 ) -> Explanation:
     """Explain where the memory of a step goes, before it runs.
 
@@ -53,6 +54,8 @@ def explain(
         autocast: dtype of an autocast around model and loss: ``torch.bfloat16``, "bf16", "fp16".
         train: False for inference: evaluation mode, under no_grad, without loss and optimizer.
         dtype: dtype that the model is converted to first.
+        settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (which is not read); torch's defaults
+            where None.
 
     Returns:
         An Explanation; printing it gives a paragraph, ``memplan.reports`` make tables of it.
@@ -68,11 +71,11 @@ def explain(
     options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):
         _refuse_options(options)
-        return explain_trace(what)
+        return explain_trace(what, settings=settings)
     target = choose_target(_device_of(what) if device is None else device)
     on_card = target.card is not None
     trace = record_for(build_of(what, options, on_card=on_card), target)
-    explanation = explain_trace(trace, title=_title(what), card=target.card)
+    explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
     at = lambda batch: build_of(what, options.with_batch(batch), on_card=on_card)  # noqa: E731
     return scaled(explanation, options.batch, at, target)
 
