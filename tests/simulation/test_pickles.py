@@ -168,3 +168,10 @@ print("alive")
 def test_shown_text_cannot_steer_a_terminal() -> None:
     assert shown("a\x1b[2J\nb\u202e\udc80") == "a?[2J?b??"
     assert len(shown("x" * 1000)) == 120
+
+
+@pytest.mark.parametrize("opcode", [b"}", b"]", b"("])
+def test_containers_of_nothing_are_refused(opcode: bytes) -> None:
+    """A byte each here, 64 in memory."""
+    with pytest.raises(SnapshotFormatError, match="little but empty containers"):
+        load_plain(b"\x80\x04" + opcode * 100_000 + b".", "a.pickle")

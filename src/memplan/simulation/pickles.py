@@ -28,6 +28,7 @@ _PLAIN = re.compile(
 )
 _LENGTHS = {ord("X"): 4, 0x8C: 1, 0x8D: 8}
 """BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and in how many bytes each writes its length."""
+_BYTES_A_CONTAINER, _FEW = 4, 1000
 _STOP, _LONG_BINPUT, _PROTO, _LONG1, _LONG4, _STACK_GLOBAL = ord("."), ord("r"), 0x80, 0x8A, 0x8B, 0x93
 _TEXT_GLOBALS = b"ci"  # GLOBAL, INST: the name stands behind them, in two lines
 _OBJECTS = b"oRb\x81\x92\x82\x83\x84"  # OBJ, REDUCE, BUILD, NEWOBJ, NEWOBJ_EX, EXT1, EXT2, EXT4
@@ -66,6 +67,10 @@ def load_plain(data: bytes, source: str) -> Any:
         >>> load_plain(pickle.dumps({"segments": []}), "a.pickle")
         {'segments': []}
     """
+    # an empty dict is one byte here and 64 in memory; one of a snapshot has keys, which take several bytes each
+    if sum(map(data.count, (b"}", b"]", b"("))) > len(data) // _BYTES_A_CONTAINER + _FEW:
+        found = f"{source} is a pickle of little but empty containers"
+        raise SnapshotFormatError(found, expected=EXPECTED, do=DO)
     at = _first_forbidden(data)
     if at is not None:
         raise SnapshotFormatError(f"{source} is a pickle that {_what(data, at)}", expected=EXPECTED, do=DO)

@@ -28,7 +28,7 @@ from memplan.simulation.settings import AllocatorSettings, settings_of_snapshot
 LARGEST_FILE = 2 << 30
 """Bytes, compressed or not, beyond which a file is not read."""
 _PACKED = 200  # JSON of 20,000 events packs 25 times, stacks pack better; deflate reaches 1032 with zeros alone
-_UNPACKED_AT_LEAST = 256 << 20
+_UNPACKED_AT_LEAST = 64 << 20
 _LARGEST = 1 << 63
 _DEVICES = 1024
 

@@ -69,9 +69,6 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
     return compute
 
 
-_ARITHMETIC = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs".split()  # noqa: SIM905
-)
 for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
     for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
         setattr(_class, _name, _comparing(_base, _name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -438,10 +437,3 @@ def test_nothing_is_left_behind() -> None:
     output = attention(q, q, q)
     assert graph(output) == "ScaledDotProductFlashAttentionForCpuBackward0"
     torch.testing.assert_close(output, (q @ q.transpose(-1, -2) / math.sqrt(8)).softmax(-1) @ q)
-
-
-def test_entering_and_leaving_takes_less_than_a_tenth_of_a_second() -> None:
-    started = time.perf_counter()
-    with installed(lambda t: True, A100, lambda op, reason: None):
-        pass
-    assert time.perf_counter() - started < 0.1

@@ -12,7 +12,6 @@ from memplan import _torch
 from memplan.trace.card.residence import CPU, CUDA, Card, wanted
 
 _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new_empty_strided")
-_ABSENT: Any = object()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -29,12 +29,6 @@ def has_amx() -> bool:
 
 
 @functools.cache
-def level_1_cache() -> int:
-    """Bytes of the L1 data cache."""
-    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l1d_cache_size", 48 << 10))
-
-
-@functools.cache
 def level_2_cache() -> int:
     """Bytes of the L2 cache, which oneDNN sizes its buffers by."""
     return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
@@ -48,17 +42,6 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def padded(n: int, block: int) -> int:
     """The next multiple of ``block``."""
     return -(-n // block) * block
-
-
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among the values and in the lists among them."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += [v for v in value if isinstance(v, torch.Tensor)]
-    return found
 
 
 def copied(tensor: torch.Tensor) -> int:
