@@ -34,7 +34,7 @@ class Recorder(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.names: list[str] = []
         self.inside = False
-        self.replaced = replaced or Replacements({}, frozenset())
+        self.replaced = replaced or Replacements({}, frozenset(), set())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
