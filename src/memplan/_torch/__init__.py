@@ -26,6 +26,7 @@ from memplan._torch.tensors import (
     sparse_parts,
     storage_key,
     tensor_arguments,
+    unwrapped,
     use_counts,
 )
 
@@ -65,5 +66,6 @@ __all__ = [
     "tensors_that_tell",
     "tree_leaves",
     "tree_map",
+    "unwrapped",
     "use_counts",
 ]

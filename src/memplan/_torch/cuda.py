@@ -61,10 +61,16 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
     """Every function that makes a tensor on a device, replaced by ``made(function)``."""
     functions = {id(f) for f in default_device._device_constructors()}
     functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
+    builtins = torch.jit._builtins._get_builtin_table()
     with contextlib.ExitStack() as stack:
         for home in _HOMES:
             found = {name: value for name, value in vars(home).items() if id(value) in functions}
-            stack.enter_context(patched(home, **{name: made(value) for name, value in found.items()}))
+            replaced = {name: made(value) for name, value in found.items()}
+            stack.enter_context(patched(home, **replaced))
+            for name, value in found.items():  # TorchScript knows torch's functions by their id()
+                if id(value) in builtins:
+                    builtins[id(replaced[name])] = builtins[id(value)]
+                    stack.callback(builtins.pop, id(replaced[name]), None)
         yield
 
 

@@ -66,6 +66,13 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of what `torch.func` wraps around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
     """C++ reference counts of the tensor and of its storage."""
     counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

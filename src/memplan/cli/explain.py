@@ -65,6 +65,11 @@ def command(
     arguments = StepArguments(**given)
     if json_file == trace_file == "-":
         raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
+    if snapshot_file == "-":
+        raise InputError("--snapshot -", expected="a file: a snapshot is no text", do="Name one")
+    written = [path for path in (json_file, trace_file, snapshot_file) if path not in (None, "-")]
+    if len(set(written)) < len(written):
+        raise InputError("one file for several outputs", expected="a file for each", do="Name another")
     for option, path in (("--json", json_file), ("--trace", trace_file), ("--snapshot", snapshot_file)):
         check_writable(path, option)
     trace, explanation = _explain(arguments, really)
@@ -96,7 +101,7 @@ def _write_snapshot(path: str, trace: Trace, explanation: Explanation, settings:
 
 
 def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    if given.target.endswith(".json"):
+    if _is_trace(given.target):
         return _explain_file(given, really)
     with progress(f"{'running' if really else 'recording'} {given.target}"), contained(given.target):
         try:
@@ -108,6 +113,17 @@ def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
 
 
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
+
+
+def _is_trace(target: str) -> bool:
+    """Whether a target is a file that --trace wrote, by its name or by how it begins."""
+    if target.endswith(".json"):
+        return True
+    try:
+        with open(target, encoding="utf-8") as file:
+            return file.read(24).startswith('{"format":"memplan.trace')
+    except (OSError, ValueError):
+        return False
 
 
 def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:

@@ -26,7 +26,8 @@ def reserved_bounds(trace: Trace, settings: AllocatorSettings) -> tuple[int, int
     operands of the same sizes takes the same workspace in all of a case, as a library chooses the same algorithm.
     """
     order = {key: number for number, key in enumerate(dict.fromkeys(_key(trace, s) for s in _open(trace)))}
-    draws = [drive(trace, settings, low=low)[1] for low in (True, False)]
+    cases = ((True, False), (False, False), (False, True))
+    draws = [drive(trace, settings, low=low, apart=apart)[1] for low, apart in cases]
     if len(order) > 1:
         for share in _shares(1 if len(trace.storages) > _LARGE else _DRAWS):
             placed = {key: share(number, len(order)) for key, number in order.items()}

@@ -14,13 +14,12 @@ _APART = 1 << 20
 
 
 def drive(
-    trace: Trace, settings: AllocatorSettings, *, low: bool, capacity: int | None = None
+    trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool = False, capacity: int | None = None
 ) -> tuple[CachingAllocator, list[Level]]:
     """The allocator after all events of a trace, and the levels after each.
 
-    ``low``: of what is known as an interval, the least. Else the most, in segments of its own: in the segments of the
-    tensors it could find, or leave, free blocks that make the case cheaper than one with less, and it is to bound
-    all of them. A block that another stream used (`record_stream`) is free at once in the low case, in the high case
+    ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
+    neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used (`record_stream`) is free at once in the low case, in the high case
     when the step next synchronizes.
 
     Raises:
@@ -37,7 +36,7 @@ def drive(
                 allocator.synchronize(tick=tick)
         elif kind == _BIRTH:
             size = what.low if low and what.low is not None else what.bytes
-            stream = what.stream if low or what.low is None else what.stream + _APART
+            stream = what.stream + _APART if apart and what.low is not None else what.stream
             address = allocator.malloc(size, stream=stream, owner=what.id, tick=tick)
             addresses[what.id] = address
         else:

@@ -36,6 +36,10 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
         >>> memplan.simulate(memplan.record(build, device="h100"), settings="expandable_segments:True").peak_reserved
         2145386496
     """
+    if settings is not None and not isinstance(settings, str):
+        raise UsageError(
+            f"settings={settings!r}", expected="a text such as 'expandable_segments:True'", do="Write it so."
+        )
     if workspace not in get_args(Workspace):
         raise UsageError(f"workspace {workspace!r}", expected="'low', 'high' or 'measured'", do="Choose one of these.")
     if trace.device != HOST:
@@ -63,7 +67,14 @@ def _on_card(trace: Trace, settings: AllocatorSettings, workspace: Workspace) ->
             expected="a step whose workspaces were all measured",
             do="Take 'low' and 'high', which bound it.",
         )
-    allocator, events = drive(trace, settings, low=workspace == "low")
+    found = [_driven(trace, settings, low=workspace == "low", apart=False)]
+    if workspace == "high" and unknown:  # whichever of the two holds more
+        found.append(_driven(trace, settings, low=False, apart=True))
+    return max(found, key=lambda timeline: timeline.peak_reserved)
+
+
+def _driven(trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool) -> Timeline:
+    allocator, events = drive(trace, settings, low=low, apart=apart)
     bounds = (0, *trace.steps, trace.end)
     return timeline_of(trace.device, events, bounds, tuple(allocator.log), allocator.segments())
 

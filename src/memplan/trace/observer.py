@@ -23,7 +23,7 @@ _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 # Ops without storage, kernel or meaning for memory; left out so that a trace reads like the step.
 _CLONE = "aten.clone.default"
-_EQUAL = "aten.equal.default"
+_EQUAL = ("aten.equal.default", "aten.allclose.default")
 _ONES = "aten.ones_like.default"
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
 _SOON = 3
@@ -134,7 +134,7 @@ class Observer:
             if self.read_scalar is not None and signature.name == _SCALAR:
                 return self.read_scalar(args[0], run)
             return run(func)
-        if signature.name == _EQUAL and self.read_equal is not None:
+        if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
         if func is _ADD and self._is_engine_sum(args):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)

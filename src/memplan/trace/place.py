@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,6 +81,7 @@ class Place:
         self.failed_in = 0
         """id() of the module in which an exception began, if one passed through; for messages only."""
         self._stack: list[int] = []
+        self._thread = threading.get_ident()
         self._optimizers_running = 0
         self.on_module = _nothing
         self.before_update = _nothing
@@ -138,11 +140,15 @@ class Place:
             yield
 
     def _seen(self, module: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         known = self.modules.get(id(module))
         if known is None or known() is not module:
             self.modules[id(module)] = weakref.ref(module)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         known = self.modules.get(id(module))
         if known is None or known() is not module:
             self.add_modules(module)
@@ -152,6 +158,8 @@ class Place:
         self.on_module()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if result is None and sys.exc_info()[1] is not None and self.failed_in == 0:
             self.failed_in = self._stack[-1] if self._stack else 0
         # a module that raised before its own hook ran leaves nothing behind; unwind to where it stands

@@ -207,7 +207,9 @@ def located(observer: Observer, what: str) -> Iterator[None]:
         raise DataDependentError(
             f"{func or 'an op'} makes a tensor whose shape depends on values, and recording has no values",
             expected="shapes that follow from the shapes of the inputs",
-            do="Run memplan.measure(build) instead: it really runs the step.",
+            do="Run memplan.measure(build) instead: it really runs the step."
+            if observer.card is None
+            else "Give the step shapes that are known, or measure it for the CPU: memplan.measure(build)",
             layer=layer,
             where=where,
         ) from error

@@ -15,6 +15,7 @@ import torch
 
 from memplan import _torch
 from memplan.errors import DataDependentError
+from memplan.trace.ledger import Entry
 from memplan.trace.model import HOST, Assumption
 from memplan.trace.observer import Observer
 from memplan.trace.place import format_frame, user_frame
@@ -128,8 +129,11 @@ class Standins:
             return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
-        value = 0 if overflow else 1
-        if overflow:
+        value = 0 if overflow or self._tells_of_nan(entry) else 1
+        if value == 0 and not overflow:
+            self._last_real = True  # what every such check expects; no branch to warn of
+            self._add("scalar", "a check for nan or inf was read and taken as False")
+        elif overflow:
             self._last_real = True  # the stand-in that every GradScaler expects; no branch to warn of
             self._add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
         else:
@@ -139,6 +143,18 @@ class Standins:
         if tensor.dtype.is_complex:
             return complex(value)
         return float(value) if tensor.dtype.is_floating_point else value
+
+    def _tells_of_nan(self, entry: Entry | None, depth: int = 4) -> bool:
+        """Whether a value says that something is nan or infinite: no healthy step has any."""
+        if entry is None or entry.op is None or entry.dtype != "bool":
+            return False
+        note = self._observer.notes[entry.op]
+        if note.name.startswith(("aten.isnan", "aten.isinf")):
+            return True
+        if depth == 0 or not note.name.startswith(("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")):
+            return False
+        entries = self._observer.ledger.entries
+        return any(self._tells_of_nan(entries[read], depth - 1) for _, read in note.reads)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
+from memplan import _torch
 from memplan.errors import DeviceError
 from memplan.trace.ledger import Ledger
 from memplan.trace.model import HOST, ON_CARD, Call
@@ -36,8 +38,8 @@ class Card:
 
     def __init__(self, ledger: Ledger, inside: Callable[[], bool], on_card: OnCard) -> None:
         self.ledger = ledger
-        self.inside = inside
-        """Whether an op is being dispatched: then the tensors are what they are, on the CPU."""
+        self._inside = inside
+        self._thread = threading.get_ident()
         self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
@@ -51,11 +53,20 @@ class Card:
         """Where the results of the running op go, if that was said."""
         return self._destination
 
+    def inside(self) -> bool:
+        """Whether a tensor is what it is, on the CPU: while an op is dispatched, and to any other thread."""
+        return self._inside() or threading.get_ident() != self._thread
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage lies on the card."""
+        if threading.get_ident() != self._thread:
+            return False
         if self.everything:
             return True
-        entry = self.ledger.find(tensor)
+        try:
+            entry = self.ledger.find(tensor)
+        except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as vmap makes them
+            entry = self.ledger.find(_torch.unwrapped(tensor))
         return entry is not None and entry.device == ON_CARD
 
     def end_build(self, *, computed: bool) -> None:

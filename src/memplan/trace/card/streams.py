@@ -72,8 +72,18 @@ class Streams:
         self._card = card
         self._waiting: list[int] = []
 
+        streams = self
+
         class OfThisRecording(Stream):
             """Numbers begin anew with every recording."""
+
+            def __enter__(self) -> Any:
+                self._within = _Within(streams, self)
+                self._within.__enter__()
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                self._within.__exit__()
 
         self.Stream = OfThisRecording
         self.default = OfThisRecording()
