@@ -267,3 +267,21 @@ def test_a_module_that_is_made_in_a_step_dies_with_it() -> None:
     steps = memplan.simulate(memplan.record(build, device="cpu", steps=4)).steps
     assert len({step.peak_allocated for step in steps}) == 1
     assert steps[0].peak_allocated == pytest.approx(measured_peak(build, steps=4), rel=0.001)
+
+
+def test_guards_against_nan_are_not_taken_as_true() -> None:
+    def build() -> Callable[[], Any]:
+        model = nn.Linear(4, 4)
+
+        def step() -> None:
+            loss = model(torch.ones(2, 4)).sum()
+            if torch.isnan(loss) or torch.isinf(loss).any():
+                raise FloatingPointError("nan loss")
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            torch.allclose(loss, loss)
+
+        return step
+
+    trace = memplan.record(build, device="cpu", steps=1)
+    assert "a check for nan or inf was read and taken as False" in {a.text for a in trace.assumptions}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.jit._builtins as torchscript
 import torch.utils._device as default_device
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
@@ -61,7 +62,7 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
     """Every function that makes a tensor on a device, replaced by ``made(function)``."""
     functions = {id(f) for f in default_device._device_constructors()}
     functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
-    builtins = torch.jit._builtins._get_builtin_table()
+    builtins = torchscript._get_builtin_table()
     with contextlib.ExitStack() as stack:
         for home in _HOMES:
             found = {name: value for name, value in vars(home).items() if id(value) in functions}

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+import torch._C._functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memplan._torch.eager import no_modes
@@ -68,8 +69,8 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor inside of what `torch.func` wraps around it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 

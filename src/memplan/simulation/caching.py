@@ -19,8 +19,8 @@ def drive(
     """The allocator after all events of a trace, and the levels after each.
 
     ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
-    neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used (`record_stream`) is free at once in the low case, in the high case
-    when the step next synchronizes.
+    neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used
+    (`record_stream`) is free at once in the low case, in the high case when the step next synchronizes.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.

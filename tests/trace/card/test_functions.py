@@ -229,3 +229,29 @@ def test_amp_as_users_write_it() -> None:
     # the input in float16, 32 x 256, and the weight, 128 x 256: what the two products of backward read
     assert {s.shape for s in half} >= {(32, 256)}
     assert any(op.name.startswith("aten._foreach_norm") for op in trace.ops)
+
+
+def test_a_stream_as_a_context() -> None:
+    def step() -> None:
+        with torch.cuda.Stream():
+            torch.zeros(11, device="cuda")
+        torch.zeros(12, device="cuda")
+
+    assert {s.shape: s.stream for s in run(step).counted if s.shape != (1,)} == {(11,): 1, (12,): 0}
+
+
+def test_convolutions_without_cudnn_take_cublas_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ConvolutionMM2d.cu multiplies by cuBLAS: in the thread of forward and in that of backward, on an A100."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+
+    def build() -> Callable[[], Any]:
+        torch.backends.cudnn.enabled = False
+        model = nn.Conv2d(32, 64, 3).cuda()
+        return lambda: model(torch.zeros(4, 32, 32, 32, device="cuda")).sum().backward()
+
+    trace = memplan.record(build, device="a100", steps=1)
+    kept = [s.bytes for s in trace.counted if s.cause == "workspace" and s.died is None]
+    assert kept == [8_519_680, 8_519_680]
+    columns = 32 * 9 * 30 * 30 * 4
+    assert columns in {s.bytes for s in trace.counted if s.cause == "workspace" and s.died is not None}

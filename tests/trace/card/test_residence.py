@@ -290,3 +290,47 @@ def test_what_is_computed_while_building_is_computed_as_on_cuda() -> None:
     assert next(s.bytes for s in trace.counted if s.cause == "workspace") == 8_519_680
     assert len(trace.counted) == len(trace.storages)
     assert len(built) == 2
+
+
+def test_another_thread_neither_sees_nor_spoils_a_recording() -> None:
+    import threading
+
+    def build() -> Callable[[], Any]:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Linear(64, 8))
+        return lambda: model(torch.zeros(16, 64)).sum().backward()
+
+    alone = memplan.simulate(record(build)).peak_allocated
+    stop, devices = threading.Event(), set[str]()
+
+    def other() -> None:
+        model = nn.Linear(32, 32)
+        while not stop.is_set():
+            devices.add(model(torch.ones(4, 32)).sum().device.type)
+            devices.add(torch.zeros(3).device.type)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        peaks = {memplan.simulate(record(build)).peak_allocated for _ in range(5)}
+    finally:
+        stop.set()
+        thread.join()
+    assert peaks == {alone}
+    assert devices == {"cpu"}
+
+
+def test_the_device_of_a_vectorized_tensor() -> None:
+    def build() -> Callable[[], Any]:
+        weights = torch.randn(4, 8, device="cuda")
+        return lambda: torch.vmap(lambda w: w + torch.arange(8, device=w.device))(weights)
+
+    assert {s.shape for s in record(build, steps=1).counted} >= {(4, 8)}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_torchscript_that_makes_tensors() -> None:
+    def build() -> Callable[[], Any]:
+        w = torch.randn(3, device="cuda")
+        return lambda: torch.func.hessian(lambda x: (x**3).sum())(w)
+
+    assert record(build, steps=1).counted

@@ -49,7 +49,7 @@ class _Kernels:
         self._on_card = on_card
         self._dropout_states = False
         self._held: set[tuple[cublas.Library, bool, int]] = set()
-        self._libraries: dict[str, Callable[[Arguments, Any], list[Extra]]] = {
+        self._libraries: dict[str, Callable[[Arguments, Any, bool], list[Extra]]] = {
             "aten.convolution.default": self._convolution,
             "aten.convolution_backward.default": self._convolution_backward,
             "aten.native_batch_norm.default": self._batch_norm,
@@ -66,7 +66,7 @@ class _Kernels:
             found.append(Extra(max(0, encoder.FORMULAS[name](args, kwargs, result))))
         library = self._libraries.get(name)
         if library is not None:
-            found += [extra for extra in library(args, result) if extra.bytes]
+            found += [extra for extra in library(args, result, in_backward) if extra.bytes]
         if name in _INDEXED:  # TensorAdvancedIndexing.cpp: indices in the host's memory are copied first
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             found += [Extra(bytes_of(i), first=True) for i in on_host]
@@ -82,6 +82,9 @@ class _Kernels:
         library = "cublas" if name in encoder.FORMULAS else cublas.library(name, args, kwargs, result)
         if library is None:
             return
+        yield from self._taken(library, in_backward)
+
+    def _taken(self, library: cublas.Library, in_backward: bool) -> Iterator[Extra]:
         # read where a real handle would be made: importing a library may have set it (MONAI sets :4096:8)
         held = cublas.kept(os.environ)
         for owner, size in cublas.taken(library, self._arch.capability, os.environ).items():
@@ -90,18 +93,19 @@ class _Kernels:
                 self._held.add(key)
                 yield Extra(size, held=held, workspace=True)
 
-    def _convolution(self, args: Arguments, result: Any) -> list[Extra]:
-        return self._workspace_of(args, result, backward=False)
+    def _convolution(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+        return self._workspace_of(args, result, in_backward, backward=False)
 
-    def _convolution_backward(self, args: Arguments, result: Any) -> list[Extra]:
-        return self._workspace_of(args, result, backward=True)
+    def _convolution_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+        return self._workspace_of(args, result, in_backward, backward=True)
 
-    def _workspace_of(self, args: Arguments, result: Any, *, backward: bool) -> list[Extra]:
+    def _workspace_of(self, args: Arguments, result: Any, in_backward: bool, *, backward: bool) -> list[Extra]:
         benchmark = torch.backends.cudnn.benchmark
-        low, high, _ = cudnn.convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
-        return [Extra(high, low=low if low != high else None, workspace=True)]
+        taken = cudnn.convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
+        own = Extra(taken.high, low=taken.low if taken.low != taken.high else None, workspace=True)
+        return [*(self._taken("cublas", in_backward) if taken.product else ()), own]
 
-    def _batch_norm(self, args: Arguments, result: Any) -> list[Extra]:
+    def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
         """Where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""
         x, weight, bias, mean, variance, training, _, epsilon = args
         enabled = torch.backends.cudnn.enabled
@@ -111,7 +115,7 @@ class _Kernels:
         least, most = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
         return [Extra(high, low=low, owner=result[2]), Extra(most, low=least, workspace=True)]
 
-    def _recurrent(self, args: Arguments, result: Any) -> list[Extra]:
+    def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
         """A reserve that lives as long as the empty one of a fake tensor, a workspace, once the states of dropout."""
         call = cudnn.RecurrentCall.of(args)
         (low, high), (least, most) = call.reserve(), call.workspace()
@@ -122,6 +126,6 @@ class _Kernels:
         return found
 
 
-def _recurrent_backward(args: Arguments, result: Any) -> list[Extra]:
+def _recurrent_backward(args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
     low, high = cudnn.RecurrentCall.of((*args[:6], *args[10:19])).workspace()
     return [Extra(high, low=low, workspace=True)]

@@ -32,6 +32,8 @@ class Workspace(NamedTuple):
     low: int
     high: int
     reason: str
+    product: bool = False
+    """Whether it is a product of cuBLAS, which takes that one's workspace, too."""
 
 
 class Backing(NamedTuple):
@@ -232,7 +234,7 @@ def convolution_workspace(
     shape = _describe(x, weight, y, (stride, dilation, transposed, groups))
     if chosen.backend == "slow":  # ConvolutionMM2d.cu and its kin: the columns of one sample, one group at a time
         columns = _columns(shape) // max(1, shape.batch * groups)
-        return Workspace(columns, columns, chosen.reason)
+        return Workspace(columns, columns, chosen.reason, product=True)
     if chosen.backend != "cudnn":
         return Workspace(0, 0, chosen.reason)
     cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
