@@ -20,6 +20,7 @@ _LABELS = {
     "context": "CUDA context",
 }
 _WHY = {
+    "tensors": "each at the peak of its case",
     "workspace": "cuDNN chooses when it runs",
     "context": "grows as kernels are loaded",
 }

@@ -414,7 +414,7 @@ def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None
         if result.device.type not in ("cpu", "meta"):
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",
-                expected="tensors on the CPU, the one device that this version knows",
+                expected="tensors on the CPU, which the step is recorded for",
                 do="Let build choose the CPU, or name the card that the step is for, as in device='h100'",
             )
     elif isinstance(result, (list, tuple)):

@@ -255,3 +255,30 @@ def test_convolutions_without_cudnn_take_cublas_workspaces(monkeypatch: pytest.M
     assert kept == [8_519_680, 8_519_680]
     columns = 32 * 9 * 30 * 30 * 4
     assert columns in {s.bytes for s in trace.counted if s.cause == "workspace" and s.died is not None}
+
+
+@pytest.mark.parametrize(
+    ("copy", "extra"),
+    [
+        (lambda h, c: h.to("cuda"), 0),
+        (lambda h, c: h.to("cuda", memory_format=torch.channels_last), 1),
+        (lambda h, c: h.to(memory_format=torch.channels_last).to("cuda"), 0),
+        (lambda h, c: c[:, :2].copy_(h[:, :2]), 0.5),
+        (lambda h, c: h[:, :2].copy_(c[:, :2]), 0.5),
+        (lambda h, c: c.copy_(h), 0),
+    ],
+)
+def test_copies_between_host_and_card_of_another_layout_are_staged(copy: Callable[..., Any], extra: float) -> None:
+    """Copy.cu: a contiguous tensor of the card's side, as large as what is copied."""
+
+    def build() -> Callable[[], Any]:
+        host, card = torch.zeros(16, 4, 64, 64), torch.zeros(16, 4, 64, 64, device="cuda")
+        return lambda: copy(host, card)
+
+    trace = memplan.record(build, device="a100", steps=1)
+    staged = [s.bytes for s in trace.counted if s.op is not None and s.shape == () and s.bytes > 4]
+    assert sum(staged) == extra * 16 * 4 * 64 * 64 * 4
+
+
+def test_ops_that_only_the_cpu_refuses() -> None:
+    assert run(lambda: torch.histc(torch.zeros(9, dtype=torch.int32, device="cuda"), 4, 0, 3)).counted

@@ -12,8 +12,9 @@ from memplan.devices import Device
 from memplan.trace.semantics import cublas, cuda_kernels, cuda_results, cudnn, encoder
 from memplan.trace.semantics.arch import Arch
 from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
-from memplan.trace.semantics.layout import bytes_of
+from memplan.trace.semantics.layout import bytes_of, is_dense
 
+_COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
 _INDEXED = frozenset(
     {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
 )
@@ -67,6 +68,8 @@ class _Kernels:
         library = self._libraries.get(name)
         if library is not None:
             found += [extra for extra in library(args, result, in_backward) if extra.bytes]
+        if name in _COPIES:
+            found += self._copied_across(args, result)
         if name in _INDEXED:  # TensorAdvancedIndexing.cpp: indices in the host's memory are copied first
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             found += [Extra(bytes_of(i), first=True) for i in on_host]
@@ -74,6 +77,18 @@ class _Kernels:
         if formula is not None:
             found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]
         return found
+
+    def _copied_across(self, args: Arguments, target: torch.Tensor) -> list[Extra]:
+        """Copy.cu, copy_requires_temporaries: between host and card only the same layout is copied as it is."""
+        in_place = args[0] is target
+        source = args[1] if in_place else args[0]
+        # a new tensor is not in the books yet: it is made on the card, else nobody would ask here
+        to_card, from_card = not in_place or self._on_card(target), self._on_card(source)
+        plain = source.stride() == target.stride() and is_dense(target) and source.shape == target.shape
+        if to_card == from_card or (plain and source.dtype is target.dtype):
+            return []
+        here = target if to_card else source
+        return [] if here.is_contiguous() else [Extra(here.numel() * here.element_size(), first=True)]
 
     def _products(
         self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool

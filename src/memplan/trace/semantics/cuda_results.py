@@ -105,8 +105,15 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``histc``: a value a bin; CUDA counts integers, too, which the CPU refuses."""
+    bins: Any = args[1] if len(args) > 1 else kwargs.get("bins", 100)
+    return args[0].new_empty(bins)
+
+
 INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._cudnn_rnn_flatten_weight.default": flattened_weights,
     "aten._cudnn_rnn_backward.default": recurrent_backward,
+    "aten.histc.default": histogram,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that exist on CUDA only."""
