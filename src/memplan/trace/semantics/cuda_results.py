@@ -107,8 +107,9 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``histc``: a value a bin; CUDA counts integers, too, which the CPU refuses."""
-    bins: Any = args[1] if len(args) > 1 else kwargs.get("bins", 100)
-    return args[0].new_empty(bins)
+    x, *given = args
+    bins: Any = given[0] if given else kwargs.get("bins", 100)
+    return x.new_empty(bins)
 
 
 INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
