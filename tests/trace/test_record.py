@@ -194,7 +194,7 @@ def test_data_loaders_load_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda loss: torch.isnan(loss).item(),
+        lambda loss: (loss > 3).item(),
         lambda loss: loss.item() ** 2 > 50,
         lambda loss: int(loss.detach()) >= 1,
         lambda loss: round(loss.item()) >= 1,
