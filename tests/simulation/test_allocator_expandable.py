@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from simulation.placed import FIRST, SECOND, THIRD, allocator, done
 
 from memplan.errors import UsageError
 from memplan.simulation.allocator import CachingAllocator, OutOfMemory
@@ -15,29 +15,6 @@ from memplan.simulation.settings import parse_settings
 
 MIB = 1 << 20
 PRIVATE = (0, 1)
-
-
-def allocator(text: str = "", **options: int | None) -> CachingAllocator:
-    """One whose n-th segment begins n * 64 GiB from zero."""
-    return CachingAllocator(parse_settings(text), place=places(), **options)
-
-
-def places() -> Callable[[int], int]:
-    made = 0
-
-    def place(size: int) -> int:
-        nonlocal made
-        made += 1
-        return made << 36
-
-    return place
-
-
-FIRST, SECOND, THIRD = 1 << 36, 2 << 36, 3 << 36
-
-
-def done(used: CachingAllocator) -> list[tuple[str, int, int]]:
-    return [(event.action, event.address, event.size) for event in used.log]
 
 
 # Expandable segments

@@ -20,8 +20,11 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def _workspaces_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """As measured: nothing had set the sizes of cuBLAS's workspaces, as importing MONAI does."""
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    # what 2.12 to 2.14 do by themselves: a workspace is kept once taken, and cuBLASLt works in that of cuBLAS
+    monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1")
 
 
 def _ends() -> list[Any]:

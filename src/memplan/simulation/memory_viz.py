@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from memplan.errors import UsageError
 from memplan.simulation.model import AllocatorEvent, Block, Segment, Timeline
 from memplan.simulation.settings import BUCKETS, AllocatorSettings
 from memplan.simulation.snapshot import Frame
+from memplan.trace.json import write_whole
 from memplan.trace.model import Op, Trace
 
 Frames = Mapping[int, Sequence[Frame]]
@@ -109,18 +108,7 @@ def write_snapshot(
         >>> write_snapshot("out.pickle", simulate(trace), frames_of(trace), trace=trace)
     """
     data = pickle.dumps(snapshot_of(timeline, frames, trace=trace, settings=settings, causes=causes), PROTOCOL)
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes files that only the owner reads
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, data)
 
 
 class _Writer:

@@ -118,13 +118,13 @@ def load_trace(path: str | os.PathLike[str]) -> Trace:
     return loads(text, str(path))
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in one move, so that a failed run never leaves half of one."""
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file, text as UTF-8, in one move, so that a failed run never leaves half of one."""
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes files that only the owner reads

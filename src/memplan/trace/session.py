@@ -26,7 +26,10 @@ Step = Callable[[], Any]
 Build = Callable[[], Step]
 
 # what torch says where a build without CUDA is asked for it, or a machine without a GPU
-_CUDA = re.compile(r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs", re.I)
+_CUDA = re.compile(
+    r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver",
+    re.I,
+)
 COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
 

@@ -327,7 +327,7 @@ def test_the_device_of_a_vectorized_tensor() -> None:
     assert {s.shape for s in record(build, steps=1).counted} >= {(4, 8)}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_torchscript_that_makes_tensors() -> None:
     def build() -> Callable[[], Any]:
         w = torch.randn(3, device="cuda")

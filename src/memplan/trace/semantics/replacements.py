@@ -170,7 +170,7 @@ class _Table:
         if added:
             query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
         kernel = _KERNELS[choice.kernel]
-        output = kernel(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        output = kernel(_Call(query, key, value, attn_mask, dropout_p, is_causal, scale))
         return output.squeeze(0) if added else output
 
     def _compare(self, given: tuple[Any, ...], kernel: str) -> None:
@@ -259,58 +259,50 @@ def _needs_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of attention: (batch, heads, rows, size) each, a mask or none."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+
+    @property
+    def heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.query, self.key, self.value
+
+
+def _flash(call: _Call) -> torch.Tensor:
     """Heads are padded to a multiple of 8 first, and what is kept for backward is the padded tensors."""
-    head = query.shape[-1]
-    scale = 1 / math.sqrt(head) if scale is None else scale
-    if head % 8:
-        query, key, value = (functional.pad(t, [0, -head % 8]) for t in (query, key, value))
+    head = call.query.shape[-1]
+    scale = 1 / math.sqrt(head) if call.scale is None else call.scale
+    heads = [functional.pad(t, [0, -head % 8]) for t in call.heads] if head % 8 else call.heads
     kernel = _ATEN._scaled_dot_product_flash_attention.default
-    output: torch.Tensor = kernel(query, key, value, dropout, causal, False, scale=scale)[0]
+    output: torch.Tensor = kernel(*heads, call.dropout, call.causal, False, scale=scale)[0]
     return output[..., :head] if head % 8 else output
 
 
-def _efficient(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
+def _efficient(call: _Call) -> torch.Tensor:
     """A mask is added in the queries' dtype, its rows begin at multiples of 8 elements."""
+    mask = call.mask
     if mask is not None:
-        aligned = _aligned(_additive(mask, query.dtype))
-        mask = aligned.expand(*query.shape[:3], key.shape[2])
-    needed = _needs_gradient(query, key, value)
-    return _ATEN._scaled_dot_product_efficient_attention.default(
-        query, key, value, mask, needed, dropout, causal, scale=scale
-    )[0]
+        aligned = _aligned(_additive(mask, call.query.dtype))
+        mask = aligned.expand(*call.query.shape[:3], call.key.shape[2])
+    kernel = _ATEN._scaled_dot_product_efficient_attention.default
+    needed = _needs_gradient(*call.heads)
+    return kernel(*call.heads, mask, needed, call.dropout, call.causal, scale=call.scale)[0]
 
 
-def _cudnn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    mask = None if mask is None else _additive(mask, query.dtype)
-    needed = _needs_gradient(query, key, value)
-    return _ATEN._scaled_dot_product_cudnn_attention.default(
-        query, key, value, mask, needed, dropout, causal, False, scale=scale
-    )[0]
+def _cudnn(call: _Call) -> torch.Tensor:
+    mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
+    kernel = _ATEN._scaled_dot_product_cudnn_attention.default
+    needed = _needs_gradient(*call.heads)
+    return kernel(*call.heads, mask, needed, call.dropout, call.causal, False, scale=call.scale)[0]
 
 
 _KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}

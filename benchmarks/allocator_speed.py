@@ -1,7 +1,7 @@
 """How long the model of the caching allocator takes for a million requests and returns.
 
-    python benchmarks/allocator.py                    # writes benchmarks/results/allocator.json
-    python benchmarks/allocator.py --events 100000 --repeats 1
+    python benchmarks/allocator_speed.py                    # writes benchmarks/results/allocator_speed.json
+    python benchmarks/allocator_speed.py --events 100000 --repeats 1
 
 Three mixes of a million events each, under several settings, without torch:
 
@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS / "allocator.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "allocator_speed.json")
     given = parser.parse_args()
     rows = []
     for mix in MIXES:
