@@ -65,8 +65,8 @@ def test_most_choices_of_workspaces_lie_between(
     draw, outside = random.Random("other than those tried"), 0
     for _ in range(40):
         timeline = memplan.simulate(drawn(trace, draw))
-        # what a block keeps unsplit of a segment, up to 1 MiB, depends on what lay there before
-        assert low.peak_allocated - MIB <= timeline.peak_allocated <= high.peak_allocated + MIB
+        # what each large block keeps unsplit of a segment, up to 1 MiB, depends on what lay there before
+        assert low.peak_allocated - 2 * MIB <= timeline.peak_allocated <= high.peak_allocated + 2 * MIB
         outside += not least <= timeline.peak_reserved <= most
     assert outside <= 6, f"{outside} of 40 outside of {least} to {most}"
 

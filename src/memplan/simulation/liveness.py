@@ -24,7 +24,7 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
         trace: a recorded or measured step.
         settings: of the caching allocator, as in the variable ``PYTORCH_ALLOC_CONF``; its defaults where None.
         workspace: the case to take of workspaces that are known as an interval: the least, the most, or what was
-            measured (where every one was). Between the two lies ``peak_allocated``, to the 1 MiB that a block can
+            measured (where every one was). Between the two lies ``peak_allocated``, to the 1 MiB that each block can
             keep unsplit; of ``peak_reserved`` see `memplan.simulation.bounds`.
 
     Raises:
