@@ -59,7 +59,7 @@ class Case:
 
     def fits(self, card: Device) -> bool:
         """Whether the step runs in what the card has beside the context."""
-        room = card.capacity - card.context[self._is_high]
+        room = card.usable("high" if self._is_high else "low")
         if self._reserved <= room:
             return True
         if self.timeline.peak_allocated > room:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan.devices.model import DTYPES, Device
-from memplan.reports.columns import Column, fit
+from memplan.reports.columns import Column
+from memplan.reports.output import print_parts
 
-PIPE_WIDTH = 80
 _GIB, _GIGA, _TERA = 1 << 30, 10**9, 10**12
 _LEGEND = (
     "GiB: what torch calls the total memory, and what of it is left when CUDA's own context is taken off, at its "
@@ -42,9 +40,7 @@ def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None
         devices: what to print, in this order.
         file: where to; stdout by default.
     """
-    console = _console(file)
-    parts: list[RenderableType] = [_table(_columns(devices), console), "", Text(_LEGEND, "dim")]
-    _print(parts, console, file)
+    print_parts(lambda page: [page.table(_columns(devices)), "", Text(_LEGEND, "dim")], file)
 
 
 def print_device(device: Device, file: TextIO | None = None) -> None:
@@ -70,7 +66,7 @@ def print_device(device: Device, file: TextIO | None = None) -> None:
         table.add_row(Text(label), Text(value))
     parts: list[RenderableType] = [Text(f"{device.name}: {device.title}", "bold"), table, "", Text("Sources", "bold")]
     parts += [Padding(Text(source), (0, 0, 0, 2)) for source in device.sources]
-    _print(parts, _console(file), file)
+    print_parts(lambda page: parts, file)
 
 
 def _columns(devices: Sequence[Device]) -> list[Column]:
@@ -105,34 +101,3 @@ def _rate(bandwidth: int | None) -> str:
 def _number(value: float) -> str:
     """At most four digits: what data sheets give."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _table(columns: Sequence[Column], console: Console) -> Table:
-    ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
-    kept, gap = fit(columns, console.width, ellipsis)
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
-    for column in kept:
-        justify = "right" if column.right else "left"
-        table.add_column(column.header, justify=justify, no_wrap=True, overflow="crop", vertical="bottom")
-    for row in zip(*(column.cells for column in kept), strict=True):
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _console(file: TextIO | None) -> Console:
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    if console.is_terminal:
-        return console
-    return Console(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
-
-
-def _print(parts: Sequence[RenderableType], console: Console, file: TextIO | None) -> None:
-    if console.is_terminal:
-        for part in parts:
-            console.print(part)
-        return
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())  # rich fills lines up with spaces
-    (sys.stdout if file is None else file).write(text.encode(console.encoding, "replace").decode(console.encoding))

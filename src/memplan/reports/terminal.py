@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -18,11 +16,12 @@ from memplan._bytes import format_bytes
 from memplan.explanation.model import Explanation, LayerRow
 from memplan.explanation.text import LABELS, peak_sentence, scaling_sentence, workspace_sentence
 from memplan.reports.card import charge_columns, sums_from, verdict_lines
-from memplan.reports.columns import Column, fit
+from memplan.reports.columns import Column
+from memplan.reports.output import PIPE_WIDTH, Page, print_parts
 from memplan.trace.model import Assumption
 
-PIPE_WIDTH = 80
-_BOX = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")  # rules below the header and above the sums
+_LOUD = ("branch", "host")
+"""Kinds of assumptions that say that the step may go another way, or fail, when it really runs."""
 _REASONS = 5
 _LINES_OF_A_REASON = 3
 _BAR = 24
@@ -38,22 +37,7 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None, top:
         file: where to; stdout by default.
         top: how many layers to list; 0 for all.
     """
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    ascii_only = not console.encoding.lower().startswith("utf")
-    if console.is_terminal:
-        _print(explanation, console, top, ascii_only)
-        return
-    console = Console(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
-    with console.capture() as capture:
-        _print(explanation, console, top, ascii_only)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())  # rich fills lines up with spaces
-    out = sys.stdout if file is None else file
-    out.write(text.encode(console.encoding, "replace").decode(console.encoding))
-
-
-def _print(explanation: Explanation, console: Console, top: int, ascii_only: bool) -> None:
-    for part in render(explanation, top, console.width, ascii_only=ascii_only):
-        console.print(part)
+    print_parts(lambda page: render(explanation, top, page.width, ascii_only=page.ascii_only), file)
 
 
 def render(
@@ -67,12 +51,13 @@ def render(
         width: columns of text that there are: it decides which columns the table by layer has.
         ascii_only: draw without characters that an old encoding lacks.
     """
-    parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, width, ascii_only)]
+    page = Page(width, ascii_only)
+    parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, page)]
     if explanation.card is not None:
         use = explanation.card
-        parts += ["", _table(charge_columns(use), width, sums_from(use), ascii_only), *verdict_lines(use)]
+        parts += ["", page.table(charge_columns(use), sums_from(use)), *verdict_lines(use)]
     if explanation.layers:
-        parts += ["", _by_layer(explanation, top, width, ascii_only), _legend(explanation)]
+        parts += ["", _by_layer(explanation, top, page), _legend(explanation)]
     reasons = list(_reasons(explanation, top))
     if reasons:
         parts += ["", Text("Why the most is saved", "bold"), *reasons]
@@ -86,18 +71,18 @@ def _head(explanation: Explanation) -> Iterator[RenderableType]:
     for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
         if line:
             yield Text(clean(line))
-    loud = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
+    loud = [assumption for assumption in explanation.assumptions if assumption.kind in _LOUD]
     for assumption in loud:
         yield Text(_assumed(assumption), "bold red")
     yield ""
 
 
-def _by_cause(explanation: Explanation, width: int, ascii_only: bool) -> Table:
+def _by_cause(explanation: Explanation, page: Page) -> Table:
     """What is live at the peak, largest first; the last row adds up to the peak."""
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
-    block = "#" if ascii_only else "█"
+    block = "#" if page.ascii_only else "█"
     bars = [block * round(_BAR * size / peak) if peak else "" for _, size, _ in rows]
     total = sum(explanation.by_cause.values())
     columns = [
@@ -107,7 +92,7 @@ def _by_cause(explanation: Explanation, width: int, ascii_only: bool) -> Table:
         Column("", (*bars, ""), drop=3),
         Column("most at any time", (*(format_bytes(row[2]) for row in rows), ""), right=True, drop=2),
     ]
-    return _table(columns, width, len(rows), ascii_only)
+    return page.table(columns, len(rows))
 
 
 def _share(part: int, whole: int) -> str:
@@ -115,12 +100,12 @@ def _share(part: int, whole: int) -> str:
     return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
 
 
-def _by_layer(explanation: Explanation, top: int, width: int, ascii_only: bool) -> Table:
+def _by_layer(explanation: Explanation, top: int, page: Page) -> Table:
     """The layers that save (in inference: output) the most, the sum of the others, the sum of all."""
     rows = sorted(explanation.layers, key=_weight_of(explanation.train), reverse=True)
     shown = rows[:top] if top else rows
     parts = [column.of(rows, len(shown)) for column in (_TRAINING if explanation.train else _INFERENCE)]
-    return _table(parts, width, len(shown), ascii_only)
+    return page.table(parts, len(shown))
 
 
 def _weight_of(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
@@ -233,7 +218,7 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
 
 
 def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
-    lines = [_assumed(assumption) for assumption in explanation.assumptions if assumption.kind != "branch"]
+    lines = [_assumed(assumption) for assumption in explanation.assumptions if assumption.kind not in _LOUD]
     lines += [f"note: {clean(note)}" for note in explanation.notes]
     if lines:
         yield ""
@@ -246,20 +231,6 @@ def _assumed(assumption: Assumption) -> str:
     where = f", at {clean(assumption.where)}" if assumption.where else ""
     kind = "kernel" if assumption.kind == "kernel" else "assumed"
     return f"{kind}: {clean(assumption.text)}{times}{where}"
-
-
-def _table(columns: Sequence[Column], width: int, sums_from: int, ascii_only: bool) -> Table:
-    """A table of the columns that fit, with a rule above the rows that add others up."""
-    kept, gap = fit(columns, width, "..." if ascii_only else "…")
-    table = Table(box=_BOX, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
-    for column in kept:
-        justify = "right" if column.right else "left"
-        table.add_column(column.header, justify=justify, no_wrap=True, overflow="crop", vertical="bottom")
-    for index, row in enumerate(zip(*(column.cells for column in kept), strict=True)):
-        if index == sums_from:
-            table.add_section()
-        table.add_row(*(Text(cell, "bold" if index >= sums_from else "") for cell in row))
-    return table
 
 
 def clean(text: str) -> str:
