@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import memplan
@@ -37,3 +40,13 @@ def test_the_verdict_and_what_is_left_out_are_told(text: str) -> None:
     assert "the smallest card with these kernels that it fits on: rtx4060" in " ".join(text.split())
     assert "not in this sum: what other processes hold" in text
     assert "with the largest workspaces of the algorithms known of cuDNN" in text
+
+
+def test_what_cuda_would_refuse_stands_at_the_head() -> None:
+    def build() -> Callable[[], Any]:
+        model, data = nn.Linear(3, 4).cuda(), torch.zeros(2, 3)
+        return lambda: model(data)
+
+    out = io.StringIO()
+    print_explanation(memplan.explain(memplan.record(build, device="t4")), out)
+    assert "addmm READS A TENSOR OF THE HOST" in out.getvalue().split("By cause")[0]

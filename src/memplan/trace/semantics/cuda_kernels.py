@@ -143,16 +143,3 @@ FORMULAS.update(
 )
 """Overload name -> (args, kwargs, result, arch) -> bytes of the allocations that live together at the kernel's worst
 moment, beyond inputs and results; each element is one request to the caching allocator, unrounded."""
-
-
-def transient_bytes(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
-) -> tuple[int, ...]:
-    """The kernel's temporaries, in bytes each; () for an op that is not listed.
-
-    Example:
-        >>> transient_bytes("aten.relu.default", (torch.empty(4),), {}, torch.empty(4), Arch((8, 0), 108))
-        ()
-    """
-    formula = FORMULAS.get(name)
-    return () if formula is None else formula(args, kwargs, result, arch)
