@@ -23,10 +23,13 @@ PARENTS = {
     "UnitError": (UsageError,),
     "TraceFormatError": (UsageError,),
     "SnapshotFormatError": (UsageError,),
+    "PlanFormatError": (UsageError,),
     "BudgetError": (UsageError,),
     "RecordingError": (MemplanError, RuntimeError),
     "DataDependentError": (RecordingError,),
     "StepError": (RecordingError,),
+    "VerificationError": (MemplanError, RuntimeError),
+    "ScheduleError": (MemplanError, AssertionError),
 }
 
 

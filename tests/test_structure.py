@@ -22,20 +22,30 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
 # What `from memplan import *` gives. Adding a name here is a promise to keep it.
 PUBLIC = [
+    "BudgetError",
     "Explanation",
+    "Fitted",
     "MemplanError",
+    "Plan",
+    "Proof",
     "Replay",
     "Timeline",
     "Trace",
     "__version__",
     "explain",
+    "fit",
+    "load_plan",
     "load_trace",
     "measure",
+    "plan",
     "record",
     "replay",
+    "save_plan",
     "save_trace",
     "simulate",
     "spec",
+    "verify",
+    "with_loss",
 ]
 
 # Too slow to load for a command that only prints its help.

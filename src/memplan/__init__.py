@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from memplan.errors import MemplanError
+from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
+    from memplan.planning.losses import with_loss
+    from memplan.planning.plan import Plan, load_plan, save_plan
+    from memplan.planning.step import plan
     from memplan.simulation.liveness import simulate
     from memplan.simulation.model import Timeline
     from memplan.simulation.replay import Replay, replay
@@ -21,39 +24,61 @@ if TYPE_CHECKING:
     from memplan.trace.model import Trace
     from memplan.trace.record import record
     from memplan.trace.spec import spec
+    from memplan.verification.fit import Fitted, fit
+    from memplan.verification.proof import Proof
+    from memplan.verification.verify import verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Explanation": "memplan.explanation.model",
+    "Fitted": "memplan.verification.fit",
+    "Plan": "memplan.planning.plan",
+    "Proof": "memplan.verification.proof",
     "Replay": "memplan.simulation.replay",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "explain": "memplan.explanation.explain",
+    "fit": "memplan.verification.fit",
+    "load_plan": "memplan.planning.plan",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
+    "plan": "memplan.planning.step",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replay",
+    "save_plan": "memplan.planning.plan",
     "save_trace": "memplan.trace.json",
     "simulate": "memplan.simulation.liveness",
     "spec": "memplan.trace.spec",
+    "verify": "memplan.verification.verify",
+    "with_loss": "memplan.planning.losses",
 }
 
 __all__ = [
+    "BudgetError",
     "Explanation",
+    "Fitted",
     "MemplanError",
+    "Plan",
+    "Proof",
     "Replay",
     "Timeline",
     "Trace",
     "__version__",
     "explain",
+    "fit",
+    "load_plan",
     "load_trace",
     "measure",
+    "plan",
     "record",
     "replay",
+    "save_plan",
     "save_trace",
     "simulate",
     "spec",
+    "verify",
+    "with_loss",
 ]
 
 

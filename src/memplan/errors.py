@@ -8,10 +8,13 @@
     - UnitError: not a number of bytes
     - TraceFormatError: a file that is no trace, or one of another schema version
     - SnapshotFormatError: a file that is no memory snapshot, or one that cannot be trusted
+    - PlanFormatError: a file that is no plan, or one of another schema version
     - BudgetError: the step cannot be made to fit
   * RecordingError (also a RuntimeError): a step could not be recorded
     - DataDependentError: a shape depends on values, which a recording does not have
     - StepError: the user's own build or step raised; the original is its ``__cause__``
+  * VerificationError (also a RuntimeError): a planned step ran and was not the step that it was
+  * ScheduleError (also an AssertionError): a planned step that memplan's own validator refuses
 
 Every message says what was found, what was expected and what to do, in one line.
 """
@@ -83,21 +86,41 @@ class SnapshotFormatError(UsageError):
     """A file that is no snapshot of torch's CUDA memory, or one that is damaged or would run something."""
 
 
+class PlanFormatError(UsageError):
+    """A file that is no plan, one of another schema version, or one with what this memplan does not know."""
+
+
 class BudgetError(UsageError):
     """The step cannot be made to fit the budget.
 
     Args:
         found: as in MemplanError, and so are `expected` and `do`.
         smallest_budget: the least that this step can be given, in bytes.
+        timeline: bytes over time of the step in that budget, where it is known (a Timeline).
+        held_by: what is live at its peak, the largest first (planning.shortfall.Holder).
+        lower_by: what would lower it, and to how much (planning.shortfall.Way).
 
     Example:
         >>> BudgetError("The budget is 1.0 GiB", smallest_budget=2 << 30).smallest_budget
         2147483648
     """
 
-    def __init__(self, found: str, *, expected: str | None = None, do: str | None = None, smallest_budget: int) -> None:
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str | None = None,
+        do: str | None = None,
+        smallest_budget: int,
+        timeline: Any = None,
+        held_by: tuple[Any, ...] = (),
+        lower_by: tuple[Any, ...] = (),
+    ) -> None:
         super().__init__(found, expected=expected, do=do)
         self.smallest_budget = smallest_budget
+        self.timeline = timeline
+        self.held_by = held_by
+        self.lower_by = lower_by
 
 
 class RecordingError(MemplanError, RuntimeError):
@@ -134,3 +157,20 @@ class DataDependentError(RecordingError):
 
 class StepError(RecordingError):
     """The user's own build or step raised an error: it is the ``__cause__`` of this one."""
+
+
+class ScheduleError(MemplanError, AssertionError):
+    """A planned step would not compute what the model does, or not in its budget: a mistake of memplan's own."""
+
+
+class VerificationError(MemplanError, RuntimeError):
+    """A planned step ran, and was not the same as the step without a plan. It was taken away again.
+
+    Args:
+        found: as in MemplanError, and so are `expected` and `do`.
+        proof: the Proof that says what differs.
+    """
+
+    def __init__(self, found: str, *, expected: str | None = None, do: str | None = None, proof: Any = None) -> None:
+        super().__init__(found, expected=expected, do=do)
+        self.proof = proof

@@ -315,3 +315,8 @@ def modules_converted_as_real() -> Iterator[None]:
 
     with patched(torch.nn.Module, _apply=apply_as_real):
         yield
+
+
+def fake_tensors() -> FakeTensorMode:
+    """A mode under which tensors are made fake, for a model that is only to be captured."""
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -230,18 +231,35 @@ def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
                 do="Reduce it, by .mean() or .sum()",
             )
         return value
+    return default_loss(output)
+
+
+def differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that the backward pass starts from, where no loss is given: its ``.loss`` where that is
+    a scalar, else the output itself where it is one, else all of its floating-point tensors that need a gradient."""
     given = getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.numel() == 1:
-        return given
+        return [given]
     if isinstance(output, torch.Tensor) and output.numel() == 1:
-        return output
-    tensors = _float_tensors(output)
+        return [output]
+    return _float_tensors(output)
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The scalar that stands for a loss where none is given: the sum of what `differentiable` names.
+
+    Raises:
+        InputError: there is nothing to start from.
+    """
+    tensors = differentiable(output)
     if not tensors:
         raise InputError(
             f"the model returned {_describe(output)}, in which no floating-point tensor needs a gradient",
             expected="an output that depends on a parameter with requires_grad",
             do="Unfreeze a parameter, give a loss, or explain inference (train=False, --infer)",
         )
+    if len(tensors) == 1 and tensors[0].numel() == 1:
+        return tensors[0]
     total = tensors[0].sum()
     for tensor in tensors[1:]:
         total = total + tensor.sum()
@@ -263,15 +281,22 @@ def _given_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
 
 
 def _float_tensors(output: Any) -> list[torch.Tensor]:
-    leaves = output.values() if isinstance(output, Mapping) else _torch.tree_leaves(output)
     found: list[torch.Tensor] = []
-    for leaf in leaves:
+    for leaf in _parts(output):
         if isinstance(leaf, torch.Tensor):
             if leaf.is_floating_point() and leaf.requires_grad:
                 found.append(leaf)
-        elif isinstance(leaf, (list, tuple, Mapping)):
+        elif isinstance(leaf, (list, tuple, Mapping)) or dataclasses.is_dataclass(leaf):
             found += _float_tensors(leaf)
     return found
+
+
+def _parts(output: Any) -> Iterable[Any]:
+    if isinstance(output, Mapping):
+        return output.values()
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return _torch.tree_leaves(output)
 
 
 def _check_inputs(model: nn.Module, options: StepOptions) -> None:

@@ -173,7 +173,8 @@ def whole_only(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
 
 
 def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """One operand-sized temporary: native_dropout's scaled mask, median's and kthvalue's working copy."""
+    """One operand-sized temporary: native_dropout's scaled mask, its derivative's masked gradient, the working copy of
+    median and kthvalue."""
     return bytes_of(args[0])
 
 
@@ -287,6 +288,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.argmin.default": whole_only,
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": one_more,
+    "aten.native_dropout_backward.default": one_more,
     "aten.median.default": one_more,
     "aten.median.dim": one_more,
     "aten.kthvalue.default": kthvalue,

@@ -1,0 +1,1 @@
+"""What a byte budget costs in time: models, peers and measuring of benchmarks/fit_frontier.py."""

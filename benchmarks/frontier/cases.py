@@ -1,0 +1,113 @@
+"""A case is one process and one shard: a model, a mode, and who makes it fit into what."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from .models import MODELS
+from .peers import peers
+
+Mode = Literal["fresh", "held", "update"]
+"""``fresh``: no gradients before the step. ``held``: they are there, and are added to. ``update``: an optimizer
+updates the parameters at the end of the step, in `fit` early."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+Row = dict[str, Any]
+
+FIT = "fit-"
+FLOOR = "fit-floor"
+FRACTIONS = tuple(round(0.1 * tenth, 1) for tenth in range(9, 0, -1))
+UPDATED = ("gpt", "gpt_dropout")
+"""Models that are run in mode ``update`` too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement."""
+
+    model: str
+    mode: Mode
+    method: str
+    """A peer's name, or ``fit-`` and what its budget is: ``0.8`` of eager's total, a peer's peak, or the ``floor``."""
+    budget: int | None = None
+
+    @property
+    def file(self) -> str:
+        """Name of its shard."""
+        return f"{self.model}.{self.mode}.{self.method}.json"
+
+    @property
+    def ours(self) -> bool:
+        """Whether memplan makes it fit."""
+        return self.method.startswith(FIT)
+
+
+class Shards:
+    """The results that are there, one file each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, case: Case, *, quick: bool = True) -> Row | None:
+        """Its result, if there is one without an error, for the same budget, and (if not ``quick``) no quick one."""
+        path = self.folder / case.file
+        if not path.exists():
+            return None
+        row = json.loads(path.read_text(encoding="utf-8"))
+        stale = "error" in row or row["budget"] != case.budget or (row.get("quick", False) and not quick)
+        return None if stale else row
+
+    def write(self, case: Case, row: Row) -> Row:
+        """Store a result, whole or not at all."""
+        row = {**asdict(case), **row}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / case.file
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+        return row
+
+    def remove(self, pattern: str) -> None:
+        """Delete the results whose file names match."""
+        for path in self.folder.glob(pattern):
+            path.unlink()
+
+    def rows(self, model: str) -> list[Row]:
+        """Every result of a model that is no error, by name of the file."""
+        found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{model}.*.json")))
+        return [row for row in found if "error" not in row]
+
+
+def modes_of(model: str) -> tuple[Mode, ...]:
+    """The modes that a model is run in."""
+    return MODES if model in UPDATED else ("fresh", "held")
+
+
+def peer_cases(model: str, mode: Mode) -> list[Case]:
+    """Every peer; where time is the same as in mode ``fresh``, without the sequential ones."""
+    subject = MODELS[model]()
+    names = peers(subject) if mode == "fresh" else ["eager", *subject.blocks]
+    return [Case(model, mode, name) for name in names]
+
+
+def front(rows: list[Row]) -> list[Row]:
+    """Those that no other beats in both peak and time."""
+    return [
+        row
+        for row in rows
+        if not any(
+            other["total"] <= row["total"] and other["ratio"] <= row["ratio"] and other is not row for other in rows
+        )
+    ]
+
+
+def fit_cases(model: str, mode: Mode, peers_rows: list[Row], smallest: int) -> list[Case]:
+    """Budgets of 0.9, 0.8 ... of eager's total, and the peaks of per-block checkpointing and of the best peers."""
+    eager = next(row for row in peers_rows if row["method"] == "eager")
+    budgets = {f"{fraction}": int(fraction * eager["total"]) for fraction in FRACTIONS}
+    others = [row for row in peers_rows if row is not eager]
+    best = front([eager, *others])
+    budgets |= {row["method"]: row["total"] for row in others if row in best or row["method"].startswith("per_")}
+    return [Case(model, mode, f"{FIT}{name}", budget) for name, budget in budgets.items() if budget >= smallest]

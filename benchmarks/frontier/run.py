@@ -1,0 +1,163 @@
+"""One case in this process: a step made to fit, beside the same step run eagerly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import FLOOR, Case, Mode, Row
+from .measure import live_bytes, pairs_of, peak_above, storage_bytes
+from .models import MODELS, Subject
+from .peers import Loss, peer
+
+THREADS = 2
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of mode ``update``."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+@dataclass
+class Training:
+    """A subject with the loss that is to be measured, as a step and what comes before it."""
+
+    subject: Subject
+    loss: Loss
+    mode: Mode
+    optimizer: torch.optim.Optimizer | None = None
+
+    def prepare(self) -> None:
+        """Gradients are taken away, or there already."""
+        if self.mode != "held":
+            self.subject.model.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Forward, loss, backward, and the update where there is one to do."""
+        self.loss().backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def trained(subject: Subject) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+
+
+def hold_gradients(subject: Subject) -> None:
+    for parameter in trained(subject):
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def resident(subject: Subject) -> int:
+    """Bytes of weights, buffers, inputs and targets, and of the gradients that are there."""
+    gradients = [parameter.grad for parameter in trained(subject) if parameter.grad is not None]
+    model = subject.model
+    return storage_bytes([*model.parameters(), *model.buffers(), *subject.inputs, *subject.targets, *gradients])
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    if optimizer is None:
+        return 0
+    states = optimizer.state.values()
+    return storage_bytes(item for state in states for item in state.values() if isinstance(item, Tensor))
+
+
+def eager(case: Case) -> Training:
+    """The step as it is written, with a model of its own."""
+    subject = MODELS[case.model]()
+    if case.mode == "held":
+        hold_gradients(subject)
+    optimizer = optimizer_of(trained(subject)) if case.mode == "update" else None
+    return Training(subject, peer(subject, "eager"), case.mode, optimizer)
+
+
+def fitted(case: Case, subject: Subject) -> tuple[Loss, Row]:
+    """The step as memplan makes it fit, and what it says about that."""
+    import memplan
+
+    options: dict[str, Any] = {"targets": subject.targets, "loss": subject.loss, "device": "cpu"}
+    if case.mode == "update":
+        options |= {"optimizer": optimizer_of, "early": True}
+    budget = case.budget
+    if budget is None:
+        assert case.method == FLOOR, "every other case of ours has a budget"
+        budget = smallest_budget(lambda: memplan.fit(subject.model, *subject.inputs, budget=1, **options))
+    start = time.perf_counter()
+    result = memplan.fit(subject.model, *subject.inputs, budget=budget, **options)
+    said = {
+        "fit_seconds": round(time.perf_counter() - start, 3),
+        "given": budget,
+        "predicted": result.plan.peak,
+        "lower_bound": result.plan.lower_bound,
+    }
+    return lambda: result.loss(*subject.inputs, *subject.targets), said
+
+
+def smallest_budget(attempt: Callable[[], Any]) -> int:
+    """The least that a step can be given, as memplan refuses less."""
+    from memplan.errors import BudgetError
+
+    try:
+        attempt()
+    except BudgetError as error:
+        return error.smallest_budget
+    raise AssertionError("no step fits in one byte")
+
+
+def same(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
+    """Whether two lists of tensors are equal bit by bit (but for the sign of a zero)."""
+    pairs = zip(first, second, strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+def compare(reference: Training, candidate: Training) -> Row:
+    """One step of each from the same random state: what comes out equal."""
+    states: list[Tensor] = []
+    for training in (reference, candidate):
+        torch.manual_seed(1)
+        training.prepare()
+        training.step()
+        states.append(torch.get_rng_state())
+    models = (reference.subject.model, candidate.subject.model)
+    one, other = ([parameter.grad for parameter in model.parameters()] for model in models)
+    updated = reference.mode == "update"  # then gradients may be gone, and the parameters tell
+    return {
+        "gradients_equal": same([*models[0].parameters()], [*models[1].parameters()]) if updated else same(one, other),
+        "buffers_equal": same([*models[0].buffers()], [*models[1].buffers()]),
+        "random_state_equal": torch.equal(*states),
+    }
+
+
+def run(case: Case, pairs: int) -> Row:
+    """Peak, time and equality of one case."""
+    torch.set_num_threads(THREADS)
+    reference = eager(case)
+    subject = MODELS[case.model]()
+    if case.mode == "held":
+        hold_gradients(subject)
+    base = resident(subject)
+    before = live_bytes()
+    row: Row = {}
+    if case.ours:
+        loss, row = fitted(case, subject)
+    else:
+        loss = peer(subject, case.method)
+    early = case.ours and case.mode == "update"
+    optimizer = optimizer_of(trained(subject)) if case.mode == "update" and not early else None
+    candidate = Training(subject, loss, case.mode, optimizer)
+    # The reference's own gradients and state come in between, and are taken off.
+    row |= compare(reference, candidate)
+    reference.prepare()
+    candidate.prepare()
+    state = state_bytes(reference.optimizer)
+    kept = live_bytes() - before - state
+    above = peak_above(candidate.prepare, candidate.step)
+    row |= {"resident": base + state, "kept": kept - state, "total": base + kept + above}
+    row["above"] = row["total"] - row["resident"]
+    row |= pairs_of((reference.prepare, reference.step), (candidate.prepare, candidate.step), pairs)
+    return row | {"torch": str(torch.__version__), "threads": THREADS}

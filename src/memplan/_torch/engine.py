@@ -1,0 +1,150 @@
+"""What a planned step needs of autograd's engine and of modules.
+
+Seen in torch 2.11, 2.13 and 2.15: ``torch._C._DisableAutocast``, ``torch._C._will_engine_execute_node``,
+``torch._C._autograd._get_current_graph_task_keep_graph``, ``torch._C._functorch.peek_interpreter_stack``,
+``Tensor._version``, and of ``nn.Module`` ``_compiled_call_impl`` (what ``__call__`` calls instead of ``_call_impl``,
+and what copies and pickles leave out), ``_call_impl``, ``_modules``, ``_parameters``, ``_buffers`` and the hooks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_ABOUT_HOOKS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_is_full_backward_hook",
+)
+_CALL = "_compiled_call_impl"
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """A context in which ops take their arguments as they are."""
+    return torch._C._DisableAutocast()
+
+
+def keeps_graph() -> bool:
+    """In backward: whether it was asked to keep the graph (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def will_run(node: Any) -> bool:
+    """In backward: whether a node of the autograd graph is still to run in it."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was changed in place."""
+    return tensor._version
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# -- modules
+
+
+def submodule(module: nn.Module, name: str) -> nn.Module:
+    """A module's own submodule."""
+    found = module._modules[name]
+    assert found is not None
+    return found
+
+
+def own_tensor(module: nn.Module, name: str, kind: str) -> torch.Tensor:
+    """A module's own parameter or buffer."""
+    found = (module._parameters if kind == "parameter" else module._buffers)[name]
+    assert found is not None
+    return found
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own submodules: the very dict."""
+    return module._modules
+
+
+def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own parameters and buffers: the very dicts."""
+    return module._parameters, module._buffers
+
+
+def own_hooks(module: nn.Module) -> tuple[int, ...]:
+    """What tells a module's own hooks: their ids in it."""
+    return tuple([key for name in _HOOKS for key in getattr(module, name)])
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a user has set on a module, beside tensors and modules that are registered."""
+    return ((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
+
+
+# -- calls
+
+
+def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
+    """Make ``module(...)`` call this. Returns what restores the module."""
+    own = module.__dict__
+    before = own.get(_CALL)
+    had = _CALL in own
+
+    def restore() -> None:
+        if own.get(_CALL) is not call:
+            return
+        if had:
+            own[_CALL] = before
+        else:
+            del own[_CALL]
+
+    own[_CALL] = call
+    return restore
+
+
+def call_of_module(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module(...)`` calls instead of its own call, if anything."""
+    return getattr(module, _CALL)
+
+
+def original_call(module: nn.Module) -> Callable[..., Any]:
+    """What ``module(...)`` would call had nothing replaced it."""
+    return module._call_impl
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module runs hooks, its own or global ones."""
+    return any(getattr(module, name) for name in _HOOKS) or any(
+        getattr(nn.modules.module, f"_global{name}") for name in _HOOKS
+    )
+
+
+def call_with_hooks(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``forward`` as the module's own, with the module's hooks around it."""
+    twin = _Twin(forward)
+    own = twin.__dict__
+    for name in _HOOKS:
+        own[name] = OrderedDict((key, _as_of(hook, module)) for key, hook in getattr(module, name).items())
+    for name in _ABOUT_HOOKS:
+        own[name] = getattr(module, name)
+    return twin(*args, **kwargs)
+
+
+def _as_of(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def called(_: Any, *args: Any) -> Any:
+        return hook(module, *args)
+
+    return called
+
+
+class _Twin(nn.Module):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["forward"] = forward

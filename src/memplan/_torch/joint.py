@@ -1,0 +1,334 @@
+"""Forward and backward of a module as one graph, traced through AOTAutograd.
+
+Seen in torch 2.11, 2.13 and 2.15: ``torch._functorch.aot_autograd.aot_export_joint_with_descriptors``, the descriptors
+in ``torch._functorch._aot_autograd.descriptors``, ``torch._guards.tracing`` (its fake mode is taken), ``py_kernels`` of
+ops, ``torch.fx.traceback.current_meta`` (its entry ``custom`` goes to the nodes that are made meanwhile), the higher-
+order op ``with_effects``, and the nodes' ``seq_nr`` and ``partitioner_tag``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch.fx.traceback
+import torch.utils.checkpoint
+from torch import nn
+from torch._C import DispatchKey
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.effects import with_effects
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from memplan._torch.fake import READ_SCALAR
+from memplan._torch.patches import eager_instead_of_compiled, patched
+from memplan._torch.values import Condition, Values
+
+_PLACE = "memplan_place"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What an input or output of the joint graph is.
+
+    ``kind``: parameter, buffer, input, tangent, output, mutation (of what is handed in), gradient, token (of effects,
+    without data) or unknown. ``name`` of a parameter or buffer, or of what is unknown; ``index`` of an input, or of the
+    output that a tangent belongs to; ``of``: what is mutated, or what the gradient is of.
+    """
+
+    kind: str
+    name: str = ""
+    index: int = -1
+    of: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """A joint graph with the role of every placeholder and of every output (None where there is no gradient)."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[Role, ...]
+    outputs: tuple[Role | None, ...]
+    conditions: tuple[Condition, ...]
+    """Values of inputs that decided what was traced."""
+
+
+Results = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
+Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
+
+
+def corrected_mode(results: Results, instead: Instead, values: Values | None = None) -> FakeTensorMode:
+    """Fake tensors as the device's kernels make them, with the values that are known.
+
+    An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch, names = mode.dispatch, dict[Any, str]()
+
+    def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = names.get(func) or names.setdefault(func, str(func))
+        if name in instead:
+            with mode:
+                return instead[name](args, kwargs or {})
+        if values is not None and func is READ_SCALAR:
+            value = values.read(func, args)
+            if value is not None:
+                return value
+        result = dispatch(func, types, args, kwargs)
+        if values is not None:
+            values.follow(func, args, kwargs or {}, result)
+        if name not in results or result is NotImplemented:
+            return result
+        with mode:
+            return results[name](args, kwargs or {}, result)
+
+    mode.dispatch = corrected
+    return mode
+
+
+def joint_graph(
+    module: nn.Module, inputs: Sequence[torch.Tensor], results: Results, instead: Instead, *, conditional: bool = False
+) -> Joint:
+    """Trace a module that takes and returns tensors, with fake tensors of the same shapes; nothing is computed.
+
+    Random numbers and changes in place are made functional. Ops are those that eager mode runs, in the parts that it
+    takes them apart into. Checkpointed functions are called once, compiled ones run eagerly. Autocast is off, but
+    for what the module itself turns on: eager mode's backward runs without it.
+
+    Args:
+        module: called with positional arguments; what it takes and returns are tensors.
+        inputs: of any values.
+        results: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
+        instead: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
+        conditional: whether values of integer inputs may be read; else only such that follow from constants may.
+    """
+    values = Values()
+    mode = corrected_mode(results, instead, values)
+    with (
+        _disable_current_modes(),
+        contextlib.ExitStack() as stack,
+        torch._functorch.config.patch(
+            backward_pass_autocast="off"
+        ),  # as after leaving the autocast of the forward pass
+    ):
+        fakes = [mode.from_tensor(tensor) for tensor in inputs]
+        for number, (fake, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
+            values.take(fake, number, real)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_quiet())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(_own_kernels())
+        stack.enter_context(_checkpoints_called())
+        stack.enter_context(eager_instead_of_compiled(lambda: None))
+        stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+        found = aot_export_joint_with_descriptors(stack, module, tuple(fakes), {})
+        graph = found.graph_module
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        output = next(node for node in graph.graph.nodes if node.op == "output")
+        return Joint(
+            graph,
+            tuple(_role(node.meta.get("desc")) for node in placeholders),
+            tuple(None if role is None else _role(role) for role in output.meta["desc"]),
+            tuple(values.conditions),
+        )
+
+
+def _role(found: Any) -> Role:
+    match found:
+        case descriptors.ParamAOTInput():
+            return Role("parameter", name=found.target)
+        case descriptors.BufferAOTInput():
+            return Role("buffer", name=found.target)
+        case descriptors.PlainAOTInput():
+            return Role("input", index=found.idx)
+        case descriptors.TangentAOTInput():
+            return Role("tangent", index=_role(found.output).index)
+        case descriptors.PlainAOTOutput():
+            return Role("output", index=found.idx)
+        case descriptors.InputMutationAOTOutput():
+            return Role("mutation", of=_role(found.mutated_input))
+        case descriptors.GradAOTOutput():
+            return Role("gradient", of=_role(found.grad_of))
+        case (
+            descriptors.ForwardTokenAOTInput()
+            | descriptors.BackwardTokenAOTInput()
+            | descriptors.ForwardTokenAOTOutput()
+            | descriptors.BackwardTokenAOTOutput()
+        ):
+            return Role("token")
+    return Role("unknown", name=str(found))
+
+
+# -- what is traced otherwise than torch.compile does
+
+
+_KEPT = ("dropout", "native_batch_norm", "cudnn_batch_norm")
+"""Ops that torch's own rewriting serves: dropout by a mask of bools, norms without a hidden change of their buffers."""
+_REWRITTEN = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@functools.cache
+def _rewritten() -> tuple[Any, ...]:
+    """Ops that torch would take apart in Python while it traces, otherwise than eager mode does (upsampling, GRU)."""
+    aten, found = torch.ops.aten, []
+    for name in aten:
+        if name in _KEPT:
+            continue
+        packet = getattr(aten, name)
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            if any(_is_rewriting(op.py_kernels.get(key)) for key in _REWRITTEN):
+                found.append(op)
+    return tuple(found)
+
+
+def _is_rewriting(kernel: Any) -> bool:
+    return kernel is not None and getattr(kernel, "__module__", "").startswith(("torch._decomp", "torch._refs"))
+
+
+@contextlib.contextmanager
+def _own_kernels() -> Iterator[None]:
+    """Ops are taken apart as eager mode does."""
+    removed: list[tuple[Any, Any, Any]] = []
+    try:
+        for op in _rewritten():
+            for key in _REWRITTEN:
+                if key in op.py_kernels:
+                    removed.append((op, key, op.py_kernels.pop(key)))
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What goes wrong is said once, by an exception: torch would log the traceback of a fake kernel, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _checkpoints_called() -> Iterator[None]:
+    """Functions under `torch.utils.checkpoint` are called as if it were not there.
+
+    Seen in torch 2.11, 2.13 and 2.15: ``checkpoint`` looks up these two names for each call. The reentrant kind gives
+    no gradient where no argument needs one.
+    """
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            needed = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+                return function(*args)
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    with patched(
+        torch.utils.checkpoint, CheckpointFunction=Reentrant, _checkpoint_without_reentrant_generator=generator
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Every parameter and buffer whose id() is a key has another tensor in its place: tied ones and shared modules',
+    too, which `torch.func.functional_call` would not put back in the right order.
+
+    Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters`` and ``._buffers``, which TorchScript's modules have as
+    objects that set their own attributes.
+    """
+    slots: list[tuple[Any, str, torch.Tensor]] = [
+        (table, name, tensor)
+        for part in module.modules()
+        for table in (part._parameters, part._buffers)
+        for name, tensor in list(table.items())
+        if tensor is not None and id(tensor) in replacements
+    ]
+    try:
+        for table, name, tensor in slots:
+            table[name] = replacements[id(tensor)]
+        yield
+    finally:
+        for table, name, tensor in slots:
+            table[name] = tensor
+
+
+# -- what nodes tell
+
+
+def say_place(place: tuple[str, str | None]) -> None:
+    """Write layer and line onto the nodes of the graph that are traced from now on."""
+    torch.fx.traceback.current_meta["custom"] = {_PLACE: place}
+
+
+def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
+    """Layer and line that were said when a node was traced; ("", None) where none were."""
+    return (node.meta.get("custom") or {}).get(_PLACE, ("", None))
+
+
+def sequence_of(node: torch.fx.Node) -> int | None:
+    """What a forward node and the nodes of its derivative formula have in common."""
+    return node.meta.get("seq_nr")
+
+
+def is_backward(node: torch.fx.Node) -> bool:
+    """Whether a node was traced in the backward pass."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def effect_of(node: torch.fx.Node) -> Any:
+    """The op that a node runs for its effect, after a token and before its results; None for any other node."""
+    return node.args[1] if node.target is with_effects else None
+
+
+# -- what cannot be traced
+
+
+def peculiarity(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that no joint graph is made of; None for a dense tensor with data."""
+    if is_lazy(tensor):
+        return "not there yet: a lazy layer makes it in its first call"
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        return "without data"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.layout != torch.strided:
+        return f"sparse ({str(tensor.layout).removeprefix('torch.')})"
+    return None
+
+
+def view_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a view of this shape, as torch's own kernel says."""
+    with no_dispatch(), torch._C._DisablePythonDispatcher():
+        plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return plain.view(shape).stride()
+
+
+def is_op(target: Any) -> bool:
+    """Whether a node calls an op of tensors, rather than a function that takes functions (a branch, a loop)."""
+    return isinstance(target, torch._ops.OpOverload)

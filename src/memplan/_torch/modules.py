@@ -1,0 +1,50 @@
+"""What a module holds itself.
+
+Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters``, ``._buffers`` and ``._modules`` in the module's own
+``__dict__``, as plain dicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_TENSORS = ("_parameters", "_buffers")
+_FIXED = (*_TENSORS, "_modules")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """What one module holds: parameters and buffers by name, and every other attribute, submodules aside."""
+
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    attributes: dict[str, Any]
+
+    @property
+    def parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The three, in the order of the fields."""
+        return self.parameters, self.buffers, self.attributes
+
+
+def own_state(module: nn.Module) -> OwnState:
+    """What a module holds now."""
+    own = vars(module)
+    attributes = {name: value for name, value in own.items() if name not in _FIXED}
+    return OwnState(dict(own["_parameters"]), dict(own["_buffers"]), attributes)
+
+
+def set_own_state(module: nn.Module, state: OwnState) -> None:
+    """Make a module hold this. Names that stay keep their order."""
+    own = vars(module)
+    for name, new in zip(_TENSORS, (state.parameters, state.buffers), strict=True):
+        _become(own[name], new)
+    _become(own, state.attributes, _FIXED)
+
+
+def _become(old: dict[str, Any], new: dict[str, Any], fixed: tuple[str, ...] = ()) -> None:
+    old.update(new)
+    for name in old.keys() - new.keys() - set(fixed):
+        del old[name]

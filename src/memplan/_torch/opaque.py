@@ -1,0 +1,164 @@
+"""Calls that stay as they are in a traced graph: one op for the call, one for its derivative.
+
+Seen in torch 2.11, 2.13 and 2.15: frames of ``torch.autograd.function`` in tracebacks (``cls`` in ``Function.apply``,
+``self`` with ``_forward_cls`` in that of its backward), names of the functions that `torch.library.register_autograd`
+makes, attributes of autograd's nodes, ``func`` of UnsupportedOperatorException.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.function as functions
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memplan._torch.joint import Instead, Results, corrected_mode
+
+Kernel = Callable[..., Any]
+_LIBRARY = torch.library.Library("memplan", "FRAGMENT")
+OPAQUE = "memplan.opaque.default"
+_CALL = "opaque(Tensor[] inputs, str key) -> Tensor[]"
+_BACKWARD = "opaque_backward(Tensor handle, Tensor?[] gradients, Tensor[] kept, str key) -> Tensor[]"
+_GENERATED = re.compile(r"GeneratedBackwardFor_(\w+?)_(\w+)_(\w+)")
+_NAMED = re.compile(r"\b(\w+)(?:::|\.)(\w+)")
+
+
+def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backward: Kernel) -> None:
+    """Define the two ops. Each takes a key last, that says what is called.
+
+    ``call(inputs, key) -> [*results, handle]``; ``backward(handle, gradients, kept, key) -> gradients``.
+    """
+    for schema, kernel, fake in ((_CALL, call, fake_call), (_BACKWARD, backward, fake_backward)):
+        name = schema.split("(")[0]
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"memplan::{name}", fake, lib=_LIBRARY)
+
+
+class _Entry(torch.autograd.Function):
+    """Where a derivative ends: its node holds nothing of what goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise AssertionError("gradients are taken before they get here")
+
+
+class Recorded:
+    """A call that ran under autograd, with its own small graph behind it."""
+
+    def __init__(self, function: Kernel, tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
+        """Run ``function(tensors) -> results``. ``needed``: which of the tensors need a gradient."""
+        with torch.enable_grad():
+            start = torch.zeros((), requires_grad=True)
+            smooth = [tensor for tensor, one in zip(tensors, needed, strict=True) if one]
+            entered = iter(_Entry.apply(start, *smooth) if smooth else ())
+            given = [next(entered) if one else tensor.detach() for tensor, one in zip(tensors, needed, strict=True)]
+            self._into = [get_gradient_edge(tensor) for tensor, one in zip(given, needed, strict=True) if one]
+            results = function(given)
+        self.smooth = tuple(result.requires_grad for result in results)
+        self._out: list[GradientEdge | None] = [
+            get_gradient_edge(one) if one.requires_grad else None for one in results
+        ]
+        self.results = [result.detach() for result in results]
+
+    def gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Of the tensors that need one. The graph is used up."""
+        given = [
+            (edge, one) for edge, one in zip(self._out, gradients, strict=True) if edge is not None and one is not None
+        ]
+        if not given or not self._into:
+            return [None] * len(self._into)
+        edges, ones = zip(*given, strict=True)
+        return list(torch.autograd.grad(edges, self._into, ones, allow_unused=True))
+
+    def attributes(self) -> Iterator[Any]:
+        """What the nodes written in Python hold beside saved tensors."""
+        stack = [edge.node for edge in self._out if edge is not None]
+        seen = set[Any]()
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            yield dict(getattr(node, "__dict__", {}))
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+@contextlib.contextmanager
+def without_data(results: Results, instead: Instead) -> Iterator[None]:
+    """A context in which nothing traces, new tensors have no data, and hooks see what autograd saves.
+
+    Args:
+        results: as in `joint_graph`.
+        instead: as in `joint_graph`.
+    """
+    with _disable_current_modes(), corrected_mode(results, instead):
+        set_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing  # pyright: ignore  # no stub
+        tracing = set_tracing(False)
+        try:
+            yield
+        finally:
+            set_tracing(tracing)
+
+
+def culprit(error: BaseException) -> Any:
+    """The autograd Function, or the op, in which tracing failed; None where it is neither, or one of torch's own."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename == functions.__file__ and frame.f_code.co_name == "apply":
+            found = frame.f_locals.get("cls") or getattr(frame.f_locals.get("self"), "_forward_cls", None)
+            if isinstance(found, type) and not found.__module__.startswith("torch."):
+                return found
+            made = _GENERATED.match(getattr(found, "__name__", ""))
+            if made is not None:
+                return _op(made[1], made[2])
+        trace = trace.tb_next
+    func = getattr(error, "func", None)
+    if func is not None:
+        return _op(func.namespace, func._schema.name.split("::")[1])
+    named = (_op(*name) for name in _NAMED.findall(str(error).split("\n")[0]))
+    return next((op for op in named if op is not None), None)
+
+
+def _op(namespace: str, name: str) -> Any:
+    if namespace in ("aten", "prim", "prims", "torch", "memplan"):
+        return None
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return getattr(getattr(torch.ops, namespace), name)
+    return None
+
+
+def calls_op(function: Any, packet: Any) -> bool:
+    """Whether a function that is called is an op, or one of its overloads."""
+    return function is packet or getattr(function, "overloadpacket", None) is packet
+
+
+_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+def autocast_of_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """What puts autocast as it is now, also where it is off or passed by."""
+    on = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST if torch.is_autocast_enabled(device)}
+    return lambda: _autocast(on) if on else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _autocast(on: Mapping[str, torch.dtype]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device, dtype in on.items():
+            key = _AUTOCAST[device]
+            before = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+            stack.callback(torch._C._dispatch_tls_set_dispatch_key_excluded, key, before)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield

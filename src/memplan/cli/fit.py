@@ -1,0 +1,276 @@
+"""`memplan fit`: make a training step run within a budget of bytes, and prove that its result is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.explain import check_writable, write
+from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.progress import progress
+from memplan.cli.targets import contained, location
+from memplan.errors import BudgetError, DeviceError, InputError, MemplanError, StepError, TargetError, UnitError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from memplan.planning.plan import Plan
+    from memplan.reports.fit import Outcome
+    from memplan.reports.frontier import Frontier
+
+HELP = """Make a training step run within a budget of bytes.
+
+TARGET is path/to/file.py:callable or package.module:callable. The callable returns a module. The budget
+is all that is on the device at any moment of the step: weights, inputs, gradients, activations and, where an
+optimizer is named, its state and its update. Parts of the forward pass are run again, kept in a smaller form
+or worked on in place; then the planned step runs beside the original one, and all results must be the same
+bits.
+
+\b
+  memplan fit examples/resnet18.py:make --input 16x3x224x224 \\
+      --target "16:int64<1000" --loss cross_entropy --budget 400MiB
+  memplan fit examples/resnet18.py:make --input 16x3x224x224 --predict \\
+      --budget 400MiB --plan plan.json --frontier frontier.png
+
+The first answers with peak and time before and after, what was decided about which value and why, and the
+proof. The second runs nothing: it predicts, keeps the plan and draws peak against time, down to the smallest
+budget that there is a plan for.
+
+\b
+Exit code: 0 done, or it fits already; 1 it does not fit; 2 bad usage, a plan for
+another model, or a step that cannot be planned.
+"""
+_POINTS = 9
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where results go, as typed."""
+
+    plan: str | None
+    python: str | None
+    json: str | None
+    frontier: str | None
+
+    def checked(self) -> _Files:
+        """The same. Raises InputError for what cannot be written, UsageError for what cannot be drawn."""
+        options = {"--plan": self.plan, "--python": self.python, "--json": self.json, "--frontier": self.frontier}
+        given = {option: path for option, path in options.items() if path is not None}
+        if self.frontier == "-":
+            raise InputError("--frontier -", expected="a file: a picture is no text", do="Name one")
+        if len(set(given.values())) < len(given):
+            raise InputError("one file for several outputs", expected="a file for each", do="Name another")
+        for option, path in given.items():
+            check_writable(path, option)
+        if self.frontier is not None:
+            from memplan.reports.frontier import check_drawable
+
+            check_drawable(self.frontier)
+        return self
+
+    @property
+    def takes_stdout(self) -> bool:
+        """Whether one of them is stdout, which then holds nothing else."""
+        return "-" in (self.plan, self.python, self.json)
+
+
+@click.command("fit", help=HELP)
+@step_options
+@click.option("--budget", metavar="SIZE", help="400MiB, 8GB, or a card's name: what it has, less its context.")
+@click.option("--early", is_flag=True, help="Let the optimizer update each parameter in the backward pass.")
+@click.option(
+    "--accumulate", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    help="Backward passes to one update: gradients are held in between.",
+)  # fmt: skip
+@click.option("--predict", is_flag=True, help="Plan only: run nothing, allocate nothing.")
+@click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
+@click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
+    help="Values of the plan to list; 0 for all.")  # fmt: skip
+@click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
+@click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
+@click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time, down to the floor.")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+def command(
+    budget: str | None, early: bool, accumulate: int, predict: bool, use_plan: str | None, top: int,
+    plan_file: str | None, python_file: str | None, frontier_file: str | None, json_file: str | None, **given: Any,
+) -> int:  # fmt: skip
+    """Run the command and return its exit code."""
+    arguments = StepArguments(**given)
+    _check_options(arguments, budget, use_plan)
+    files = _Files(plan_file, python_file, json_file, frontier_file).checked()
+    plan = None if use_plan is None else _read_plan(use_plan, budget)
+    options: dict[str, Any] = {"budget": budget if budget is not None or plan is None else plan.budget}
+    options |= {"early": True} if early else {}
+    options |= {"accumulate": accumulate} if accumulate > 1 else {}
+    with progress(f"{'planning' if predict else 'fitting'} {arguments.target}"), contained(arguments.target):
+        described = describe(arguments)
+        try:
+            made = _maker(described) if predict else _maker(described)()
+            frontier = None if frontier_file is None else _frontier(made, described, arguments, options)
+            outcome = _outcome(made, described, arguments, options | ({} if plan is None else {"plan": plan}))
+        except StepError as error:
+            raise advised(error, arguments) from error.__cause__
+    outcome = replace(outcome, frontier=frontier)
+    _write(outcome, files)
+    if not files.takes_stdout:
+        from memplan.reports.fit import print_fit
+
+        print_fit(outcome, top=top)
+    return 0 if outcome.fits else 1
+
+
+def _check_options(given: StepArguments, budget: str | None, use_plan: str | None) -> None:
+    """See that the options suit each other, before anything is loaded."""
+    for option in ("--infer", "--settings"):
+        if option in given.given():
+            raise InputError(f"{option}", expected="a training step on this machine", do="Leave it out")
+    if budget is None and use_plan is None:
+        raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
+    if budget is not None:
+        _check_budget(budget)
+
+
+def _check_budget(text: str) -> None:
+    from memplan._bytes import parse_bytes
+    from memplan.devices import find
+
+    try:
+        parse_bytes(text)
+    except UnitError:
+        try:
+            find(text)
+        except DeviceError:
+            pass
+        else:
+            return
+        raise
+
+
+def _read_plan(path: str, budget: str | None) -> Plan:
+    from memplan._bytes import format_bytes, parse_bytes
+    from memplan.planning.plan import load_plan
+
+    try:
+        plan = load_plan(path)
+    except OSError as error:
+        raise InputError(
+            f"--use-plan {path} cannot be read ({error.strerror})",
+            expected="a plan that --plan wrote",
+            do="Check the path",
+        ) from error
+    try:
+        size = None if budget is None else parse_bytes(budget)
+    except UnitError:  # a card: `fit` says what it has
+        size = None
+    if size is not None and plan.peak > size:
+        raise InputError(
+            f"the plan of {path} has a peak of {format_bytes(plan.peak)}, and the budget is {format_bytes(size)}",
+            expected="a plan within the budget",
+            do="Plan anew, without --use-plan",
+        )
+    return plan
+
+
+def _outcome(
+    made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any]
+) -> Outcome:
+    """Fit a model; of one that is still to be made, only predict."""
+    from torch import nn
+
+    import memplan
+    from memplan.reports.fit import Outcome
+
+    call = _call_options(described, given) | options
+    try:
+        if not isinstance(made, nn.Module):
+            plan = memplan.plan(made, *described.options.inputs, **call)
+            return Outcome(given.target, plan, changed=not plan.changes_nothing)
+        fitted = memplan.fit(made, *described.options.inputs, **call)
+    except BudgetError as error:
+        return Outcome(given.target, None, changed=False, shortfall=error)
+    return Outcome(given.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
+
+
+def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
+    """What `memplan.plan` and `memplan.fit` take besides model, inputs and budget."""
+    options = described.options
+    return {
+        "kwargs": dict(options.kwargs),
+        "targets": options.targets,
+        "loss": options.loss,
+        "optimizer": options.optimizer,
+        "autocast": options.autocast,
+        "device": given.device,
+    }
+
+
+def _maker(described: Described) -> Callable[[], nn.Module]:
+    """The target without arguments, which says what it made if that is no use."""
+    target = described.target
+
+    def make() -> nn.Module:
+        from torch import nn
+
+        try:
+            with contained(target.text):
+                made = target.what(**described.arguments)
+        except MemplanError:
+            raise
+        except Exception as error:  # the user's code can raise anything; the original stays as __cause__
+            raised = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
+            raise StepError(f"{target.text} raised {raised}", where=location(error)) from error
+        if not isinstance(made, nn.Module):
+            raise TargetError(
+                f"{target.text}{f' at {target.where}' if target.where else ''} returned "
+                f"{'None' if made is None else f'a value of type {type(made).__name__}'}",
+                expected="a module: what can be made to fit is a model, not a step that is written out",
+                do="Name a callable that returns the model, and give --input, --loss and --optimizer",
+            )
+        made = made if described.options.dtype is None else made.to(described.options.dtype)
+        return made if made.training else made.train()
+
+    make.__qualname__ = make.__name__ = target.name
+    return make
+
+
+def _frontier(
+    made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any]
+) -> Frontier:
+    """Plans from all kept to the floor, whatever the budget."""
+    from memplan.planning.costs import step_seconds
+    from memplan.planning.planner import Planner, Settings
+    from memplan.planning.request import request
+    from memplan.reports.frontier import Frontier, Point
+
+    call = _call_options(described, given)
+    settings = Settings(budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False))
+    asked = request(
+        made, described.options.inputs, **call, budget=options["budget"], allow="exact", clip_norm=None,
+        accumulate=options.get("accumulate", 1), settings=settings, fake=True,
+    )  # fmt: skip
+    with asked.under_autocast():
+        study = Planner(asked.step).study(asked.call, asked.settings)
+        found = study.frontier(asked.settings, _POINTS)
+        eager = study.eager_peak(asked.settings)
+    points = tuple(Point(one.peak, one.seconds) for one in found)
+    seconds = step_seconds(study.captured.graph) or None
+    return Frontier(given.target, points, eager, seconds, asked.settings.budget)
+
+
+def _write(outcome: Outcome, files: _Files) -> None:
+    from memplan.reports.fit import dumps
+
+    if files.json is not None:
+        write(files.json, dumps(outcome))
+    if outcome.plan is not None and files.plan is not None:
+        write(files.plan, outcome.plan.to_json())
+    if outcome.plan is not None and files.python is not None:
+        write(files.python, outcome.plan.as_python())
+    if files.frontier is not None and outcome.frontier is not None:
+        from memplan.reports.frontier import picture
+        from memplan.trace.json import write_whole
+
+        write_whole(files.frontier, picture(outcome.frontier, files.frontier))

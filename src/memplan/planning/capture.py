@@ -1,0 +1,227 @@
+"""A model and what it is called with -> JointGraph, through AOTAutograd, on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from memplan import _torch
+from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
+from memplan.planning import codecs, forms
+from memplan.planning.calls import Call, Flat, Returned
+from memplan.planning.casts import cast_once
+from memplan.planning.copies import guarded, without_copies
+from memplan.planning.dropout import apart
+from memplan.planning.fuse import fused
+from memplan.planning.graph import GraphOp, JointGraph
+from memplan.planning.idle import split
+from memplan.planning.losses import WithLoss
+from memplan.planning.opaque import Around, Opaque
+from memplan.planning.reader import Reader
+from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
+from memplan.planning.unseen import Watch, line_of, refuse_hooks, refuse_tensors
+from memplan.trace.place import Place, format_frame, frame_of_error, user_frame
+
+__all__ = ["TRAINING_NORM", "Captured", "capture"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A joint graph, and how it hangs together with the call that it was captured from."""
+
+    graph: JointGraph
+    constants: Mapping[int, torch.Tensor]
+    """Tensors that the graph holds itself, by the value they are."""
+    returned: Returned
+    differentiable: tuple[int, ...]
+    """Which of the graph's outputs have a tangent, in the order of the tangents."""
+    opaque: tuple[Opaque, ...] = ()
+    """What could not be traced and is called as it is, once: what it is, and where."""
+    conditions: tuple[_torch.Condition, ...] = ()
+    """Values of inputs that decided what was traced (see `capture`)."""
+
+    def holds(self, call: Call) -> bool:
+        """Whether a call of the same shapes takes the same branches."""
+        return all(condition.holds(call.tensors) for condition in self.conditions)
+
+
+def capture(model: nn.Module, call: Call, *, conditional: bool = False) -> Captured:
+    """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
+
+    Args:
+        model: in the state in which it is to run: ``training``, autocast and what needs a gradient are those of now.
+        call: what it is called with.
+        conditional: whether values of small integer inputs may decide a branch (is this mask all ones?). Then what is
+            captured is right for calls for which `Captured.holds`; without it such a branch is refused.
+
+    Raises:
+        UsageError: the step is one that cannot be planned, or nothing in it needs a gradient.
+        RecordingError: it cannot be traced (layer and line are named).
+    """
+    refuse_tensors(model, call.tensors)
+    refuse_hooks(model)
+    watch, around = Watch(model), Around()
+    try:
+        joint, flat = _traced(lambda: _trace(model, call, around, conditional), model, call, around, watch)
+        _refuse_unseen(lambda: _trace(model, call, around, conditional), watch)
+    finally:
+        watch.restore()
+    assert flat.returned is not None
+    reader = Reader(joint, flat.paths, flat.written)
+    graph = cast_once(without_copies(guarded(reader.graph())))
+    if not graph.gradients:
+        raise InputError(
+            "Nothing in the step needs a gradient",
+            expected="an output that depends on a parameter with requires_grad",
+            do="Unfreeze a parameter",
+        )
+    graph = codecs.encodings(_with_overwrites(fused(apart(split(graph)))))
+    return Captured(
+        graph, reader.constants, flat.returned, tuple(reader.tangents), tuple(around.found), joint.conditions
+    )
+
+
+_Traced = tuple[_torch.Joint, Flat]
+
+
+def _traced(trace: Callable[[], _Traced], model: nn.Module, call: Call, around: Around, watch: Watch) -> _Traced:
+    """Trace; whatever cannot be traced is marked as opaque, as far as it is a function or an op, then it is tried
+    again."""
+    while True:
+        try:
+            return trace()
+        except _Untraceable as found:
+            watch.restore()
+            if not around.mark(_torch.culprit(found.error)):
+                raise _refusal(found) from found.error
+            try:
+                around.learn(lambda: _run(model, call))
+            except Exception:  # it does not run without memplan either
+                raise _refusal(found) from found.error
+            finally:
+                watch.restore()
+
+
+def _run(model: nn.Module, call: Call) -> None:
+    """Call the model as it is. Its buffers are copied; what else changes is put back by the caller."""
+    copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
+    args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
+    with torch.no_grad(), _torch.tensors_replaced(model, copies):
+        model.forward(*args, **kwargs)
+
+
+class _Untraceable(Exception):
+    """What torch or the user's code raised, and in which layer."""
+
+    def __init__(self, error: Exception, layer: str | None) -> None:
+        super().__init__(str(error))
+        self.error, self.layer = error, layer
+
+
+def _trace(model: nn.Module, call: Call, around: Around, conditional: bool) -> _Traced:
+    place, names = Place(), _layers(model)
+
+    autocast = _torch.autocast_of_now()
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with autocast(), around.tracing(lambda: names.get(place.module, "")), _placing(names, place):
+            yield
+
+    flat = Flat(model, call, inside)
+    try:
+        with place.following():
+            return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, conditional=conditional), flat
+    except MemplanError:
+        raise
+    except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
+        raise _Untraceable(error, names.get(place.failed_in)) from error
+
+
+def _refusal(found: _Untraceable) -> MemplanError:
+    error, layer = found.error, found.layer
+    where = format_frame(frame_of_error(error))
+    text = (str(error).strip().split("\n")[0] or "no message").rstrip(".")
+    if isinstance(error, _torch.DATA_DEPENDENT):
+        return DataDependentError(
+            f"{getattr(error, 'func', None) or 'a branch'} needs the values of a tensor to go on",
+            expected="shapes and branches that follow from the shapes of the inputs",
+            do="Compute it outside of forward() and pass it as a number, or write it with torch.where",
+            layer=layer,
+            where=where,
+        )
+    return RecordingError(
+        f"forward() and backward cannot be traced: {type(error).__name__}: {text[:300]}",
+        expected="a step that torch traces",
+        do="Check that it runs without memplan; if it does, leave this layer out of the plan",
+        layer=layer,
+        where=where,
+    )
+
+
+def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
+    draws = watch.draws()
+    if draws:
+        watch.restore()
+        where = line_of(trace, watch.draws)
+        raise RecordingError(
+            f"forward() draws from {draws[0]}, and a planned step would do so once, now",
+            expected="random numbers from torch",
+            do="Draw by torch.rand() and the like, or pass what was drawn as an input",
+            where=where,
+        )
+    changes = watch.changes()
+    if changes:
+        watch.restore()
+        where = line_of(trace, lambda: changes[0] in watch.changes())
+        raise RecordingError(
+            f"forward() changes the attribute {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
+            expected="state in buffers: a planned step does not run forward() again",
+            do="Register a tensor by register_buffer(); if it only remembers something, call the model once before",
+            where=where,
+        )
+
+
+def _layers(model: nn.Module) -> dict[int, str]:
+    """Names of the layers, as the user calls them, by the module's id."""
+    own = model.model if isinstance(model, WithLoss) else model
+    names = {id(module): name for name, module in model.named_modules()}
+    return {**names, **{id(module): name for name, module in own.named_modules()}}
+
+
+@contextmanager
+def _placing(names: Mapping[int, str], place: Place) -> Iterator[None]:
+    lines: dict[tuple[str, int] | None, str | None] = {}
+
+    class Placing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            frame = user_frame()
+            if frame not in lines:
+                lines[frame] = format_frame(frame)
+            _torch.say_place((names.get(place.module, ""), lines[frame]))
+            return func(*args, **(kwargs or {}))
+
+    with Placing():
+        yield
+
+
+def _with_overwrites(graph: JointGraph) -> JointGraph:
+    return replace(graph, ops=tuple(_with_forms(op, graph) for op in graph.ops))
+
+
+def _with_forms(op: GraphOp, graph: JointGraph) -> GraphOp:
+    """The op with what it can do in place, where its first result is the first that it makes."""
+    if not op.makes or op.outputs[0] != op.makes[0]:
+        return op
+    over = forms.overwrites(op.target, op.args, op.kwargs, graph.values, op.makes[0])
+    if not over:
+        return op
+    pieces = op.target in forms.PIECEWISE
+    op = replace(op, overwrites=over)
+    return replace(op, scratch_into=forms.scratch_into(op, graph.values)) if pieces else op

@@ -1,0 +1,327 @@
+"""The seconds of every op and encoding: measured on this machine, by roofline, or known from before.
+
+Each distinct op (target, shapes, strides, dtypes, constants) is timed once, alone, on made-up tensors. Measured times
+differ from run to run, and so may the plans that follow from them: `costs_of` takes the seconds out as plain data,
+and ``known`` gives them back, which makes the same plan again. By roofline the same graph always costs the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from memplan.devices import Device
+from memplan.planning import roofline
+from memplan.planning.graph import Encoding, GraphOp, JointGraph, Ref, Value, map_refs, refs
+from memplan.planning.roofline import Work
+from memplan.planning.schedule import recomputable
+
+How = Literal["measured", "roofline"]
+
+LIMIT = 2.0
+"""Seconds that measuring takes, more or less: what is not measured by then is estimated."""
+_RUNS = 4
+_ENOUGH = 0.015
+"""Seconds: once the runs of an op have taken so long, it is not run again."""
+_BLOCK = 1 << 16
+
+
+def with_costs(
+    graph: JointGraph,
+    *,
+    device: Device | None = None,
+    how: How = "measured",
+    known: Mapping[str, float] | None = None,
+    on: str = "cpu",
+    limit: float = LIMIT,
+) -> JointGraph:
+    """The same graph with the seconds of its ops and encodings.
+
+    What may be recomputed is measured first, the largest first. What was not measured (the time was up, the op is not
+    torch's own, or fails alone: see `unmeasured`; encodings) is estimated by roofline, times what the measured ops
+    took against theirs. A measured time holds for the process: asking for it again costs nothing.
+
+    Args:
+        graph: its views cost nothing and stay so.
+        device: a card: by roofline, from its figures. None: this machine.
+        how: for this machine: ``measured``, or ``roofline`` from the fixed figures of `roofline.CPU`.
+        known: seconds from `costs_of`: they go before all others, and what is known is not measured.
+        on: torch's name of the device to measure on.
+        limit: seconds that measuring may take, more or less.
+    """
+    sheet, known = _Sheet.of(graph), known or {}
+    if device is not None or how == "roofline":
+        rates = roofline.CPU if device is None else roofline.rates_of(device)
+        seconds = {key: rates.seconds(work) for key, work in sheet.works.items()}
+    else:
+        unknown = [op for op in _most_wanted_first(graph, sheet) if sheet.keys[op.index] not in known]
+        measured = _measured(graph, sheet, unknown, on, limit)
+        seconds = _completed(measured | {k: s for k, s in known.items() if k in sheet.works}, sheet.works)
+    return _priced(graph, sheet, {**seconds, **known})
+
+
+def costs_of(graph: JointGraph) -> dict[str, float]:
+    """The seconds of a graph's ops and encodings by what they are, fit for JSON: ``known`` of `with_costs`."""
+    return dict(sorted(_Sheet.of(graph).seconds(graph).items()))
+
+
+def scaled_costs(graph: JointGraph, like: JointGraph) -> JointGraph:
+    """The same graph with the seconds that those of another one lead to: of the same model, with other shapes.
+
+    An op takes what the op in the same place of ``like`` takes, times how their rooflines compare (`roofline.CPU`);
+    where the two graphs do not have the same ops, what those of ``like`` with the same target take against theirs.
+    Nothing is measured.
+    """
+    sheet, other = _Sheet.of(graph), _Sheet.of(like)
+    expected, theirs, known = sheet.expected(), other.expected(), other.seconds(like)
+    overall, ratios = _ratio(known, theirs), _ratios(known, theirs)
+    seconds = {key: work * ratios.get(_kind(key), overall) for key, work in expected.items()}
+    if [op.target for op in graph.ops] == [op.target for op in like.ops]:
+        for index in sheet.keys.keys() & other.keys.keys():
+            mine, its = sheet.keys[index], other.keys[index]
+            seconds[mine] = expected[mine] * known[its] / theirs[its]
+    return _priced(graph, sheet, seconds)
+
+
+def step_seconds(graph: JointGraph) -> float:
+    """Of forward and backward as they are, before anything is recomputed or encoded."""
+    return sum(op.seconds for op in graph.ops)
+
+
+def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
+    """The graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
+    refused = _clock(on).refused
+    keys = dict.fromkeys(signature(graph, op) for op in graph.ops if not op.is_view)
+    return {key: refused[key] for key in keys if key in refused}
+
+
+def signature(graph: JointGraph, op: GraphOp) -> str:
+    """What tells the cost of an op from that of others: ``aten.relu.default(float32[8, 64])``."""
+    return _Writer(graph).signature(op)
+
+
+# -- what there is to price
+
+
+class _Writer:
+    """Ops as texts."""
+
+    def __init__(self, graph: JointGraph) -> None:
+        self.graph = graph
+        self.texts: dict[int, str] = {}
+
+    def signature(self, op: GraphOp) -> str:
+        parts = [self.text(part) for part in op.args]
+        parts += [f"{name}={self.text(part)}" for name, part in op.kwargs.items()]
+        return f"{op.target}({', '.join(parts)})"
+
+    def text(self, part: Any) -> str:
+        if isinstance(part, Ref):
+            if part.value not in self.texts:
+                self.texts[part.value] = _tensor_text(self.graph.values[part.value])
+            return self.texts[part.value]
+        if isinstance(part, (tuple, list)):
+            return f"[{', '.join(map(self.text, part))}]"
+        return repr(part)
+
+
+def _tensor_text(value: Value) -> str:
+    stride = "" if value.stride == _dense(value.shape) else f":{list(value.stride)}"
+    return f"{value.dtype}{list(value.shape)}{stride}"
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
+
+
+def _coding_keys(graph: JointGraph, encoding: Encoding) -> tuple[str, str]:
+    shown = _tensor_text(graph.values[encoding.value])
+    return f"encode {encoding.codec}({shown})", f"decode {encoding.codec}({shown})"
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A graph's ops and encodings by what tells their costs apart."""
+
+    keys: Mapping[int, str]
+    """By an op's index: its signature."""
+    works: Mapping[str, Work]
+
+    @classmethod
+    def of(cls, graph: JointGraph) -> _Sheet:
+        writer = _Writer(graph)
+        keys, works = dict[int, str](), dict[str, Work]()
+        for op in graph.ops:
+            if not op.is_view:
+                key = keys[op.index] = writer.signature(op)
+                if key not in works:
+                    works[key] = roofline.work_of(graph, op)
+        for one in graph.encodings:
+            works.update(dict.fromkeys(_coding_keys(graph, one), roofline.coding_of(graph, one)))
+        return cls(keys, works)
+
+    def seconds(self, graph: JointGraph) -> dict[str, float]:
+        """The seconds that this graph has, by signature."""
+        found = {key: graph.ops[index].seconds for index, key in self.keys.items()}
+        for one in graph.encodings:
+            encode, decode = _coding_keys(graph, one)
+            found |= {encode: one.encode_seconds, decode: one.decode_seconds}
+        return found
+
+    def expected(self) -> dict[str, float]:
+        """The seconds by roofline, by signature."""
+        return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
+
+
+def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> JointGraph:
+    ops = tuple(op if op.is_view else replace(op, seconds=seconds[sheet.keys[op.index]]) for op in graph.ops)
+    encodings = list[Encoding]()
+    for one in graph.encodings:
+        encode, decode = _coding_keys(graph, one)
+        encodings.append(replace(one, encode_seconds=seconds[encode], decode_seconds=seconds[decode]))
+    return replace(graph, ops=ops, encodings=tuple(encodings))
+
+
+# -- estimates from what was measured
+
+
+def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
+    """Seconds of all: those measured as they are, the others by roofline times what those of their kind (that compute,
+    or that only move bytes) took against theirs."""
+    expected = {key: roofline.CPU.seconds(work) for key, work in works.items()}
+    overall = _ratio(measured, expected)
+    ratios = {
+        computes: _ratio({k: s for k, s in measured.items() if bool(works[k].flops) is computes}, expected, overall)
+        for computes in (True, False)
+    }
+    return {key: measured.get(key, expected[key] * ratios[bool(work.flops)]) for key, work in works.items()}
+
+
+def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], otherwise: float = 1.0) -> float:
+    whole = sum(expected[key] for key in measured)
+    return sum(measured.values()) / whole if whole else otherwise
+
+
+def _ratios(known: Mapping[str, float], expected: Mapping[str, float]) -> dict[str, float]:
+    """By what runs, whatever the shapes."""
+    groups = dict[str, dict[str, float]]()
+    for key, seconds in known.items():
+        groups.setdefault(_kind(key), {})[key] = seconds
+    return {kind: _ratio(group, expected) for kind, group in groups.items()}
+
+
+def _kind(key: str) -> str:
+    return key.partition("(")[0]
+
+
+# -- the clock
+
+
+@dataclass
+class _Clock:
+    """What was measured on one device with so many threads."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+_CLOCKS: dict[tuple[str, int], _Clock] = {}
+
+
+def _clock(on: str) -> _Clock:
+    return _CLOCKS.setdefault((on, torch.get_num_threads()), _Clock())
+
+
+def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[GraphOp]:
+    """One op of each signature: what the planner weighs, the rest of the forward pass, the backward pass."""
+    again, expected = recomputable(graph), sheet.expected()
+    first: dict[str, GraphOp] = {}
+    for op in graph.ops:
+        if not op.is_view:
+            first.setdefault(sheet.keys[op.index], op)
+    rank = lambda op: 2 if op.phase == "backward" else int(not any(value in again for value in op.makes))  # noqa: E731
+    return sorted(first.values(), key=lambda op: (rank(op), -expected[sheet.keys[op.index]]))
+
+
+def _measured(graph: JointGraph, sheet: _Sheet, ops: list[GraphOp], on: str, limit: float) -> dict[str, float]:
+    """Seconds of these ops by signature, as far as the time goes."""
+    clock, end = _clock(on), time.perf_counter() + limit
+    missing = [op for op in ops if not {sheet.keys[op.index]} & (clock.seconds.keys() | clock.refused.keys())]
+    with _alone(on):
+        for op in missing:
+            key = sheet.keys[op.index]
+            if time.perf_counter() >= end:
+                clock.refused[key] = "the time for measuring was up"  # planning anew has to cost nothing
+                continue
+            if sheet.works[key].foreign:
+                # A collective waits for other processes, and a kernel of others may trust its arguments.
+                clock.refused[key] = "it is not torch's own, and is not run on made-up tensors"
+                continue
+            try:
+                clock.seconds[key] = _timed(graph, op, on)
+            except Exception as error:  # whatever a kernel objects to in made-up arguments
+                clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
+    wanted = {sheet.keys[op.index] for op in ops}
+    return {key: seconds for key, seconds in clock.seconds.items() if key in wanted}
+
+
+@contextmanager
+def _alone(on: str) -> Iterator[None]:
+    """Nothing that the caller has switched on has a part in what is measured, and his random numbers stay."""
+    device = torch.device(on)
+    devices = [] if device.type == "cpu" else [device]
+    with (
+        torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def _timed(graph: JointGraph, op: GraphOp, on: str) -> float:
+    """Seconds of an op. The least of a few runs: other work on the machine only ever adds to it."""
+    made = dict[int, torch.Tensor]()
+    for value in set(refs((op.args, op.kwargs))):
+        made[value] = _made_up(graph.values[value], on)
+    args, kwargs = map_refs(op.args, made.__getitem__), map_refs(op.kwargs, made.__getitem__)
+    call: Any = torch.ops
+    for name in op.target.split("."):
+        call = getattr(call, name)
+    wait = torch.get_device_module(torch.device(on)).synchronize
+
+    def run() -> float:
+        wait()
+        begin = time.perf_counter()
+        call(*args, **kwargs)
+        wait()
+        return time.perf_counter() - begin
+
+    spent, times = run(), list[float]()  # the first run also prepares kernels
+    while not times or (len(times) < _RUNS and spent < _ENOUGH):
+        times.append(run())
+        spent += times[-1]
+    return min(times)
+
+
+def _made_up(value: Value, on: str) -> torch.Tensor:
+    """A tensor of this shape, layout and dtype: between 0.1 and 1, where every op is defined; of integers zeros, which
+    are indices into anything."""
+    reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    count = reach if all(value.shape) else 0
+    dtype = getattr(torch, value.dtype)
+    if dtype == torch.bool:
+        flat = torch.rand(count, device=on) < 0.5
+    elif dtype.is_floating_point or dtype.is_complex:
+        block = torch.rand(min(count, _BLOCK), device=on).mul_(0.9).add_(0.1).to(dtype)
+        flat = block.repeat(-(-count // _BLOCK))[:count]
+    else:
+        flat = torch.zeros(count, dtype=dtype, device=on)
+    return flat.as_strided(value.shape, value.stride)

@@ -1,0 +1,247 @@
+"""Plan: what is decided about a step, what it needs then, and why. Immutable, and the same value back from JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from memplan._bytes import format_bytes
+from memplan.errors import PlanFormatError, UsageError
+from memplan.planning import plan_json
+from memplan.planning.graph import JointGraph
+from memplan.planning.plan_json import Json, Unreadable
+from memplan.planning.schedule import Choices
+from memplan.simulation.model import Timeline
+from memplan.trace.json import write_whole
+
+FORMAT = "memplan.plan"
+SCHEMA = 1
+"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one; another lever does
+not: it is refused by name."""
+
+Lever = Literal["keep", "recompute", "encode", "in place", "update early", "accumulate"]
+Grade = Literal["exact", "reordered", "lossy"]
+ScopeKind = Literal["value", "segment", "parameter", "step"]
+
+_CHOSEN = ("recompute", "encode")
+"""The fields of Choices that hold values: names in JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a decision is about."""
+
+    kind: ScopeKind
+    names: tuple[str, ...] = ()
+    """Of the values or parameters, or the first and last value of a segment; none for the step."""
+
+    def __str__(self) -> str:
+        return ", ".join(self.names) or self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One lever, applied in one place."""
+
+    lever: Lever
+    scope: Scope
+    grade: Grade
+    bytes: int
+    """What ``keep`` holds from the forward to the backward pass; what any other lever frees of it, or of the step."""
+    seconds: float
+    """What it adds to the step."""
+    layer: str = ""
+    where: str | None = None
+    """``file:line`` of the user's code."""
+    reason: str = ""
+    details: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """What else a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "details", plan_json.frozen(self.details, "details"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided about a step. Sizes in bytes, times in seconds."""
+
+    fingerprint: str
+    """Of the joint graph that it is for."""
+    torch: str
+    device: str
+    budget: int
+    decisions: tuple[Decision, ...]
+    """For people; ``choices`` is what is carried out."""
+    choices: Choices
+    names: Mapping[str, int] = field(hash=False)
+    """The id of every value that may be chosen, by its name: in JSON, choices are names."""
+    predicted: Timeline
+    """Bytes over time of the planned step."""
+    eager_peak: int
+    """Predicted peak of the step without a plan."""
+    floor: int
+    """The least budget that was found to be enough."""
+    lower_bound: int
+    """No schedule of these ops, with their forms in place and encoded, has a peak below it."""
+    seconds: float
+    """Predicted: what the plan adds to a step."""
+    step_seconds: float | None
+    """Predicted time of the step without a plan; None where no costs are known."""
+    lower_bound_seconds: float
+    """No plan within the budget adds less."""
+    resident: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """By cause, the bytes that are there all the time."""
+    program: str = ""
+    """The planned step as Python: to be read and run by people. The engine writes its own from the choices."""
+    notes: tuple[str, ...] = ()
+    heuristics: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """What the search was told, by the name of its setting."""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        assert (self.choices.recompute | self.choices.encode) <= set(self.names.values()), "a choice has no name"
+        object.__setattr__(self, "heuristics", plan_json.frozen(self.heuristics, "heuristics"))
+
+    @property
+    def peak(self) -> int:
+        """Predicted peak of the planned step."""
+        return self.predicted.peak_allocated
+
+    @property
+    def gap(self) -> float:
+        """Seconds that a better plan within the same budget could save at the most."""
+        return max(0.0, self.seconds - self.lower_bound_seconds)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether every value is kept as it is and no gradient is used up early: the step fits as it stands."""
+        return not (self.choices.recompute or self.choices.encode or self.choices.early)
+
+    def count(self, lever: Lever) -> int:
+        """How many decisions use a lever."""
+        return sum(decision.lever == lever for decision in self.decisions)
+
+    def as_python(self) -> str:
+        """The planned forward and backward pass as Python that runs, each line with the user's file:line.
+
+        A plan that was read from a file has the text of that file: read it before you run it.
+        """
+        return self.program
+
+    def to_json(self) -> str:
+        """The plan as JSON text, the same text for the same plan."""
+        plain = plan_json.to_plain(self)
+        name_of = {value: name for name, value in self.names.items()}
+        for chosen in _CHOSEN:
+            plain["choices"][chosen] = [name_of[value] for value in sorted(getattr(self.choices, chosen))]
+        return plan_json.text_of({"format": FORMAT, **plain})
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "The text") -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanFormatError: not JSON, not a plan, of another schema version, or with what this memplan does not know.
+        """
+        try:
+            return _read(plan_json.parse(text))
+        except Unreadable as error:
+            raise PlanFormatError(
+                f"{source} is no plan that can be used: {error}",
+                expected=f"a plan of schema version {SCHEMA}, written by memplan",
+                do="Plan again, or read it with the memplan that wrote it",
+            ) from None
+
+    def __str__(self) -> str:
+        before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
+        budget = f"the budget of {format_bytes(self.budget)}"
+        floor = f"The least found to be enough is {format_bytes(self.floor)}, no less than "
+        floor += f"{format_bytes(self.lower_bound)} can be."
+        if self.changes_nothing:
+            return f"A step on {self.device} fits {budget} as it is: predicted peak {after}. {floor}"
+        share = f" ({100 * self.seconds / self.step_seconds:.1f} %)" if self.step_seconds else ""
+        counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
+        counts += ", each parameter updated early" if self.choices.early else ""
+        return (
+            f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
+            f"{format_seconds(self.seconds)} added{share}, {counts}. No plan in this budget adds less than "
+            f"{format_seconds(self.lower_bound_seconds)} (gap {format_seconds(self.gap)}). {floor}"
+        )
+
+
+def names_of(graph: JointGraph) -> dict[str, int]:
+    """The id of every value that a plan's choices may name: what the forward pass makes."""
+    return {graph.values[value].name: value for op in graph.forward_ops for value in op.makes}
+
+
+def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
+    """Refuse a plan for another model or other inputs.
+
+    Raises:
+        UsageError: the fingerprints differ, or the plan calls values otherwise.
+    """
+    names = names_of(graph)
+    if plan.fingerprint == graph.fingerprint and all(names.get(name) == value for name, value in plan.names.items()):
+        return
+    found, expected = plan.fingerprint[:16], graph.fingerprint[:16]
+    raise UsageError(
+        f"The plan is for another model, or for other inputs: its fingerprint is {found}"
+        + (", but its values are numbered otherwise" if found == expected else ""),
+        expected=f"{expected}, that of this model with these inputs",
+        do="Plan this step anew",
+    )
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan to a file; one that is there already is replaced only when the new one is complete."""
+    write_whole(path, plan.to_json())
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file that `save_plan` wrote. Raises PlanFormatError, OSError."""
+    with Path(path).open("rb") as file:
+        content = file.read(plan_json.LONGEST + 1)
+    return Plan.from_json(content.decode("utf-8", "replace"), str(path))
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time for people, with two digits or more.
+
+    Example:
+        >>> format_seconds(0.0412), format_seconds(0.00031), format_seconds(2.5), format_seconds(0)
+        ('41 ms', '0.31 ms', '2.5 s', '0 ms')
+    """
+    number, unit = (seconds, "s") if seconds >= 0.9995 else (1000 * seconds, "ms")
+    if number == 0:
+        return "0 ms"
+    digits = 0 if number >= 9.95 else 1 if number >= 0.995 else 2 if number >= 0.0995 else 3
+    return f"{number:.{digits}f} {unit}" if number >= 0.0005 else f"under 0.001 {unit}"
+
+
+def _values(number: int) -> str:
+    return f"{number} value" + ("" if number == 1 else "s")
+
+
+def _read(plain: Any) -> Plan:
+    if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
+        raise Unreadable(f'it has no "format": "{FORMAT}"')
+    if plain.get("schema") != SCHEMA:
+        raise Unreadable(f"its schema version is {plain.get('schema')!r:.20}")
+    names = plan_json.from_plain(Mapping[str, int], plain.get("names"), "names")
+    if len(set(names.values())) < len(names):
+        raise Unreadable("names gives two names to one value")
+    choices = plain.get("choices")
+    if not isinstance(choices, dict):
+        raise Unreadable("choices are missing")
+    for chosen in _CHOSEN:
+        given = choices.get(chosen)
+        if not isinstance(given, list):
+            raise Unreadable(f"choices has no list {chosen!r}")
+        odd = [name for name in given if not isinstance(name, str) or name not in names]
+        if odd:
+            raise Unreadable(f"choices names {odd[0]!r:.40}, which is none of its values")
+        choices[chosen] = [names[name] for name in given]
+    return plan_json.from_plain(Plan, plain, "the plan")

@@ -1,0 +1,274 @@
+"""A traced joint graph as plain data: from the nodes of an fx graph to a JointGraph."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import RecordingError, UsageError
+from memplan.planning.graph import GraphOp, JointGraph, Kind, Ref, Value, refs
+from memplan.planning.idle import NUMBERS, idle_arguments
+from memplan.planning.results import TRAINING_NORM, eager_arguments
+from memplan.trace.semantics.cpu import transient_bytes
+
+_KINDS: Mapping[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "input": "input", "tangent": "tangent"}
+
+
+class Reader:
+    """Reads one joint graph."""
+
+    def __init__(self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str]) -> None:
+        """Take a graph.
+
+        Args:
+            joint: what was traced.
+            paths: by the traced module's name of a parameter or buffer, the model's.
+            written: the model's names of buffers whose new values are the last outputs.
+        """
+        self.joint, self.paths, self.written = joint, paths, written
+        self.values: list[Value] = []
+        self.ops: list[GraphOp] = []
+        self.constants: dict[int, torch.Tensor] = {}
+        """Tensors that the graph holds itself, by the value they are."""
+        self.tangents: list[int] = []
+        """Which of the outputs have a tangent, in the order of the tangents."""
+        self._value: dict[Any, Any] = {}
+        """By node: the id of its value, or ids for an op with several results."""
+        self._owner: dict[int, int] = {}
+        """By storage: the value that owns it."""
+        self._handed: dict[_torch.Role, int] = {}
+        self._forward_op: dict[int, int] = {}
+        """By sequence number: the forward op that drew it."""
+        self._sequences: list[int] = []
+        """Its keys, in order."""
+        self._mutated: set[int] = set()
+
+    def graph(self) -> JointGraph:
+        """Read all nodes: forward before backward, else in order."""
+        nodes = list(self.joint.module.graph.nodes)
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        for node, role in zip(placeholders, self.joint.inputs, strict=True):
+            self._placeholder(node, role)
+        output = next(node for node in nodes if node.op == "output")
+        results = [
+            (node, role)
+            for node, role in zip(output.args[0], self.joint.outputs, strict=True)
+            if role is not None and role.kind != "token"
+        ]
+        self._mutated = {self._handed[role.of] for _, role in results if role.kind == "mutation" and role.of}
+        self._mutated |= {value.id for value in self.values if value.kind == "buffer" and value.path in self.written}
+        for node in nodes:
+            if node.op == "get_attr":
+                self._constant(node)
+        calls = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
+        for backward in (False, True):
+            for node in calls:
+                if _torch.is_backward(node) == backward:
+                    self._call(node)
+            self._sequences = sorted(self._forward_op)
+        return self._finished(results)
+
+    def _finished(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
+        outputs: list[int] = []
+        gradients: list[tuple[int, int]] = []
+        mutations: list[tuple[int, int]] = []
+        for node, role in results:
+            if role.kind == "output":
+                outputs.append(self._value[node])
+            elif role.kind == "gradient" and role.of is not None:
+                if node is not None:
+                    gradients.append((self._handed[role.of], self._value[node]))
+            elif role.kind == "mutation" and role.of is not None:
+                mutations.append((self._handed[role.of], self._value[node]))
+            else:
+                raise UsageError(
+                    f"forward() changes more of a tensor than its values ({role.name})",
+                    expected="inputs and buffers that keep shape and strides",
+                    do="Do that to a copy",
+                )
+        buffers = {value.path: value.id for value in self.values if value.kind == "buffer"}
+        last = len(outputs) - len(self.written)
+        written = {buffers[path]: value for path, value in zip(self.written, outputs[last:], strict=True)}
+        return JointGraph(
+            tuple(self.values), tuple(self.ops), tuple(outputs[:last]), tuple(gradients),
+            tuple({**dict(mutations), **written}.items()),
+            torch=torch.__version__,
+        )  # fmt: skip
+
+    # -- values
+
+    def _add(self, name: str, kind: Kind, tensor: torch.Tensor, op: int | None = None, path: str = "") -> int:
+        """A new value. What an op makes of memory that is known is a view; what is handed in never is."""
+        key = _torch.storage_key(tensor.untyped_storage())
+        number = len(self.values)
+        known = self._owner.setdefault(key, number)
+        base = known if op is not None else number
+        size = int(tensor.untyped_storage().nbytes()) if known == number else 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.values.append(
+            Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
+        )
+        return number
+
+    def _placeholder(self, node: Any, role: _torch.Role) -> None:
+        if role.kind == "token":
+            return
+        if role.kind not in _KINDS:
+            raise UsageError(
+                f"The traced step takes something unexpected ({role.name})",
+                expected="parameters, buffers and inputs",
+                do="Leave that part out of the plan",
+            )
+        if role.kind == "tangent" and role.index < 0:
+            raise UsageError(
+                "forward() changes a parameter, or an input that needs a gradient, in place",
+                expected="parameters that only the optimizer changes (an embedding with max_norm changes its own)",
+                do="Change a copy, or leave that layer out of the plan",
+            )
+        path = self.paths[role.name] if role.name else str(role.index)
+        number = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
+        self._value[node] = self._handed[role] = number
+        if role.kind == "tangent":
+            self.tangents.append(role.index)
+
+    def _constant(self, node: Any) -> None:
+        tensor = getattr(self.joint.module, node.target)
+        number = next((known for known, one in self.constants.items() if one is tensor), None)
+        if number is None:
+            number = self._add(node.name, "constant", tensor)
+            self.constants[number] = tensor
+        self._value[node] = number
+        node.meta.setdefault("val", tensor)
+
+    # -- ops
+
+    def _call(self, node: Any) -> None:
+        index, first = len(self.ops), len(self.values)
+        effect = _torch.effect_of(node)
+        function, given = (node.target, node.args) if effect is None else (effect, node.args[2:])
+        layer, where = _torch.place_of(node)
+        _check(function, layer, where)
+        target, found = str(function), node.meta["val"]
+        tokens = 0 if effect is None else 1
+        multiple = not isinstance(found, torch.Tensor) and len(found) > tokens
+        results = (found,) if isinstance(found, torch.Tensor) else tuple(found)[tokens:]
+        outputs, discarded = self._outputs(node, results, tokens, index)
+        args = eager_arguments(
+            target, idle_arguments(target, self._arguments(tuple(given))), results[0] if results else None
+        )
+        kwargs = self._arguments(node.kwargs)
+        makes = tuple(v.id for v in self.values[first:] if v.base == v.id)
+        reads = tuple(dict.fromkeys(self.values[v].base for v in refs((args, kwargs))))
+        backward = _torch.is_backward(node)
+        layer, where, forward = self._place(node, index, backward)
+        scratch = 0 if effect is not None else self._scratch(node, target)
+        self.ops.append(
+            GraphOp(
+                index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
+                discarded, scratch, (), 0.0, _is_random(function), effect is not None or self._once(target, reads),
+                layer, where, forward,
+            )
+        )  # fmt: skip
+
+    def _outputs(
+        self, node: Any, results: Sequence[Any], tokens: int, index: int
+    ) -> tuple[tuple[int | None, ...], int]:
+        """Values for the results that somebody reads, and the bytes of those that nobody does."""
+        single = isinstance(node.meta["val"], torch.Tensor)
+        getters = [] if single else [user for user in node.users if user.target is operator.getitem]
+        named = {0: node.name} if single else {user.args[1] - tokens: user.name for user in getters}
+        outputs: list[int | None] = []
+        discarded = 0
+        for position, tensor in enumerate(results):
+            if position in named and isinstance(tensor, torch.Tensor):
+                outputs.append(self._add(named[position], "result", tensor, index))
+            else:
+                outputs.append(None)
+                discarded += _own_bytes(tensor, self._owner)
+        if single:
+            self._value[node] = outputs[0]
+        for user in getters:
+            if user.args[1] >= tokens:
+                self._value[user] = outputs[user.args[1] - tokens]
+        return tuple(outputs) or (None,), discarded
+
+    def _arguments(self, found: Any) -> Any:
+        if isinstance(found, torch.fx.Node):
+            return Ref(self._value[found])
+        if isinstance(found, tuple):
+            return tuple(self._arguments(part) for part in found)
+        if isinstance(found, list):
+            return [self._arguments(part) for part in found]
+        if isinstance(found, dict):
+            return {name: self._arguments(part) for name, part in found.items()}
+        return found
+
+    def _place(self, node: Any, index: int, backward: bool) -> tuple[str, str | None, int | None]:
+        sequence = _torch.sequence_of(node)
+        if not backward:
+            if sequence is not None:
+                self._forward_op.setdefault(sequence, index)
+            return *_torch.place_of(node), None
+        forward = None if sequence is None else self._forward_of(sequence)
+        if forward is None:
+            return "", None, None
+        return self.ops[forward].layer, self.ops[forward].where, forward
+
+    def _forward_of(self, sequence: int) -> int | None:
+        """The forward op with a number; where no op of the graph drew it (a change in place), the next one's."""
+        at = bisect.bisect_left(self._sequences, sequence)
+        return self._forward_op[self._sequences[at]] if at < len(self._sequences) else None
+
+    def _once(self, target: str, reads: tuple[int, ...]) -> bool:
+        """An opaque call holds what its derivative needs. A recomputed op would read the new value of what the step has
+        changed; a training batch norm does not mind, as its results do not depend on the running statistics."""
+        if target == _torch.OPAQUE:
+            return True
+        return target != TRAINING_NORM and any(value in self._mutated for value in reads)
+
+    def _scratch(self, node: Any, target: str) -> int:
+        return transient_bytes(target, *_values(node), node.meta["val"]) + NUMBERS
+
+
+def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A node's arguments as fake tensors."""
+    return torch.fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
+
+
+def _check(function: Any, layer: str, where: str | None) -> None:
+    """Refuse what cannot be planned.
+
+    Raises:
+        RecordingError: it is no op, or one that changes its arguments.
+    """
+    if not _torch.is_op(function):
+        raise RecordingError(
+            f"{function} takes functions, not only tensors, and a plan has no ops for that",
+            expected="ops of tensors",
+            do="Leave that layer out of the plan",
+            layer=layer,
+            where=where,
+        )
+    if _torch.is_mutable(function):
+        raise RecordingError(
+            f"{function} changes a tensor in place that is no parameter, buffer or input",
+            expected="tensors that change to be buffers",
+            do="Register it, by register_buffer(), or change a copy",
+            layer=layer,
+            where=where,
+        )
+
+
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _own_bytes(tensor: Any, owners: Mapping[int, int]) -> int:
+    if not isinstance(tensor, torch.Tensor) or _torch.storage_key(tensor.untyped_storage()) in owners:
+        return 0
+    return int(tensor.untyped_storage().nbytes())

@@ -1,0 +1,149 @@
+"""What `plan` and `fit` are asked for, checked: the model, its step, the call and the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan._bytes import parse_bytes
+from memplan.devices import find
+from memplan.devices.model import Device
+from memplan.errors import DeviceError, InputError, TargetError, UnitError, UsageError
+from memplan.planning.calls import Call, call_of
+from memplan.planning.losses import WithLoss
+from memplan.planning.planner import Settings
+from memplan.trace.model import HOST
+from memplan.trace.step import StepOptions
+
+LOSSLESS = "exact"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request."""
+
+    model: nn.Module
+    """The user's."""
+    step: nn.Module
+    """What is captured: model and loss, or the model alone."""
+    call: Call
+    autocast: torch.dtype | None
+    settings: Settings
+    notes: tuple[str, ...] = ()
+
+    @contextmanager
+    def under_autocast(self) -> Iterator[None]:
+        """The autocast that the step runs under."""
+        with nullcontext() if self.autocast is None else torch.autocast(HOST, dtype=self.autocast):
+            yield
+
+
+def request(
+    model: Any,
+    inputs: tuple[Any, ...],
+    *,
+    kwargs: Mapping[str, Any],
+    targets: Any,
+    loss: Callable[..., Any] | None,
+    budget: Any,
+    autocast: torch.dtype | str | None,
+    device: str | torch.device | None,
+    allow: str,
+    clip_norm: float | None,
+    accumulate: int,
+    settings: Settings,
+    fake: bool,
+) -> Request:
+    """Check what was asked for, and make what is described only.
+
+    Args:
+        settings: what needs no check: optimizer, early, heuristics, costs, plan.
+        fake: nothing of a model that is still to be made, nor of inputs that are described, is allocated.
+
+    Raises:
+        UsageError: one of its kinds, for each argument that cannot be.
+    """
+    _check_early(settings, accumulate, clip_norm)
+    if allow != LOSSLESS:
+        raise UsageError(f"allow={allow!r}", expected="'exact', the one grade that there is", do="Leave it out")
+    size, card, notes = _budget(budget)
+    card = _card(device) or card
+    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
+    options = StepOptions(inputs, kwargs, targets, loss, settings.optimizer, autocast).checked()
+    with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
+        made = _made(model)
+        args, keywords = _real((*options.inputs, *options.targets)), _real(dict(options.kwargs))
+    if targets and loss is None:
+        raise InputError(f"{len(targets)} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
+    step = made if loss is None else WithLoss(made, loss, len(targets))
+    held = settings.held or accumulate > 1
+    settings = replace(settings, budget=size, device=card, held=held)
+    assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
+    return Request(made, step, call_of(args, keywords), options.autocast, settings, notes)
+
+
+def _check_early(settings: Settings, accumulate: int, clip_norm: float | None) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise UsageError(f"accumulate={accumulate!r}", expected="how many micro-batches make one update, at least 1")
+    if not settings.early:
+        return
+    if settings.optimizer is None:
+        raise UsageError(
+            "early=True without an optimizer", expected="the optimizer that is to update early", do="Give optimizer"
+        )
+    if accumulate > 1:
+        raise UsageError(
+            f"early=True with accumulate={accumulate}",
+            expected="one backward pass for each update: a gradient that is to grow over micro-batches cannot be "
+            "applied and freed after the first",
+            do="Leave one of the two out",
+        )
+    if clip_norm is not None:
+        raise UsageError(
+            f"early=True with clip_norm={clip_norm}",
+            expected="no clipping by the global norm: that is known only when all gradients are there, and early "
+            "updates free each before the next is made",
+            do="Leave one of the two out, or clip each gradient by its value in a hook",
+        )
+
+
+def _budget(budget: Any) -> tuple[int, Device | None, tuple[str, ...]]:
+    if budget is None:
+        raise UsageError("No budget", expected="bytes, such as '6 GiB', or a card's name", do="Give budget")
+    try:
+        return parse_bytes(budget), None, ()
+    except UnitError:
+        if not isinstance(budget, str):
+            raise
+    try:
+        card = find(budget)
+    except DeviceError:
+        return parse_bytes(budget), None, ()  # raises what is wrong with it as a size
+    note = f"the budget is what {card.title} has, less its context; planned with the CPU's kernels, in allocated bytes"
+    return card.usable("high"), card, (note,)
+
+
+def _card(device: str | torch.device | None) -> Device | None:
+    return None if device is None or str(device).lower() == HOST else find(str(device))
+
+
+def _made(model: Any) -> nn.Module:
+    made = model if isinstance(model, nn.Module) else model() if callable(model) else model
+    if not isinstance(made, nn.Module):
+        raise TargetError(
+            f"{type(made).__name__} {made!r:.60}", expected="a module, or a callable that makes one", do="Pass one"
+        )
+    return made
+
+
+def _real(value: Any) -> Any:
+    """Specs as tensors; tensors stay the user's."""
+    from memplan.trace.spec import Spec
+
+    return _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, value)

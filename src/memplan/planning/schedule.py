@@ -1,0 +1,323 @@
+"""Choices -> Schedule: what runs when, what is freed when, in whose memory each result lies.
+
+The schedule is the one account of a planned step: the engine executes it, the simulator counts it, the validator
+checks it. The order of the graph's ops stays; what is not kept is made again just before the first op that reads it,
+at most once, and every value is freed after its last use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph
+
+ActionKind = Literal["run", "encode", "decode", "write", "receive", "give"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is decided about a step: the input of `schedule`.
+
+    A value made in the forward pass and read in the backward pass (or needed to make such a value again) is kept,
+    unless it is named here.
+    """
+
+    recompute: frozenset[int] = frozenset()
+    """Ids of forward values (bases) that are freed after their last use in the forward pass, and made again."""
+    encode: frozenset[int] = frozenset()
+    """Ids of forward values that are kept in their encoded form instead. Where that serves direct readers only,
+    ``recompute`` says what becomes of the value for the others."""
+    early: bool = False
+    """Each parameter is updated as soon as its gradient is complete and nothing reads it any more."""
+    held: bool = False
+    """Gradients are there before the step: each new one is added to the held one and freed."""
+    in_place: bool = True
+    """Results take over the memory of values that die, where an op allows it."""
+    pieces: frozenset[int] | None = None
+    """Ops that do so piece by piece (they have a ``scratch_into``), which can be slower; None: all that can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that the engine does. What ``frees`` names is freed right after it."""
+
+    kind: ActionKind
+    """run an op; encode or decode a value; write a new value into one that was handed in; receive the tangents
+    (the backward pass begins); give a complete gradient away."""
+    op: int | None = None
+    """run: index of the op."""
+    value: int | None = None
+    """encode, decode: the value (not its encoded form). write: the value handed in that is changed. give: the value
+    (parameter or input) whose gradient is given."""
+    source: int | None = None
+    """write: the value that is copied into it. give: the gradient."""
+    reads: tuple[int, ...] = ()
+    """Bases, and encoded forms, that must be there."""
+    makes: tuple[int, ...] = ()
+    """Bases, and encoded forms, that are there afterwards. What else the op makes is discarded at once."""
+    recomputed: bool = False
+    """run: again, in the backward pass."""
+    into: int | None = None
+    """run: base whose memory the first of ``makes`` takes over; it is gone afterwards, and not named in ``frees``."""
+    direct: int | None = None
+    """run: the value whose encoded form the op reads instead of the value itself."""
+    copies: bool = False
+    """give: the receiver gets a copy, because the gradient's memory is not its alone or is laid out otherwise."""
+    frees: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A step as the engine runs it."""
+
+    graph: JointGraph
+    choices: Choices
+    forward: tuple[Action, ...]
+    backward: tuple[Action, ...]
+    saved: tuple[int, ...]
+    """Ids of what lives from the forward to the backward pass: values and encoded forms; not what is resident."""
+
+    @property
+    def seconds(self) -> float:
+        """What recomputing and encoding add to the step."""
+        encodings = {e.value: e for e in self.graph.encodings}
+        total = 0.0
+        for action in (*self.forward, *self.backward):
+            if action.kind == "run" and action.recomputed and action.op is not None:
+                total += self.graph.ops[action.op].seconds
+            elif action.kind == "encode" and action.value is not None:
+                total += encodings[action.value].encode_seconds
+            elif action.kind == "decode" and action.value is not None:
+                total += encodings[action.value].decode_seconds
+        return total
+
+
+def schedule(graph: JointGraph, choices: Choices) -> Schedule:
+    """The step under these choices.
+
+    A value that cannot be made again (it is random, or has an effect), or that the forward pass returns, is kept
+    whatever the choices say.
+    """
+    return _Scheduler(graph, choices).run()
+
+
+def recomputable(graph: JointGraph) -> frozenset[int]:
+    """The forward values that may be made again: of an op without randomness or effect, and not returned."""
+    outputs = _outputs(graph)
+    return frozenset(
+        value for op in graph.forward_ops if not (op.random or op.once) for value in op.makes if value not in outputs
+    )
+
+
+@dataclass
+class _Draft:
+    """An action in the making."""
+
+    action: Action
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    frees: list[int] = field(default_factory=list)
+    into: int | None = None
+
+    def finished(self) -> Action:
+        return replace(self.action, reads=self.reads, makes=self.makes, into=self.into, frees=tuple(sorted(self.frees)))
+
+
+class _Scheduler:
+    def __init__(self, graph: JointGraph, choices: Choices) -> None:
+        self.graph, self.choices = graph, choices
+        self.outputs = _outputs(graph)
+        self.encodings: Mapping[int, Encoding] = {
+            e.value: e for e in graph.encodings if e.value in choices.encode and e.value not in self.outputs
+        }
+        again = recomputable(graph)
+        whole = {v for v, e in self.encodings.items() if e.whole}
+        self.dropped = (choices.recompute & again) - whole
+        self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
+        self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
+        self.there = self.resident | set(self.tangents)
+
+    def run(self) -> Schedule:
+        backward = self._backward()
+        saved = self._saved(backward)
+        forward = self._forward(saved)
+        fixed = self.resident | self.outputs
+        self._free(forward, born=(), kept=fixed | set(saved))
+        self._free(backward, born=(*saved, *self.tangents), kept=fixed | self._kept_gradients(backward))
+        return Schedule(
+            self.graph,
+            self.choices,
+            tuple(draft.finished() for draft in forward),
+            tuple(draft.finished() for draft in backward),
+            saved,
+        )
+
+    def _saved(self, backward: Sequence[_Draft]) -> tuple[int, ...]:
+        """What the backward pass reads and does not make, in order of first use."""
+        made, saved = set(self.there_at_start), dict[int, None]()
+        for draft in backward:
+            saved.update((value, None) for value in draft.reads if value not in made)
+            made.update(draft.makes)
+        return tuple(saved)
+
+    @property
+    def there_at_start(self) -> set[int]:
+        return self.resident | set(self.tangents)
+
+    # -- forward
+
+    def _forward(self, saved: Sequence[int]) -> list[_Draft]:
+        """The forward ops, each encoding and each write after the last op that reads what it frees or changes."""
+        last = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
+        encodings = {e.encoded: e for e in self.encodings.values()}
+        due: dict[int, list[_Draft]] = defaultdict(list)
+        for encoded in sorted(e for e in saved if e in encodings):
+            value = encodings[encoded].value
+            due[last[value]].append(_Draft(Action("encode", value=value), (value,), (encoded,)))
+        for target, source in self.graph.mutations:
+            base = self.graph.base(source)
+            after = max(last.get(target, -1), last.get(base, -1))
+            due[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
+        drafts = list[_Draft]()
+        for op in self.graph.forward_ops:
+            drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
+            drafts += due.pop(op.index, ())
+        return drafts + [draft for rest in due.values() for draft in rest]
+
+    # -- backward
+
+    def _backward(self) -> list[_Draft]:
+        drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
+        for op in self.graph.backward_ops:
+            direct = next((v for v in op.reads if v in self.encodings and op.index in self.encodings[v].direct), None)
+            reads = tuple(self.encodings[v].encoded if v == direct else v for v in op.reads)
+            drafts += self._provided(v for v in op.reads if v != direct)
+            drafts.append(_Draft(Action("run", op=op.index, direct=direct), reads, op.makes))
+            self.there.update(op.makes)
+        return self._with_gives(drafts)
+
+    def _provided(self, values: Iterable[int]) -> list[_Draft]:
+        """What makes forward values that are not there: again, with all that they need, in the forward order."""
+        ops: dict[int, GraphOp] = {}
+        decoded: set[int] = set()
+        wanted: dict[int, set[int]] = defaultdict(set)
+        stack, seen = list(values), set[int]()
+        while stack:
+            value = stack.pop()
+            if value in seen or value in self.there:
+                continue
+            seen.add(value)
+            if value in self.encodings and self.encodings[value].whole:
+                decoded.add(value)
+            elif value in self.dropped:
+                op = self.graph.maker[value]
+                wanted[op.index].add(value)
+                if op.index not in ops:
+                    ops[op.index] = op
+                    stack.extend(op.reads)
+        drafts = list[_Draft]()
+        for index in sorted(ops):
+            op = ops[index]
+            drafts += self._decoded(decoded & set(op.reads))
+            makes = tuple(value for value in op.makes if value in wanted[index])
+            drafts.append(_Draft(Action("run", op=index, recomputed=True), op.reads, makes))
+            self.there.update(makes)
+        return drafts + self._decoded(decoded)
+
+    def _decoded(self, values: set[int]) -> list[_Draft]:
+        missing = sorted(values - self.there)
+        self.there.update(missing)
+        return [_Draft(Action("decode", value=v), (self.encodings[v].encoded,), (v,)) for v in missing]
+
+    # -- gradients
+
+    def _with_gives(self, drafts: list[_Draft]) -> list[_Draft]:
+        """The same with each gradient given away as soon as nothing reads it and, where its parameter is updated
+        at once, nothing reads that either."""
+        last = {value: at for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
+        due: dict[int, list[_Draft]] = defaultdict(list)
+        for of, gradient in self.graph.gradients:
+            base = self.graph.base(gradient)
+            at = last.get(base, 0)
+            if self._updated_early(of):
+                at = max(at, last.get(self.graph.base(of), 0))
+            action = Action("give", value=of, source=gradient, copies=self._copied(of, gradient))
+            due[at].append(_Draft(action, (base,), ()))
+        return [one for at, draft in enumerate(drafts) for one in (draft, *due.get(at, ()))]
+
+    def _updated_early(self, of: int) -> bool:
+        return self.choices.early and self.graph.values[of].kind == "parameter"
+
+    def _copied(self, of: int, gradient: int) -> bool:
+        """Whether what is given cannot be the gradient's own memory: it is somebody else's too, or laid out otherwise
+        than the parameter (then autograd copies it). What is added to a held gradient is not copied."""
+        value, graph = self.graph.values[gradient], self.graph
+        if self.choices.held and graph.values[of].kind == "parameter":
+            return False
+        base = graph.values[value.base]
+        shared = sum(graph.base(other) == base.id for _, other in graph.gradients) > 1
+        foreign = base.kind != "result" or base.id in self.outputs or graph.maker[base.id].phase == "forward"
+        return shared or foreign or value.stride != graph.values[of].stride
+
+    def _kept_gradients(self, drafts: Sequence[_Draft]) -> set[int]:
+        """Bases of gradients that stay: they are in the receiver's hands, not freed after they were given."""
+        return {
+            self.graph.base(draft.action.source)
+            for draft in drafts
+            if draft.action.kind == "give"
+            and draft.action.source is not None
+            and draft.action.value is not None
+            and not draft.action.copies
+            and not self._taken(draft.action.value)
+        }
+
+    def _taken(self, of: int) -> bool:
+        """Whether the gradient of a value is used up as soon as it is given."""
+        return self.graph.values[of].kind == "parameter" and (self.choices.early or self.choices.held)
+
+    # -- memory
+
+    def _in_pieces_only(self, op: GraphOp) -> bool:
+        """Whether an op could work in place piece by piece, and is not to."""
+        pieces = self.choices.pieces
+        return op.scratch_into is not None and pieces is not None and op.index not in pieces
+
+    def _free(self, drafts: Sequence[_Draft], *, born: Iterable[int], kept: set[int]) -> None:
+        """Free everything after its last use; where the op that uses it last can work in its memory, it does."""
+        last = dict.fromkeys(born, 0)
+        last.update((value, at) for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes))
+        for value, at in last.items():
+            if value not in kept:
+                drafts[at].frees.append(value)
+        if not self.choices.in_place:
+            return
+        foreign = kept | set(self.tangents)
+        for draft in drafts:
+            if draft.action.op is None or not draft.makes:
+                continue
+            op = self.graph.ops[draft.action.op]
+            if draft.makes[0] != op.makes[0] or self._in_pieces_only(op):
+                continue
+            draft.into = next((v for v in op.overwrites if v in draft.frees and v not in foreign), None)
+            if draft.into is not None:
+                draft.frees.remove(draft.into)
+
+
+def with_fewest_pieces(made: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
+    """The same schedule where an op works piece by piece only if the step would not fit otherwise.
+
+    ``fits`` says of every action, forward and backward, whether its level is within the budget. Where a result lies
+    changes the level during its own op alone, so that one look at all levels without pieces is enough.
+    """
+    without = schedule(made.graph, replace(made.choices, pieces=frozenset()))
+    actions = (*without.forward, *without.backward)
+    needed = {a.op for a, one in zip(actions, fits(without), strict=True) if not one and a.op is not None}
+    some = schedule(made.graph, replace(made.choices, pieces=frozenset(needed)))
+    return some if all(fits(some)) else made
+
+
+def _outputs(graph: JointGraph) -> set[int]:
+    return {graph.base(value) for value in graph.outputs}

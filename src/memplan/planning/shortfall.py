@@ -1,0 +1,109 @@
+"""A budget that no plan meets: how much is needed, what holds it up, and what would lower it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError
+from memplan.planning.graph import JointGraph
+from memplan.planning.peaks import Surroundings
+from memplan.planning.schedule import Schedule
+from memplan.planning.trace import trace_of
+from memplan.simulation.liveness import live_at, simulate
+from memplan.trace.model import Cause, Op, Storage, Trace
+
+_SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
+"""Causes whose bytes follow the inputs' sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A storage that is live at the peak of the floor."""
+
+    bytes: int
+    cause: Cause
+    name: str
+    """Of a parameter or buffer; else the op that made it."""
+    layer: str
+    where: str | None
+
+    def __str__(self) -> str:
+        what = f"{format_bytes(self.bytes)} {self.cause.replace('_', ' ')}"
+        return what + "".join(f" {part}" for part in (self.name, self.layer and f"of {self.layer}") if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to need less. ``bytes`` is an estimate of the least budget then, from what is live at the peak."""
+
+    do: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.do} (about {format_bytes(self.bytes)})"
+
+
+def budget_error(floor: Schedule, surroundings: Surroundings, budget: int) -> BudgetError:
+    """The error that says so.
+
+    Args:
+        floor: the schedule with the smallest peak that was found.
+        surroundings: what there is beside it.
+        budget: bytes that were asked for.
+    """
+    trace = trace_of(floor, surroundings)
+    timeline = simulate(trace)
+    live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
+    holders = tuple(_holder(trace, storage) for storage in live)
+    ways = tuple(sorted(_ways(floor, live, timeline.peak_allocated), key=lambda way: way.bytes))
+    peak = format_bytes(timeline.peak_allocated)
+    return BudgetError(
+        f"The budget is {format_bytes(budget)}",
+        expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes "
+        + ", ".join(str(holder) for holder in holders[:3]),
+        do=f"Give {peak}" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
+        smallest_budget=timeline.peak_allocated,
+        timeline=timeline,
+        held_by=holders,
+        lower_by=ways,
+    )
+
+
+def _holder(trace: Trace, storage: Storage) -> Holder:
+    op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
+    if storage.name or op is None:
+        return Holder(storage.bytes, storage.cause, storage.name, "", None)
+    return Holder(storage.bytes, storage.cause, op.name, op.layer, op.where)
+
+
+def _at(trace: Trace, tick: int) -> str:
+    """The op at the peak, in words."""
+    op: Op | None = next((op for op in trace.ops if op.start < tick <= op.end), None)
+    if op is None:
+        return "at its peak"
+    layer = f" of {op.layer}" if op.layer else ""
+    return f"in {op.phase}, at {op.name}{layer}" + (f" ({op.where})" if op.where else "")
+
+
+def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
+    """What people can change, and what it would do to the bytes at the peak."""
+    scaling = [storage for storage in live if storage.cause in _SCALING]
+    total = sum(storage.bytes for storage in scaling)
+    wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input")
+    ways = [Way("halve the batch", peak - total // 2)] if total else []
+    axes = _image_axes(floor.graph)
+    if total and axes:
+        ways.append(Way("halve the resolution", peak - total + total // 2**axes))
+    if wide:
+        ways.append(Way("run in bfloat16 (autocast)", peak - wide // 2))
+    gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
+    if gradients and not floor.choices.early and not floor.choices.held:
+        ways.append(Way("let the optimizer update early", peak - gradients))
+    return ways
+
+
+def _image_axes(graph: JointGraph) -> int:
+    """How many dimensions an image or volume among the inputs has; 0 where there is none."""
+    shapes = [value.shape for value in graph.values if value.kind == "input"]
+    return max((len(shape) - 2 for shape in shapes if len(shape) in (4, 5)), default=0)

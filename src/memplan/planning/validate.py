@@ -1,0 +1,149 @@
+"""The independent checker of schedules: slow, obvious, and without a line in common with what makes or counts them.
+
+It notes which memory is live and still as it was made: an op that reads nothing else makes what it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from memplan.errors import ScheduleError
+from memplan.planning.graph import RESIDENT, GraphOp, JointGraph, Ref
+from memplan.planning.peaks import Surroundings
+from memplan.planning.schedule import Action, Schedule
+
+_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+
+
+def validate(
+    graph: JointGraph, schedule: Schedule, budget: int | None = None, surroundings: Surroundings | None = None
+) -> int:
+    """Count the peak of a schedule. Raises ScheduleError where it is not within budget, or not what the graph says."""
+    return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
+
+
+class _Walk:
+    def __init__(self, graph: JointGraph, plan: Schedule, budget: float, around: Surroundings) -> None:
+        self.graph, self.values, self.plan, self.budget, self.around = graph, graph.values, plan, budget, around
+        self.tangents = {v.id for v in graph.values if v.kind == "tangent"}
+        self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
+        self.outputs = {graph.values[value].base for value in graph.outputs}
+        held = [of for of, _ in graph.gradients if plan.choices.held and graph.values[of].kind == "parameter"]
+        self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
+        self.ran, self.again, self.written, self.given = list[int](), set[int](), set[int](), set[int]()
+        self.peak = self.level = around.held_bytes + self.size(held) + self.size(self.resident)
+
+    def walk(self) -> int:
+        for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
+            for at, action in enumerate(actions):
+                self.place = f"{phase} action {at} ({action.kind} {action.value if action.op is None else action.op})"
+                begins = (phase, at) == ("backward", 0)
+                self.need(begins == (action.kind == "receive"), "the tangents come first, and once")
+                self.need(action.kind == "run" or action.into is action.direct is action.op is None, "only ops do that")
+                self.do(action, phase)
+                for value in action.frees:
+                    self.drop(value)
+            self.place = f"the end of the {phase} pass"
+            if phase == "forward":
+                saved = self.live - self.resident - self.outputs
+                self.need(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
+                self.changed |= self.outputs - self.resident - {*self.plan.saved}  # what is not handed on
+        self.need(self.ran == [op.index for op in self.graph.ops if op.makes or op.discarded], "not every op ran once")
+        due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.given
+        self.need(not due, f"the write or the gradient of {self.names(due)} is missing")
+        odd = self.live ^ (self.resident | self.outputs | self.theirs)
+        self.need(not odd, f"{self.names(odd)} should have been freed, or should not")
+        self.put((), 0 if self.plan.choices.early else self.around.update)
+        return self.peak
+
+    def do(self, action: Action, phase: str) -> None:
+        value, source = -1 if action.value is None else action.value, -1 if action.source is None else action.source
+        encoding = next((encoding for encoding in self.graph.encodings if encoding.value == value), None)
+        if action.kind == "receive":
+            self.check(action, (), self.tangents)
+            self.put(self.tangents, 0)
+        elif action.kind == "run" and action.op is not None:
+            self.run(action, self.graph.ops[action.op], phase)
+        elif action.kind == "encode" and encoding is not None:
+            self.check(action, (value,), (encoding.encoded,))
+            self.put((encoding.encoded,), encoding.encode_scratch)
+        elif action.kind == "decode" and encoding is not None and encoding.whole:
+            self.check(action, (encoding.encoded,), (value,))
+            self.put((value,), encoding.decode_scratch)
+        elif (action.kind, phase) == ("write", "forward"):
+            self.check(action, (self.values[source].base,), ())
+            self.need((value, source) in self.graph.mutations and value not in self.written, "not this, or not twice")
+            self.written.add(value)
+            self.changed.add(self.values[value].base)
+        else:
+            self.give(action, value, source, phase)
+
+    def run(self, action: Action, op: GraphOp, phase: str) -> None:
+        scratch = op.scratch - op.scratch_saved * (action.into is not None)
+        makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
+        if action.recomputed:
+            allowed = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
+            self.need(allowed and self.again.isdisjoint(makes), f"{op.target} must not run again here, or so often")
+            self.again |= makes
+            if op.target == _BATCH_NORM and op.args[5] is True and makes <= {*op.outputs[:3]}:
+                idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
+        else:
+            self.need(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
+            self.ran.append(op.index)
+        if action.direct is not None:
+            found = [e for e in self.graph.encodings if e.value == action.direct and op.index in e.direct]
+            self.need(bool(found) and action.direct in reads, f"{op.target} cannot read an encoded form of it")
+            reads[reads.index(action.direct)], scratch = found[0].encoded, found[0].direct_scratch
+        self.check(action, reads, action.makes, idle)
+        self.need(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
+        if action.into is not None:
+            fits = action.makes[:1] == op.makes[:1] and self.size([action.into]) == self.size(op.makes[:1])
+            fits = fits and action.into in {*op.overwrites} & {*reads} - self.tangents
+            self.need(fits, f"{op.target} must not write over {self.names([action.into])}")
+            self.drop(action.into)
+        self.put(makes, op.discarded + scratch + self.size({*op.makes} - makes))
+
+    def give(self, action: Action, of: int, source: int, phase: str) -> None:
+        values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
+        early, held = parameter and self.plan.choices.early, parameter and self.plan.choices.held
+        known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
+        self.need(known and of not in self.given, "there is no such thing to do here, or it is done")
+        self.check(action, (base,), ())
+        shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
+        foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
+        self.need(action.copies or held or not (shared or foreign), "a gradient that is not its alone must be copied")
+        self.put((), self.size([of] * action.copies) + (self.around.update_of.get(of, 0) if early else 0))
+        if not (early or held):
+            self.level += self.size([of] * action.copies)
+            self.theirs |= set[int]() if action.copies else {base}
+        self.changed |= self.theirs | ({values[of].base} if early else set[int]())  # whoever has it may change it
+        self.given.add(of)
+
+    def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
+        self.need({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
+        self.need(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
+        stale = self.changed & {*reads} - {*idle}
+        self.need(not stale, f"{self.names(stale)} has changed since, or is not saved")
+        self.need(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
+
+    def put(self, makes: Collection[int], transient: int) -> None:
+        self.live.update(makes)
+        self.level += self.size(makes)
+        self.peak = max(self.peak, self.level + transient)
+        self.need(self.peak <= self.budget, f"{self.level + transient} bytes live, the budget is {self.budget}")
+
+    def drop(self, value: int) -> None:
+        kept = value in self.resident or value in self.outputs or value in self.theirs
+        self.need(value in self.live and not kept, f"{self.names([value])} is not there to be freed, or has to stay")
+        self.live.remove(value)
+        self.level -= self.size([value])
+
+    def size(self, values: Iterable[int]) -> int:
+        return sum(self.values[value].bytes for value in values)
+
+    def names(self, values: Iterable[int]) -> str:
+        return ", ".join(self.values[value].name for value in sorted(values)) or "nothing"
+
+    def need(self, right: bool, otherwise: str) -> None:
+        if not right:
+            raise ScheduleError(f"The schedule is wrong at {self.place}: {otherwise}")

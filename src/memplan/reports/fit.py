@@ -1,0 +1,154 @@
+"""What fitting a step came to: before and after, the plan and the proof, or why no plan fits; printed and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError
+from memplan.planning.plan import Plan, format_seconds
+from memplan.reports import frontier as frontiers
+from memplan.reports import plan as plans
+from memplan.reports.columns import Column
+from memplan.reports.frontier import Frontier
+from memplan.reports.output import Page, print_parts
+from memplan.reports.terminal import clean
+from memplan.verification.proof import Proof
+
+FORMAT = "memplan.fit"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What fitting a step came to."""
+
+    title: str
+    plan: Plan | None
+    """None where no plan fits the budget."""
+    proof: Proof | None = None
+    """None where nothing ran."""
+    changed: bool = True
+    """Whether the model runs the plan; not where the step fits as it is."""
+    shortfall: BudgetError | None = None
+    """Why no plan fits the budget."""
+    frontier: Frontier | None = None
+    notes: tuple[str, ...] = ()
+    """What to know besides."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step is within the budget, and proven to be the same where it ran."""
+        return self.shortfall is None and (self.proof is None or self.proof.ok)
+
+
+def print_fit(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> None:
+    """Print an outcome: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
+
+    Args:
+        outcome: what to print.
+        file: where to; stdout by default.
+        top: how many values of the plan to list; 0 for all.
+    """
+    print_parts(lambda page: render(outcome, page, top), file)
+
+
+def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableType]:
+    """The parts of the report as rich renderables, in order."""
+    yield _verdict(outcome)
+    if outcome.shortfall is not None:
+        yield from (Text(clean(line)) for line in _sentences(outcome.shortfall))
+    if outcome.plan is not None:
+        yield ""
+        yield _figures(outcome.plan, outcome.proof, page, changed=outcome.changed)
+    if outcome.proof is not None and outcome.changed:
+        yield ""
+        yield Text("Proof", "bold")
+        yield Text(str(outcome.proof), "" if outcome.proof.ok else "bold red")
+    if outcome.plan is not None and outcome.changed:
+        yield ""
+        yield from plans.render(outcome.plan, page, top)
+    notes = outcome.notes if outcome.plan is None or outcome.changed else (*outcome.plan.notes, *outcome.notes)
+    yield from (Text(f"note: {clean(note)}") for note in dict.fromkeys(notes))
+    if outcome.frontier is not None:
+        yield ""
+        yield frontiers.table(outcome.frontier, page)
+
+
+def dumps(outcome: Outcome) -> str:
+    """An outcome as JSON, indented: the plan and the proof as they are written by themselves. Bytes and seconds."""
+    shortfall = outcome.shortfall
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "title": outcome.title,
+        "fits": outcome.fits,
+        "changed": outcome.changed,
+        "smallest_budget": None if shortfall is None else shortfall.smallest_budget,
+        "reason": None if shortfall is None else str(shortfall),
+        "plan": None if outcome.plan is None else json.loads(outcome.plan.to_json()),
+        "proof": None if outcome.proof is None else outcome.proof.to_dict(),
+        "frontier": None if outcome.frontier is None else outcome.frontier.to_dict(),
+        "notes": list(outcome.notes),
+    }
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def _verdict(outcome: Outcome) -> Text:
+    title, plan, proof = clean(outcome.title), outcome.plan, outcome.proof
+    if plan is None:
+        assert outcome.shortfall is not None, "without a plan there is a reason"
+        least = format_bytes(outcome.shortfall.smallest_budget)
+        return Text(f"{title} does not fit. The smallest budget that it fits is {least}.", "bold red")
+    asked = plan.budget if proof is None or proof.budget is None else proof.budget  # a plan may be made for less
+    budget = f"the budget of {format_bytes(asked)}"
+    if proof is not None and not proof.ok:
+        return Text(f"{title} was NOT made to fit {budget}: the proof failed.", "bold red")
+    if not outcome.changed:
+        return Text(f"{title} fits {budget} already: nothing was changed.", "bold green")
+    if proof is None:
+        return Text(f"{title} can be made to fit {budget}; nothing was run.", "bold green")
+    return Text(f"{title} fits {budget} now, and its result is the same.", "bold green")
+
+
+def _sentences(error: BudgetError) -> Iterator[str]:
+    yield f"{error.found.rstrip('.')}."
+    if error.expected:
+        yield f"Expected {error.expected.rstrip('.')}."
+    if error.do:
+        yield f"{error.do.rstrip('.')}."
+
+
+def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> Table:
+    """Peak and time of a step, predicted and measured, without the plan and with it."""
+    rows = [_bytes_row("predicted peak", plan.eager_peak, plan.peak)]
+    if proof is not None:
+        rows.append(_bytes_row("measured peak", proof.reference_peak, proof.peak))
+    if plan.step_seconds is not None:
+        rows.append(_seconds_row("predicted time", plan.step_seconds, plan.step_seconds + plan.seconds))
+    if proof is not None and proof.times is not None:
+        rows.append(_seconds_row("measured time", proof.times.before, proof.times.after, proof.times.ratio))
+    headers = ("Of a step", "before", "after", "change") if changed else ("Of a step", "as it is")
+    return page.table(
+        [Column(header, tuple(row[at] for row in rows), right=at > 0) for at, header in enumerate(headers)]
+    )
+
+
+def _bytes_row(label: str, before: int, after: int) -> tuple[str, str, str, str]:
+    return label, format_bytes(before), format_bytes(after), _change(after / before) if before else ""
+
+
+def _seconds_row(label: str, before: float, after: float, ratio: float | None = None) -> tuple[str, str, str, str]:
+    ratio = after / before if ratio is None and before else ratio
+    return label, format_seconds(before), format_seconds(after), "" if ratio is None else _change(ratio)
+
+
+def _change(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"

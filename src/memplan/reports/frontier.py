@@ -1,0 +1,130 @@
+"""Peak against time, from all kept to the floor: as a table, and as a picture where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from memplan._bytes import format_bytes
+from memplan.errors import InputError, UsageError
+from memplan.planning.plan import format_seconds
+from memplan.reports.columns import Column
+from memplan.reports.output import Page
+from memplan.reports.terminal import clean
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A plan that was found."""
+
+    peak: int
+    """Predicted bytes."""
+    seconds: float
+    """What it adds to the step, predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Plans of one step; none has both a larger peak and more added seconds than another."""
+
+    title: str
+    points: tuple[Point, ...]
+    """From all kept to the floor: the largest peak first."""
+    eager_peak: int
+    """Predicted bytes of the step without a plan."""
+    step_seconds: float | None = None
+    """Predicted, without a plan."""
+    budget: int | None = None
+    """Bytes that were asked for, marked."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: bytes and seconds."""
+        return {
+            "eager_peak": self.eager_peak,
+            "step_seconds": self.step_seconds,
+            "points": [{"peak": point.peak, "seconds": point.seconds} for point in self.points],
+        }
+
+
+def table(frontier: Frontier, page: Page) -> Table:
+    """A row for each plan, with what it frees and what that adds; the first within the budget is marked."""
+    points, most = frontier.points, frontier.eager_peak
+    fitting = next((p for p in points if frontier.budget is not None and p.peak <= frontier.budget), None)
+    columns = [
+        Column("Frontier", tuple(format_bytes(point.peak) for point in points), right=True),
+        Column("of eager", tuple(f"{100 * p.peak / most:.0f} %" if most else "" for p in points), right=True, drop=2),
+        Column("added time", tuple(format_seconds(point.seconds) for point in points), right=True),
+    ]
+    if frontier.step_seconds:
+        shares = tuple(f"{100 * point.seconds / frontier.step_seconds:.1f} %" for point in points)
+        columns.append(Column("of the step", shares, right=True, drop=1))
+    names = ["" for _ in points]
+    if points:
+        names[-1] = "the floor"
+    if fitting is not None:
+        at = points.index(fitting)
+        names[at] = ", ".join(filter(None, ("the first in the budget", names[at])))
+    columns.append(Column("", tuple(names), drop=3))
+    return page.table(columns)
+
+
+def check_drawable(path: str) -> None:
+    """See that a picture can be drawn into a file of this name before the work for it is done.
+
+    Raises:
+        InputError: it ends in none of `FORMATS`.
+        UsageError: matplotlib is not installed.
+    """
+    if PurePath(path).suffix.lower() not in FORMATS:
+        raise InputError(f"--frontier {path}", expected=f"a name that ends in {', '.join(FORMATS)}", do="Rename it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            "--frontier draws with matplotlib, which is not installed",
+            expected="memplan's extra charts",
+            do="Install it: pip install 'memplan[charts]'",
+        )
+
+
+def draw(frontier: Frontier) -> Figure:
+    """The picture: bytes at the peak to the right, seconds upwards."""
+    from matplotlib.figure import Figure
+
+    largest = max((frontier.eager_peak, *(point.peak for point in frontier.points)))
+    unit, name = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
+    base = frontier.step_seconds or 0.0
+    figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    peaks = [point.peak / unit for point in frontier.points]
+    axes.plot(peaks, [base + point.seconds for point in frontier.points], "o-", label="planned")
+    axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label="without a plan")
+    if frontier.budget is not None and frontier.budget <= largest:
+        axes.axvline(frontier.budget / unit, linestyle="--", color="gray", label="budget")
+    axes.set_xlabel(f"predicted peak ({name})")
+    axes.set_ylabel("predicted seconds of a step" if base else "predicted seconds added")
+    axes.set_title(clean(frontier.title).replace("$", r"\$"))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def picture(frontier: Frontier, path: str) -> bytes:
+    """What a file of this name holds: the same bytes for the same frontier."""
+    import matplotlib
+
+    kind = PurePath(path).suffix.lower().removeprefix(".")
+    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "memplan"}):
+        draw(frontier).savefig(buffer, format=kind, metadata=undated)
+    return buffer.getvalue()

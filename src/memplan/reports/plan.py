@@ -1,0 +1,138 @@
+"""A plan on the terminal: what it needs and adds, and a table of its decisions with their reasons."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memplan._bytes import format_bytes
+from memplan.planning.plan import Decision, Plan, format_seconds
+from memplan.reports.columns import Column, fit
+from memplan.reports.output import Page, print_parts
+from memplan.reports.terminal import clean
+
+_INDENT = 4
+_LEGEND = (
+    "bytes: what keep holds from the forward to the backward pass, what anything else frees. "
+    "cost: what it adds to the step. Below each: the reason."
+)
+_Row = tuple[str, str, str, str, str]
+
+
+def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
+    """Print a plan: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
+
+    Args:
+        plan: what to print.
+        file: where to; stdout by default.
+        top: how many values to list, the largest first; 0 for all.
+    """
+    print_parts(lambda page: render(plan, page, top), file)
+
+
+def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
+    """The parts of the report as rich renderables, in order."""
+    yield Text(f"Plan for a step on {clean(plan.device)}, torch {clean(plan.torch)}", "bold")
+    yield _head(plan)
+    if plan.decisions:
+        yield ""
+        yield from _table(plan.decisions, page, top)
+        yield Text(_LEGEND, "dim")
+    if plan.notes:
+        yield ""
+    for note in plan.notes:
+        yield Text(f"note: {clean(note)}")
+
+
+def _head(plan: Plan) -> Table:
+    """The figures of the whole step."""
+    change = plan.eager_peak - plan.peak
+    share = f", {100 * change / plan.eager_peak:.0f} % less" if change > 0 and plan.eager_peak else ""
+    of = f" of {format_seconds(plan.step_seconds)}" if plan.step_seconds else ""
+    of += f" ({100 * plan.seconds / plan.step_seconds:.1f} %)" if plan.step_seconds else ""
+    facts = {
+        "budget": format_bytes(plan.budget),
+        "predicted peak": f"{format_bytes(plan.eager_peak)} before, {format_bytes(plan.peak)} after{share}",
+        "floor": f"{format_bytes(plan.floor)}; no schedule of these ops is below {format_bytes(plan.lower_bound)}",
+        "added time": format_seconds(plan.seconds) + of,
+        "gap": f"{format_seconds(plan.gap)}: no plan in this budget adds less than "
+        + format_seconds(plan.lower_bound_seconds),
+    }
+    if plan.resident:
+        parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
+        facts["always there"] = ", ".join(f"{clean(cause)} {format_bytes(size)}" for cause, size in parts if size)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, value in facts.items():
+        table.add_row(Text(label), Text(value))
+    return table
+
+
+def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
+    """What is decided about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
+    whole = [decision for decision in decisions if decision.scope.kind == "step"]
+    rest = [decision for decision in decisions if decision.scope.kind != "step"]
+    rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
+    shown = rest[:top] if top else rest
+    rows = [_row(decision) for decision in (*whole, *shown)]
+    more, all_ = _sums(rest[len(shown) :], "... {} more"), _sums(rest, "all {}")
+    header, *lines = _lines([*rows, *more, *all_], page)
+    rule = Text(("-" if page.ascii_only else "─") * page.width)
+    yield from (Text(header, "bold"), rule)
+    for line, decision in zip(lines, (*whole, *shown), strict=False):
+        yield Text(line)
+        for part in textwrap.wrap(clean(decision.reason), page.width - _INDENT):
+            yield Text(" " * _INDENT + part, "dim")
+    yield from (Text(line) for line in lines[len(rows) : len(rows) + len(more)])
+    yield rule
+    yield from (Text(line, "bold") for line in lines[len(rows) + len(more) :])
+
+
+def _lines(rows: Sequence[_Row], page: Page) -> list[str]:
+    """The header and the rows as lines in columns."""
+    columns = [
+        Column("value", tuple(row[0] for row in rows), shrinks_to=12),
+        Column("layer", tuple(row[1] for row in rows), shrinks_to=12, from_left=True, drop=1),
+        Column("bytes", tuple(row[2] for row in rows), right=True),
+        Column("decision", tuple(row[3] for row in rows)),
+        Column("cost", tuple(row[4] for row in rows), right=True),
+    ]
+    cut, gap = fit(columns, page.width, "..." if page.ascii_only else "…")
+    cells = [[_padded(cell, column) for cell in (column.header, *column.cells)] for column in cut]
+    return [(" " * gap).join(line).rstrip() for line in zip(*cells, strict=True)]
+
+
+def _padded(cell: str, column: Column) -> str:
+    space = " " * (column.width - cell_len(cell))
+    return space + cell if column.right else cell + space
+
+
+def _row(decision: Decision) -> _Row:
+    return (
+        clean(str(decision.scope)),
+        clean(decision.layer),
+        format_bytes(decision.bytes),
+        decision.lever if decision.grade == "exact" else f"{decision.lever}, {decision.grade}",
+        format_seconds(decision.seconds) if decision.seconds else "-",
+    )
+
+
+def _sums(decisions: Sequence[Decision], label: str) -> list[_Row]:
+    """A row for each lever, the one with the most bytes first."""
+    by_lever: dict[str, list[Decision]] = {}
+    for decision in decisions:
+        by_lever.setdefault(decision.lever, []).append(decision)
+    sums = [
+        (sum(d.bytes for d in group), sum(d.seconds for d in group), lever, len(group))
+        for lever, group in by_lever.items()
+    ]
+    sums.sort(key=lambda row: (-row[0], row[2]))
+    return [
+        (label.format(many), "", format_bytes(size), lever, format_seconds(seconds) if seconds else "-")
+        for size, seconds, lever, many in sums
+    ]

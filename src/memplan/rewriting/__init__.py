@@ -1,0 +1,1 @@
+"""A plan made real: the kernels, codecs and graphs that run a step as it was planned."""

@@ -1,0 +1,111 @@
+"""``torch.compile(model, backend="memplan", options={"budget": "6 GiB"})``: graphs from Dynamo, run as planned."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from memplan import _torch
+from memplan._bytes import parse_bytes
+from memplan.errors import UsageError
+from memplan.planning.planner import Planner as StepPlanner
+from memplan.planning.planner import Settings
+from memplan.rewriting.install import Planner, install
+from memplan.trace.place import format_frame
+
+_told: set[tuple[str, int]] = set()
+
+
+def memplan(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend that ``torch.compile`` finds under this name.
+
+    Args:
+        graph: a graph that Dynamo traced.
+        inputs: what it is to be called with first.
+        options: ``budget``, in bytes or as a size such as ``"6 GiB"``: what is on the device at any moment of a step.
+
+    Raises:
+        UsageError: there is no budget, or an option that memplan does not know.
+        BudgetError: at the first call: no plan fits the budget.
+    """
+    budget = _budget(options or {})
+
+    def planner_of(module: nn.Module) -> Planner:
+        planner = StepPlanner(module)
+        return lambda call, held: planner.planned(call, Settings(budget=budget, held=held))
+
+    return compiled(graph, inputs, planner_of)
+
+
+def compiled(
+    graph: fx.GraphModule, inputs: Sequence[Any], planner_of: Callable[[nn.Module], Planner]
+) -> Callable[..., Any]:
+    """A graph as a function that runs as planned; each kind of call is planned when it is first made."""
+    _tell_of_break(graph)
+    lifted = _Lifted(graph, inputs)
+    install(lifted, planner_of(lifted))
+    return lifted.called
+
+
+class _Lifted(nn.Module):
+    """A graph that takes its parameters among its inputs, as a module that has them."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self._code = graph.code  # written when first asked for: not to be in a capture
+        placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self._names = [
+            f"{_plain_name(name)}_{at}" if isinstance(one, nn.Parameter) else None
+            for at, (name, one) in enumerate(zip(placeholders, inputs, strict=True))
+        ]
+        for name, one in zip(self._names, inputs, strict=True):
+            if name is not None:
+                self.register_parameter(name, one)
+
+    def called(self, *inputs: Any) -> Any:
+        """Call the graph with all of its inputs."""
+        for name, one in zip(self._names, inputs, strict=True):
+            if name is not None and getattr(self, name) is not one:
+                setattr(self, name, one)
+        return self(*(one for name, one in zip(self._names, inputs, strict=True) if name is None))
+
+    def forward(self, *inputs: Any) -> Any:
+        """Call the graph with those of its inputs that are no parameters."""
+        left = iter(inputs)
+        return self.graph(*(next(left) if name is None else getattr(self, name) for name in self._names))
+
+
+def _plain_name(placeholder: str) -> str:
+    """Dynamo's name of a parameter without the words for how it got there: l_self_modules_fc_parameters_weight_."""
+    words = re.sub(r"^[lL]_self_|_?(modules|parameters)_", "_", placeholder).strip("_")
+    return re.sub(r"_+", "_", words) or "parameter"
+
+
+def _budget(options: Mapping[str, Any]) -> int:
+    unknown = sorted(set(options) - {"budget"})
+    if unknown or "budget" not in options:
+        raise UsageError(
+            f"options={dict(options)!r}" if unknown else "No budget",
+            expected="options={'budget': '6 GiB'}",
+            do="Give the bytes that the step may take, as a number or a size",
+        )
+    return parse_bytes(options["budget"])
+
+
+def _tell_of_break(graph: fx.GraphModule) -> None:
+    found = _torch.graph_break(graph)
+    if found is None or (found.path, found.line) in _told:
+        return
+    _told.add((found.path, found.line))
+    warnings.warn(
+        f"memplan: the graph breaks at {format_frame((found.path, found.line))} ({found.reason}). Each part is planned "
+        "by itself and bounded by the whole budget, so the step as a whole is not. memplan.fit needs no whole graph.",
+        stacklevel=2,
+    )

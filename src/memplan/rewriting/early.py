@@ -1,0 +1,184 @@
+"""The optimizer early: each parameter is updated in the backward pass, and its gradient freed at once."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import UsageError
+
+_ACCUMULATED = (
+    "an early update needs one backward pass for each optimizer.step(), from gradients that are not there yet"
+)
+
+
+def update_early(optimizer: torch.optim.Optimizer) -> Early:
+    """Make an optimizer update each parameter as soon as its gradient is complete.
+
+    The training loop stays as it is: ``step()`` finds no gradients, runs the hooks on it, and closes the step;
+    ``zero_grad()`` finds nothing to do. Learning rate schedules and ``state_dict`` work as before. What the loop does
+    to all gradients between backward and ``step()`` cannot work, since they are gone by then.
+
+    Args:
+        optimizer: any one that treats each parameter by itself.
+
+    Raises:
+        UsageError: the optimizer needs a closure (LBFGS). Later, by the loop itself: gradients are accumulated, clipped
+            by their global norm, or scaled by a GradScaler.
+
+    Example:
+        >>> early = update_early(optimizer)
+        >>> step(images, labels).backward()  # parameters are updated here
+        >>> optimizer.step()
+    """
+    return Early(optimizer)
+
+
+class Early:
+    """See `update_early`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} updating early",
+                expected="an optimizer that updates each parameter from its gradient alone, without a closure",
+                do="Take another optimizer, or leave early out",
+            )
+        self._optimizer = optimizer
+        self._update = _torch.bare_step(optimizer)
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._listed: tuple[Any, int] = (None, 0)
+        self._updated: set[int] = set()
+        self._ids = frozenset(map(id, _parameters(optimizer)))
+        self._handles = [optimizer.register_step_pre_hook(self._step_begins)]
+        for parameter in _parameters(optimizer):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._before(parameter)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._apply))
+        _watching.add(self)
+
+    def undo(self) -> None:
+        """Make the optimizer update in ``step()`` again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _watching.discard(self)
+
+    def updates(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is updated early."""
+        return id(parameter) in self._ids
+
+    def _before(self, parameter: torch.Tensor) -> Any:
+        number, held = id(parameter), weakref.ref(parameter)
+
+        def check(_: torch.Tensor) -> None:
+            now = held()
+            if now is not None and now.grad is not None:
+                raise UsageError(
+                    f"A gradient is held already for a parameter of shape {tuple(now.shape)}",
+                    expected=_ACCUMULATED,
+                    do="Call optimizer.zero_grad(), or leave early out to accumulate gradients",
+                )
+            if number in self._updated:
+                raise UsageError(
+                    "A second backward pass before optimizer.step()",
+                    expected=_ACCUMULATED,
+                    do="Call optimizer.step() after each backward pass, or leave early out to accumulate gradients",
+                )
+
+        return check
+
+    def _apply(self, parameter: torch.Tensor) -> None:
+        """Run the optimizer's own update with nothing in its groups but this parameter."""
+        optimizer, group = self._optimizer, self._group(parameter)
+        groups, parameters = optimizer.param_groups, group["params"]
+        options = {name: value for name, value in group.items() if name != "params"}
+        try:
+            optimizer.param_groups, group["params"] = [group], [parameter]
+            self._update()
+        finally:
+            optimizer.param_groups, group["params"] = groups, parameters
+        changed = [name for name, value in options.items() if group.get(name) is not value]
+        if changed or len(options) + 1 != len(group):
+            raise UsageError(
+                f"{type(optimizer).__name__} changes its option {(changed or ['(a new one)'])[0]!r} with each update",
+                expected="an optimizer that updates each parameter from its gradient and its own state alone",
+                do="Take another optimizer, or leave early out",
+            )
+        self._updated.add(id(parameter))
+        parameter.grad = None
+
+    def _group(self, parameter: torch.Tensor) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
+            self._groups = {id(one): group for group in groups for one in group["params"]}
+            self._listed = (groups, len(groups))
+        return self._groups[id(parameter)]
+
+    def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise UsageError(
+                "optimizer.step() with a closure",
+                expected="step() without one: the parameters were updated in the backward pass",
+                do="Leave the closure out, or leave early out",
+            )
+        self._updated.clear()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _Watching:
+    """Sees clipping and loss scaling as long as there is anything that they would break."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._early: weakref.WeakSet[Early] = weakref.WeakSet()
+        self._patches = ExitStack()
+        self._open = False
+
+    def add(self, early: Early) -> None:
+        with self._lock:
+            if not self._open:
+                self._patches.enter_context(_torch.clipping_seen(self._clipped))
+                self._patches.enter_context(_torch.scaling_seen(self._scaled))
+                self._open = True
+            self._early.add(early)
+
+    def discard(self, early: Early) -> None:
+        with self._lock:
+            self._early.discard(early)
+            if self._open and not self._early:
+                self._patches.close()
+                self._open = False
+
+    def _clipped(self, parameters: list[torch.Tensor]) -> None:
+        if self._any_of(parameters):
+            raise UsageError(
+                "clip_grad_norm_ on parameters that are updated early",
+                expected="no clipping by the global norm: it is known only when all gradients are there, and each was "
+                "applied and freed before the next was made",
+                do="Leave early out, or clip each gradient by itself in a hook on its parameter",
+            )
+
+    def _scaled(self, losses: list[torch.Tensor]) -> None:
+        if self._any_of(list(_torch.leaves_of(losses))):
+            raise UsageError(
+                "A GradScaler on parameters that are updated early",
+                expected="gradients as they are: whether to skip a step is known only when all of them are there",
+                do="Leave early out, or train in bfloat16, which needs no scaling",
+            )
+
+    def _any_of(self, parameters: list[torch.Tensor]) -> bool:
+        return any(early.updates(parameter) for parameter in parameters for early in self._early)
+
+
+_watching = _Watching()

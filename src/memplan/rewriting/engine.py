@@ -1,0 +1,173 @@
+"""The engine ``graph``: runs a schedule's aten kernels in the planned order, as a call of the model."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.planning.calls import Call
+from memplan.planning.capture import TRAINING_NORM, Captured
+from memplan.planning.graph import RESIDENT, JointGraph, Value, refs
+from memplan.planning.program import gives, program, read_in_backward
+from memplan.planning.schedule import Action, Schedule
+from memplan.rewriting.chain import Chain, Tangent
+
+_STATISTICS = slice(3, 5)
+"""A training norm's arguments that its results do not depend on: the running statistics."""
+
+
+class Engine:
+    """A planned step, ready to run: any number of times, from any thread."""
+
+    def __init__(self, captured: Captured, schedule: Schedule) -> None:
+        """Compile the schedule.
+
+        Args:
+            captured: what the schedule is of.
+            schedule: what to run. That it is right is for the validator to say.
+        """
+        graph = captured.graph
+        self.text = program(schedule)
+        """The program that runs, as Python."""
+        self._captured = captured
+        self._handed = tuple(value for value in graph.values if value.kind in RESIDENT)
+        self._owners = _Owners([value.path for value in self._handed if value.kind in ("parameter", "buffer")])
+        self._read = read_in_backward(schedule)
+        self._receivers = {
+            of: at for at, value in enumerate(self._handed) for of, _ in graph.gradients if of == value.id
+        }
+        self._forward, backward = _compiled(self.text, graph.fingerprint)
+        self._chain = _chain(captured, schedule, self._handed, backward)
+
+    def run(self, model: nn.Module, call: Call) -> Any:
+        """What ``model(...)`` returns for this call, with the planned backward pass behind it.
+
+        Args:
+            model: the one that was captured, or one with the same parameters and buffers.
+            call: of the shapes that were captured.
+        """
+        inputs = self._inputs(model, call)
+        receivers = {value: inputs[at] for value, at in self._receivers.items()}
+        read = [tensor if value.id in self._read else None for value, tensor in zip(self._handed, inputs, strict=True)]
+        with torch.no_grad(), _torch.without_autocast():
+            outputs, saved = self._forward(inputs)
+        return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, receivers))
+
+    def _inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
+        owners = self._owners.of(model)
+        found = list[torch.Tensor]()
+        for value in self._handed:
+            if value.kind in ("parameter", "buffer"):
+                owner, name = owners[value.path]
+                found.append(_torch.own_tensor(owner, name, value.kind))
+            elif value.kind == "input":
+                found.append(call.tensors[int(value.path)])
+            else:
+                found.append(self._captured.constants[value.id])
+        return found
+
+
+class _Owners:
+    """Finds the modules that hold tensors, anew in each call: any of them may have been replaced."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._steps: list[tuple[str, str, str]] = []
+        """(path of the parent, name in it, path), parents first."""
+        self._tensors = [(path, *_split(path)) for path in paths]
+        known = {""}
+        for _, owner, _ in self._tensors:
+            parts = owner.split(".") if owner else []
+            for length in range(1, len(parts) + 1):
+                path = ".".join(parts[:length])
+                if path not in known:
+                    known.add(path)
+                    self._steps.append((*_split(path), path))
+
+    def of(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+        """For each path of a tensor the module that holds it, and its name there."""
+        modules = {"": model}
+        for parent, name, path in self._steps:
+            modules[path] = _torch.submodule(modules[parent], name)
+        return {path: (modules[owner], name) for path, owner, name in self._tensors}
+
+
+def _split(path: str) -> tuple[str, str]:
+    owner, _, name = path.rpartition(".")
+    return owner, name
+
+
+def _compiled(text: str, fingerprint: str) -> tuple[Callable[[list[Any]], tuple[list[Any], list[Any]]], Any]:
+    """The two functions of a program. Its lines show in tracebacks."""
+    name = f"<memplan plan {fingerprint[:8]} {hash(text) & 0xFFFFFFFF:08x}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    found: dict[str, Any] = {}
+    exec(compile(text, name, "exec"), found)
+    return found["forward"], found["backward"]
+
+
+def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], backward: Any) -> Chain:
+    graph = captured.graph
+    tangents = [value for value in graph.values if value.kind == "tangent"]
+    written = {action.into for action in schedule.backward}
+    last = _last_read(schedule)
+    guarded = tuple((at, _called(value)) for at, value in enumerate(handed) if value.id in last and _changes(value))
+    groups = gives(schedule)
+    return Chain(
+        backward,
+        groups,
+        tuple(
+            Tangent(output, value.shape, value.stride, getattr(torch, value.dtype.removeprefix("torch.")))
+            for output, value in zip(captured.differentiable, tangents, strict=True)
+        ),
+        _unplanned(captured),
+        frozenset(at for at, value in enumerate(schedule.saved) if value in written),
+        guarded,
+        tuple(_exposed(schedule, groups, [handed[at].id for at, _ in guarded], last)),
+    )
+
+
+def _changes(value: Value) -> bool:
+    return value.kind != "constant"
+
+
+def _called(value: Value) -> str:
+    return f"Input {value.path}" if value.kind == "input" else f"The {value.kind} '{value.path}'"
+
+
+def _last_read(schedule: Schedule) -> dict[int, int]:
+    """Index of the last backward action that reads each value that was handed in and minds what is in it."""
+    last = dict[int, int]()
+    for at, action in enumerate(schedule.backward):
+        last.update(dict.fromkeys(_minded(schedule.graph, action), at))
+    return last
+
+
+def _minded(graph: JointGraph, action: Action) -> set[int]:
+    found = set(action.reads)
+    if action.op is not None and graph.ops[action.op].target == TRAINING_NORM:
+        op = graph.ops[action.op]
+        others = (*op.args[: _STATISTICS.start], *op.args[_STATISTICS.stop :])
+        found &= {graph.base(value) for value in refs((others, op.kwargs))}
+    return {value for value in found if graph.values[value].kind in RESIDENT}
+
+
+def _exposed(
+    schedule: Schedule, groups: tuple[tuple[int, ...], ...], guarded: list[int], last: dict[int, int]
+) -> Iterable[tuple[int, ...]]:
+    """For each group the guarded values whose gradient is handed over by then and that are still to be read."""
+    given_at = {action.value: at for at, action in enumerate(schedule.backward) if action.kind == "give"}
+    given = set[int]()
+    for group in groups:
+        given.update(group)
+        end = max(given_at[value] for value in group)
+        yield tuple(number for number, value in enumerate(guarded) if value in given and last[value] > end)
+
+
+def _unplanned(captured: Captured) -> dict[int, str]:
+    """Outputs that have a gradient in the model and none in the graph."""
+    return {at: f"output {at}" for at in captured.returned.cut}

@@ -1,0 +1,117 @@
+"""How far two tensors, or two outputs, are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan import _torch
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that is not the same in both."""
+
+    name: str
+    step: int
+    """Of the steps that were compared, counted from 0."""
+    what: str
+    """In words."""
+    max_abs: float | None = None
+    """The largest difference of an element; None where the tensors cannot be subtracted."""
+    relative: float | None = None
+    """The difference's norm (L2) over that of the reference."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.what} in step {self.step + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """All tensors of one kind, over all steps."""
+
+    tensors: int = 0
+    """How many comparisons there were."""
+    differences: tuple[Difference, ...] = ()
+    """Those that were not bit for bit the same."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all were the same, bit for bit."""
+        return not self.differences
+
+
+def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: bool = False) -> Difference | None:
+    """How two tensors differ; None where they are the same bit for bit, or both are None.
+
+    ``layout``: strides count, too.
+    """
+    if reference is None and candidate is None:
+        return None
+    if reference is None or candidate is None:
+        return Difference(name, step, "is missing" if candidate is None else "is there, without one in the reference")
+    for what in ("shape", "dtype", "device"):
+        one, other = getattr(reference, what), getattr(candidate, what)
+        if one != other:
+            return Difference(name, step, f"has the {what} {_said(other)}, not {_said(one)}")
+    reference, candidate = reference.detach(), candidate.detach()
+    if layout and _strides(reference) != _strides(candidate):
+        return Difference(name, step, f"has the strides {candidate.stride()}, not {reference.stride()}")
+    if torch.equal(_bits(reference), _bits(candidate)):
+        return None
+    return _numeric(name, step, reference, candidate)
+
+
+def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, list[Difference]]:
+    """The tensors of two outputs, one by one: how many, and the differences."""
+    ours, spec = _torch.tree_flatten(reference)
+    theirs, other = _torch.tree_flatten(candidate)
+    if spec != other:
+        return 1, [Difference("the output", step, f"is put together as {other}, not as {spec}"[:400])]
+    found: list[Difference | None] = []
+    for number, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+        name = "the output" if len(ours) == 1 else f"output {number}"
+        if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+            found.append(difference(name, step, one, two, layout=True))
+        elif isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor) or not _same(one, two):
+            found.append(Difference(name, step, f"is {two!r:.60}, not {one!r:.60}"))
+    return len(ours), [one for one in found if one is not None]
+
+
+def _same(one: Any, two: Any) -> bool:
+    try:
+        return one is two or bool(one == two)
+    except Exception:  # __eq__ is the user's and can do anything
+        return False
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Of the dimensions in which there is a next element."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: unlike numbers, a nan is equal to itself and -0 is not 0."""
+    return _dense(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _numeric(name: str, step: int, reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
+    wide = torch.complex128 if reference.is_complex() else torch.float64
+    one, two = _dense(reference).to(wide), _dense(candidate).to(wide)
+    apart = (two - one).abs()
+    largest = float(apart.max())
+    norm = float(one.abs().norm())
+    relative = float(apart.norm()) / norm if norm else float("inf") if largest else 0.0
+    return Difference(
+        name, step, f"differs by up to {largest:.3g} (relative {relative:.3g}, in L2)", largest, relative
+    )  # fmt: skip
+
+
+def _said(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

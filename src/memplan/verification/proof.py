@@ -1,0 +1,163 @@
+"""A Proof: what was compared with the step as it was, and what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from memplan._bytes import format_bytes
+from memplan.errors import UsageError
+from memplan.verification.differences import Compared, Difference
+from memplan.verification.measured import Times
+
+FORMAT = "memplan.proof"
+SCHEMA = 1
+KINDS = ("outputs", "gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A candidate step held against a reference, both on copies of the same parameters, buffers and inputs and from
+    the same random state. Bytes above all are those of the allocator's own events."""
+
+    steps: int
+    """How many steps ran one after the other, each with an update."""
+    micro_batches: int
+    """Backward passes in each step; from the second on, gradients are held."""
+    optimizer: str
+    """What updated the parameters."""
+    early: bool
+    """Whether the candidate's updates happened in its backward pass; then its gradients are gone with it, and the
+    parameters after each step speak for them."""
+    outputs: Compared
+    gradients: Compared
+    parameters: Compared
+    """After each update."""
+    buffers: Compared
+    random_streams: tuple[str, ...]
+    """Those that were elsewhere after the candidate than after the reference."""
+    resident: int
+    """Bytes of parameters, buffers and inputs."""
+    peak: int
+    """Bytes at the candidate's measured peak, ``resident`` included."""
+    reference_peak: int
+    """The same of the reference."""
+    predicted: int | None = None
+    """Bytes at the peak that the plan predicts."""
+    budget: int | None = None
+    times: Times | None = None
+    """Reference and candidate; None where they were not timed."""
+    torch: str = ""
+
+    @property
+    def above_resident(self) -> int:
+        """Bytes at the measured peak beyond parameters, buffers and inputs."""
+        return self.peak - self.resident
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything was the same, bit for bit."""
+        return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget, where there is one."""
+        return self.budget is None or self.peak <= self.budget
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs and the budget is kept."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What is wrong, a sentence each."""
+        found: list[str] = []
+        for kind in KINDS:
+            found += [_said(kind, one) for one in getattr(self, kind).differences]
+        found += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
+        if not self.within_budget:
+            assert self.budget is not None
+            over = format_bytes(self.peak - self.budget)
+            found.append(f"the measured peak is {over} over the budget of {format_bytes(self.budget)}")
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The proof as plain values, for JSON."""
+        return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self._verdict(), self._bytes(), self._seconds()) if line)
+
+    def _verdict(self) -> str:
+        if not self.exact:
+            wrong = [text for text in self.failures if "the budget" not in text]
+            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            return f"NOT the same: {'; '.join(wrong[:4])}{more}"
+        gradients = "" if self.early else f"{_several(self.gradients.tensors, 'gradient')}, "
+        each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        return (
+            f"the same bit for bit over {_several(self.steps, 'step')}{each} with {self.optimizer}"
+            f"{', applied early' if self.early else ''}: {_several(self.outputs.tensors, 'output')}, {gradients}"
+            f"{_several(self.parameters.tensors, 'updated parameter')}, {_several(self.buffers.tensors, 'buffer')}, "
+            f"the random streams"
+        )
+
+    def _bytes(self) -> str:
+        parts = [f"peak {format_bytes(self.peak)} measured"]
+        if self.predicted is not None:
+            parts.append(f"{format_bytes(self.predicted)} predicted")
+        if self.budget is not None:
+            parts.append(f"{format_bytes(self.budget)} budget{'' if self.within_budget else ': EXCEEDED'}")
+        parts.append(f"{format_bytes(self.reference_peak)} before")
+        return f"{', '.join(parts)} ({format_bytes(self.resident)} of each are weights, buffers and inputs)"
+
+    def _seconds(self) -> str:
+        if self.times is None:
+            return ""
+        low, high = self.times.quartiles
+        return (
+            f"{self.times.ratio:.2f} times the time ({low:.2f} to {high:.2f}, the middle half of {self.times.pairs} "
+            f"pairs): {self.times.before:.3g} s before, {self.times.after:.3g} s now"
+        )
+
+
+def dumps(proof: Proof) -> str:
+    """The proof as JSON."""
+    return json.dumps(proof.to_dict(), indent=1) + "\n"
+
+
+def loads(text: str, source: str = "the text") -> Proof:
+    """The proof that `dumps` wrote. Raises UsageError for anything else."""
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT or data["schema"] != SCHEMA:
+            raise ValueError(f"format {data['format']!r}, schema {data['schema']!r}")
+        fields = {field.name: data[field.name] for field in dataclasses.fields(Proof)}
+        for kind in KINDS:
+            fields[kind] = _compared(fields[kind])
+        fields["random_streams"] = tuple(fields["random_streams"])
+        if fields["times"] is not None:
+            fields["times"] = Times(**fields["times"] | {"quartiles": tuple(fields["times"]["quartiles"])})
+        return Proof(**fields)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{source} is no proof ({type(error).__name__}: {error})",
+            expected=f"what memplan wrote, of schema version {SCHEMA}",
+            do="Verify the step again",
+        ) from None
+
+
+def _compared(data: dict[str, Any]) -> Compared:
+    return Compared(data["tensors"], tuple(Difference(**one) for one in data["differences"]))
+
+
+def _said(kind: str, one: Difference) -> str:
+    head = {"outputs": "", "gradients": "the gradient of ", "parameters": "after the update ", "buffers": "the buffer "}
+    return f"{head[kind]}{one}"
+
+
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,188 @@
+"""A module run with copies of what it holds: parameters, buffers and random state of the user's stay as they are."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+
+
+class ModuleCopy:
+    """Copies of all that a module and its submodules hold, to be put in place for a while.
+
+    Parameters are new leaves without hooks and without ``.grad``. What is one tensor, or one storage, in the module is
+    one in the copy (tied weights stay tied). Lists, dicts and sets among the attributes are copied, too. Tensors that
+    are neither parameters nor buffers stay the module's own, as a plan may know them by identity; where a run has
+    written into one, its values are put back. What else a module refers to is shared.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._copier = copier = _Copier()
+        self._module = module
+        self._parts = tuple(module.modules())
+        states = [_torch.own_state(part) for part in self._parts]
+        tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
+        self._states = [
+            _torch.OwnState(*own, {name: copier.attribute(value) for name, value in s.attributes.items()})
+            for own, s in zip(tensors, states, strict=True)
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the module with the copies. What it makes of them is kept for the next time."""
+        theirs = [_torch.own_state(part) for part in self._parts]
+        try:
+            self._set(self._states)
+            yield
+            self._states = [_torch.own_state(part) for part in self._parts]
+        finally:
+            self._set(theirs)
+            self._copier.put_back()
+
+    def _set(self, states: list[_torch.OwnState]) -> None:
+        for part, state in zip(self._parts, states, strict=True):
+            _torch.set_own_state(part, state)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The copies by name, tied ones once."""
+        with self.in_place():
+            return dict(self._module.named_parameters())
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The copies by name, those that are one tensor once."""
+        with self.in_place():
+            return dict(self._module.named_buffers())
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """What a module and its submodules refer to is afterwards what it was: tracing runs their Python code."""
+    parts = [(part, _torch.own_state(part)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, state in parts:
+            _torch.set_own_state(part, state)
+
+
+class _Copier:
+    """Copies tensors and containers, each once."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+        self._copied: list[Any] = []
+        """What was copied: as long as it lives, no other object has its id."""
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._shared: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """Tensors that were not copied: themselves, their version, their values."""
+
+    def tensors(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Copies of parameters or buffers."""
+        return {name: None if tensor is None else self._once(tensor, self._tensor) for name, tensor in named.items()}
+
+    def attribute(self, value: Any) -> Any:
+        """What stands for any other attribute."""
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._made or (value.is_leaf and value.requires_grad):
+                return self._once(value, self._tensor)
+            self._shared[id(value)] = value, _torch.version_of(value), value.detach().clone()
+            return value
+        if type(value) is list:
+            return self._once(value, lambda old: [self.attribute(item) for item in old])
+        if type(value) is dict:
+            return self._once(value, lambda old: {key: self.attribute(item) for key, item in old.items()})
+        if type(value) is tuple:
+            return self._once(value, lambda old: tuple(self.attribute(item) for item in old))
+        return self._once(value, set) if type(value) is set else value
+
+    def put_back(self) -> None:
+        """Give shared tensors the values back that they had."""
+        for key, (tensor, version, values) in self._shared.items():
+            if _torch.version_of(tensor) != version:
+                with torch.no_grad():
+                    tensor.copy_(values)
+                self._shared[key] = tensor, _torch.version_of(tensor), values
+
+    def _once(self, value: Any, copied: Callable[[Any], Any]) -> Any:
+        if id(value) not in self._made:
+            self._made[id(value)] = value  # until it is made, for one that holds itself
+            self._made[id(value)] = copied(value)
+            self._copied.append(value)
+        return self._made[id(value)]
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            made = tensor.detach().clone()
+        else:
+            storage = tensor.untyped_storage()
+            key = _torch.storage_key(storage)
+            if key not in self._storages:
+                self._storages[key] = storage.clone()
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where the random streams of this process are: torch's, Python's and numpy's."""
+
+    streams: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """The present state."""
+        streams: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if "numpy" in sys.modules:
+            import numpy
+
+            streams["numpy"] = numpy.random.get_state()
+        if torch.cuda.is_initialized():
+            streams["cuda"] = torch.cuda.get_rng_state_all()
+        return cls(streams)
+
+    def restore(self) -> None:
+        """Make it the present one."""
+        torch.set_rng_state(self.streams["torch"])
+        random.setstate(self.streams["python"])
+        if "numpy" in self.streams:
+            import numpy
+
+            numpy.random.set_state(self.streams["numpy"])
+        if "cuda" in self.streams:
+            torch.cuda.set_rng_state_all(self.streams["cuda"])
+
+    def differing(self, other: RandomState) -> tuple[str, ...]:
+        """Names of the streams that are elsewhere in the other."""
+        both = [name for name in self.streams if name in other.streams]
+        return tuple(name for name in both if _plain(self.streams[name]) != _plain(other.streams[name]))
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, (tuple, list)):
+        return [_plain(part) for part in state]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The random streams are afterwards where they were."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()

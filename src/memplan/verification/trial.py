@@ -1,0 +1,175 @@
+"""One side of a comparison: a step that runs again and again on copies of the user's module and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.errors import InputError
+from memplan.planning.losses import default_loss
+from memplan.trace.spec import realize
+from memplan.verification.early import EarlyUpdates
+from memplan.verification.measured import Meter, storage_bytes, timed
+from memplan.verification.states import ModuleCopy
+
+Optimizer = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides do."""
+
+    inputs: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    targets: tuple[Any, ...] = ()
+    loss: Callable[..., Any] | None = None
+    optimizer: Optimizer | None = None
+    autocast: torch.dtype | None = None
+    micro_batches: int = 1
+    """Backward passes before an update, each added to the gradients of those before."""
+
+    @property
+    def update(self) -> Optimizer:
+        """The optimizer, SGD with momentum where none is given."""
+        return default_optimizer if self.optimizer is None else self.optimizer
+
+    def around(self, device: str) -> AbstractContextManager[Any]:
+        """The autocast around model and loss."""
+        return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
+
+
+def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """SGD with momentum: a lost or doubled gradient shows in the next step at the latest."""
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+class Trial:
+    """A callable, and the module whose state it runs on.
+
+    Args:
+        name: under which a meter counts it.
+        call: what is called with the inputs.
+        module: of whose parameters and buffers copies are used; None where the callable has none.
+        work: what is done.
+        early: whether the updates happen in the backward pass.
+    """
+
+    def __init__(
+        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, early: bool = False
+    ) -> None:
+        self.name, self.call, self.work, self.early = name, call, work, early
+        self._copy = None if module is None else ModuleCopy(module)
+        self.device = next((p.device.type for p in self.parameters.values()), "cpu")
+        self.output: Any = None
+        self.beside = 0
+        """Bytes that are there all the time, beyond what it can see itself."""
+        self._given: tuple[Any, Any, Any] = ((), {}, ())
+        self.update: Any = None
+        parameters = list(self.parameters.values())
+        if parameters:
+            with self.running():  # a callable may look at the module for names or groups
+                made = EarlyUpdates(work.update, parameters).optimizer if early else work.update(parameters)
+            _check_own(made, parameters)
+            self.update = made
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its parameters, by name."""
+        return {} if self._copy is None else self._copy.parameters
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Its buffers, by name."""
+        return {} if self._copy is None else self._copy.buffers
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Of all parameters, and of the inputs that need one."""
+        named = {name: p.grad for name, p in self.parameters.items() if p.requires_grad}
+        leaves = [leaf for leaf in _torch.tree_leaves(self._given) if isinstance(leaf, torch.Tensor)]
+        return named | {f"input {n}": leaf.grad for n, leaf in enumerate(leaves) if leaf.requires_grad}
+
+    @property
+    def resident(self) -> int:
+        """Bytes of its parameters, buffers and inputs, and of what is beside them."""
+        given = [leaf for leaf in _torch.tree_leaves(self._given) if isinstance(leaf, torch.Tensor)]
+        return self.beside + storage_bytes([*self.parameters.values(), *self.buffers.values(), *given])
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The copies are in place, and gradients are on, whatever the caller has switched off."""
+        with (
+            nullcontext() if self._copy is None else self._copy.in_place(),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            yield
+
+    def prepare(self) -> None:
+        """New copies of the inputs, as a model may write into them."""
+        self.output = None
+        self._given = realize(self.work.inputs), realize(dict(self.work.kwargs)), realize(self.work.targets)
+
+    def gradients_of_step(self, meter: Meter | None = None) -> None:
+        """Forward and backward, for each micro-batch; the output of the last one is kept."""
+        with self.running(), _counted(meter, self.name):
+            for parameter in self._leaves():
+                parameter.grad = None
+            for _ in range(self.work.micro_batches):
+                self.output = None
+                self.output = self._forward_backward()
+
+    def update_step(self, meter: Meter | None = None) -> None:
+        """The optimizer's update, which a meter counts only where the optimizer is the user's."""
+        if self.update is not None and not self.early:
+            with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
+                self.update.step()
+
+    def seconds(self) -> float:
+        """Of one step, with the update where the optimizer is the user's."""
+        self.prepare()
+        leaves = self._leaves()
+
+        def step() -> None:
+            for parameter in leaves:
+                parameter.grad = None
+            for _ in range(self.work.micro_batches):
+                self._forward_backward()
+            if self.update is not None and not self.early and self.work.optimizer is not None:
+                self.update.step()
+
+        with self.running():
+            return timed(step)
+
+    def _leaves(self) -> list[nn.Parameter]:
+        return list(self.parameters.values())
+
+    def _forward_backward(self) -> Any:
+        inputs, kwargs, targets = self._given
+        with self.work.around(self.device):
+            output = self.call(*inputs, **kwargs)
+            loss = default_loss(output) if self.work.loss is None else self.work.loss(output, *targets)
+        loss.backward()
+        return _torch.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+
+
+def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:
+    return nullcontext() if meter is None else meter.counting(name)
+
+
+def _check_own(optimizer: Any, parameters: list[nn.Parameter]) -> None:
+    """Raises InputError where an optimizer would update other parameters: the user's."""
+    own = {id(parameter) for parameter in parameters}
+    groups = getattr(optimizer, "param_groups", [])
+    if any(id(parameter) not in own for group in groups for parameter in group["params"]):
+        raise InputError(
+            "the optimizer took other parameters than it was given",
+            expected="a callable that makes an optimizer of the parameters that it is called with",
+            do="Make it use its argument, as in lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
+        )

@@ -1,0 +1,279 @@
+"""`memplan fit` as a user runs it: what it asks for, prints and writes, and its one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
+from torch import nn
+
+import memplan
+from memplan.cli import fit as fit_command
+from memplan.cli import main
+from memplan.errors import BudgetError, StepError, UsageError
+from memplan.planning.plan import Plan
+from memplan.verification.proof import Proof
+
+MODELS = """
+from torch import nn
+
+def make(width: int = 8):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+def asleep():
+    return make().eval()
+
+def step():
+    return lambda: None
+
+def raising():
+    raise KeyError("weights.pt")
+
+def leaving():
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    file = tmp_path / "net.py"
+    file.write_text(MODELS)
+    return f"{file}:make"
+
+
+@dataclass
+class Fitted:
+    plan: Plan
+    proof: Proof | None
+    changed: bool
+    notes: list[str] = field(default_factory=lambda: ["tightened once"])
+
+
+@dataclass
+class Engine:
+    """Stands for what plans and runs: it notes what it was asked for, and answers as told."""
+
+    answer: Any = field(default_factory=lambda: Fitted(plan(), PROOF, changed=True))
+    asked: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def fit(self, model: Any, *inputs: Any, **options: Any) -> Fitted:
+        self.asked.append((model, inputs, options))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def plan(self, model: Any, *inputs: Any, **options: Any) -> Plan:
+        return self.fit(model, *inputs, **options).plan
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine()
+    monkeypatch.setattr(memplan, "fit", made.fit, raising=False)
+    monkeypatch.setattr(memplan, "plan", made.plan, raising=False)
+    return made
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(main, ["fit", *map(str, args)])
+
+
+def one_line(result: Result) -> str:
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+# -- what is asked for
+
+
+def test_the_options_become_a_call_of_fit(net: str, engine: Engine) -> None:
+    result = run(
+        net, "--arg", "width=16", "--input", "2x4", "--target", "2:int64<3", "--loss", "cross_entropy",
+        "--optimizer", "sgd:lr=0.5", "--precision", "bf16", "--budget", "400MiB", "--early", "--accumulate", "2",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    (model, inputs, options), *_ = engine.asked
+    assert isinstance(model, nn.Sequential)
+    assert model[0].weight.shape == (16, 4)
+    assert [spec.shape for spec in inputs] == [(2, 4)]
+    assert options["loss"] is nn.functional.cross_entropy
+    assert [spec.shape for spec in options["targets"]] == [(2,)]
+    assert options["optimizer"](model.parameters()).param_groups[0]["lr"] == 0.5
+    assert options["autocast"] is torch.bfloat16
+    assert (options["budget"], options["early"], options["accumulate"]) == ("400MiB", True, 2)
+
+
+def test_a_model_in_evaluation_is_fitted_in_training(net: str, engine: Engine) -> None:
+    run(net.replace(":make", ":asleep"), "--input", "2x4", "--budget", "400MiB", "--precision", "bf16-true")
+    ((model, inputs, _),) = engine.asked
+    assert all(module.training for module in model.modules())
+    assert model[0].weight.dtype is inputs[0].dtype is torch.bfloat16
+
+
+def test_a_prediction_runs_nothing_and_makes_no_model(net: str, engine: Engine) -> None:
+    engine.answer = Fitted(plan(), None, changed=True)
+    result = run(net, "--input", "2x4", "--budget", "400MiB", "--predict")
+    assert "can be made to fit the budget of 400.0 MiB; nothing was run." in " ".join(result.stdout.split())
+    ((make, _, _),) = engine.asked
+    assert not isinstance(make, nn.Module)
+    assert isinstance(make(), nn.Sequential)
+
+
+# -- answers
+
+
+def test_a_step_that_fits_now(net: str, engine: Engine) -> None:
+    result = run(net, "--input", "2x4", "--budget", "400MiB")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "measured peak" in result.stdout
+    assert "the same bit for bit" in result.stdout
+    assert "note: tightened once" in result.stdout
+
+
+def test_a_step_that_fits_already(net: str, engine: Engine) -> None:
+    engine.answer = Fitted(kept(), None, changed=False)
+    result = run(net, "--input", "2x4", "--budget", "1GiB")
+    assert result.exit_code == 0
+    assert "already: nothing was changed" in " ".join(result.stdout.split())
+
+
+def test_a_proof_that_fails_is_no_success(net: str, engine: Engine) -> None:
+    engine.answer = Fitted(plan(), WRONG, changed=True)
+    assert run(net, "--input", "2x4", "--budget", "400MiB").exit_code == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--predict"]])
+def test_a_budget_below_the_floor(net: str, engine: Engine, tmp_path: Path, options: list[str]) -> None:
+    engine.answer = BudgetError("The budget is 1.0 MiB", do="Halve the batch", smallest_budget=200 * MIB)
+    file = tmp_path / "out.json"
+    result = run(net, "--input", "2x4", "--budget", "1MiB", "--json", file, "--plan", tmp_path / "plan.json", *options)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "The smallest budget that it fits is 200.0 MiB." in " ".join(result.stdout.split())
+    assert "Halve the batch." in result.stdout
+    assert json.loads(file.read_text())["smallest_budget"] == 200 * MIB
+    assert not (tmp_path / "plan.json").exists()
+
+
+# -- files
+
+
+def test_a_plan_is_written_and_used_again(net: str, engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    run(net, "--input", "2x4", "--budget", "400MiB", "--plan", file, "--python", tmp_path / "step.py")
+    assert (tmp_path / "step.py").read_text() == plan().as_python()
+    result = run(net, "--input", "2x4", "--use-plan", file)
+    assert result.exit_code == 0
+    assert "plan" not in engine.asked[0][2]
+    assert engine.asked[1][2]["plan"] == plan()
+    assert engine.asked[1][2]["budget"] == 400 * MIB  # the plan's own
+
+
+def test_json_alone_on_stdout(net: str, engine: Engine) -> None:
+    result = run(net, "--input", "2x4", "--budget", "400MiB", "--json", "-")
+    assert json.loads(result.stdout)["proof"]["peak"] == PROOF.peak
+
+
+def test_the_frontier_is_drawn_and_listed(
+    net: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(fit_command, "_frontier", lambda *given: FRONTIER)
+    result = run(net, "--input", "2x4", "--budget", "400MiB", "--frontier", tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "the floor" in result.stdout
+
+
+def test_the_frontier_of_a_model(net: str, engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "out.json"
+    options = ["--target", "4096:int64<3", "--loss", "cross_entropy", "--arg", "width=64", "--budget", "1GiB"]
+    result = run(net, "--input", "4096x4", *options, "--frontier", tmp_path / "out.svg", "--json", file)
+    assert result.exit_code == 0, result.stderr
+    points = json.loads(file.read_text())["frontier"]["points"]
+    assert points[0]["seconds"] == 0
+    assert all(one["peak"] > other["peak"] for one, other in pairwise(points))
+    assert all(one["seconds"] <= other["seconds"] for one, other in pairwise(points))
+    # Weights, inputs and the hidden layer, which is made and read at once: 4096 x 64 floats.
+    assert points[-1]["peak"] > 4096 * 64 * 4 + 4096 * 4 * 4
+
+
+# -- bad usage
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ("8 Gbit", "'8 Gbit' is a number of bits. Expected a number of bytes."),
+        ("-1", "'-1' is not a number of bytes."),
+        ("lots", "'lots' is not a number of bytes."),
+    ],
+)
+def test_a_budget_that_is_no_size(net: str, engine: Engine, budget: str, words: str) -> None:
+    assert words in one_line(run(net, "--input", "2x4", f"--budget={budget}"))
+    assert engine.asked == []
+
+
+def test_a_card_is_a_budget(net: str, engine: Engine) -> None:
+    assert run(net, "--input", "2x4", "--budget", "rtx4090").exit_code == 0
+    assert engine.asked[0][2]["budget"] == "rtx4090"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "no budget. Expected one: --budget 400MiB, or a plan's own with --use-plan."),
+        (["--budget", "1GiB", "--infer"], "--infer. Expected a training step"),
+        (["--budget", "1GiB", "--settings", "expandable_segments:True"], "--settings. Expected"),
+        (["--budget", "1GiB", "--frontier", "-"], "--frontier -. Expected a file"),
+        (["--budget", "1GiB", "--frontier", "x.txt"], "Expected a name that ends in .png"),
+        (["--budget", "1GiB", "--plan", "-", "--json", "-"], "one file for several outputs"),
+        (["--budget", "1GiB", "--plan", "/nowhere/p.json"], "there is no folder /nowhere"),
+        (["--use-plan", "/nowhere/p.json"], "--use-plan /nowhere/p.json cannot be read (No such file or directory)"),
+        (["--budget", "1GiB", "--accumulate", "0"], "--accumulate"),
+        (["--budget", "1GiB", "--target", "2:int64<3"], "--target without --loss"),
+    ],
+)
+def test_options_that_cannot_be(net: str, engine: Engine, options: list[str], words: str) -> None:
+    assert words in one_line(run(net, "--input", "2x4", *options))
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("step", "returned a value of type function. Expected a module"),
+        ("raising", "net.py:raising raised KeyError: 'weights.pt' (at"),
+        ("leaving", "called sys.exit(3)"),
+    ],
+)
+def test_a_target_that_makes_no_model(net: str, engine: Engine, name: str, words: str) -> None:
+    assert words in one_line(run(net.replace(":make", f":{name}"), "--input", "2x4", "--budget", "1GiB"))
+
+
+def test_files_that_are_no_plan_or_one_with_a_larger_peak(net: str, engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    assert "is no plan that can be used" in one_line(run(net, "--input", "2x4", "--use-plan", file))
+    file.write_text(plan().to_json())
+    words = one_line(run(net, "--input", "2x4", "--use-plan", file, "--budget", "299MiB"))
+    assert "has a peak of 300.0 MiB, and the budget is 299.0 MiB. Expected a plan within the budget." in words
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UsageError("The plan is for another model"), "memplan: The plan is for another model."),
+        (StepError("mat1 and mat2 cannot be multiplied", layer="0", where="net.py:5"), "it was given --input 2x4"),
+    ],
+)
+def test_what_the_engine_refuses_is_bad_usage(net: str, engine: Engine, error: Exception, words: str) -> None:
+    engine.answer = error
+    assert words in one_line(run(net, "--input", "2x4", "--budget", "1GiB"))

@@ -1,0 +1,173 @@
+"""An interpreter of schedules: memory holds symbols, and whoever is given memory may change it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from memplan.planning.graph import Encoding, JointGraph, Value
+from memplan.planning.peaks import Surroundings
+from memplan.planning.schedule import Action, Choices, Schedule
+
+RESIDENT = ("parameter", "buffer", "input", "constant")
+
+
+class Wrong(Exception):
+    """A schedule did not do what the graph says."""
+
+
+class Machine:
+    """Runs a schedule on symbols. A kernel's result is a symbol of the op and of what it read."""
+
+    def __init__(self, graph: JointGraph, plan: Schedule, around: Surroundings) -> None:
+        self.graph, self.plan, self.around = graph, plan, around
+        self.memory: dict[int, Any] = {v.id: ("given", v.id) for v in graph.values if self.is_resident(v)}
+        held = [v.bytes for v in graph.values if v.id in dict(graph.gradients) and v.kind == "parameter"]
+        self.base = around.held_bytes + sum(held) * plan.choices.held
+        self.copies = self.peak = self.draws = 0
+        self.effects: list[int] = []
+        self.theirs: list[int] = []
+        self.gradients: dict[int, Any] = {}
+        self.count(0)
+
+    @staticmethod
+    def is_resident(value: Value) -> bool:
+        return value.kind in RESIDENT and value.base == value.id
+
+    def run(self) -> None:
+        for action in (*self.plan.forward, *self.plan.backward):
+            try:
+                getattr(self, "do_" + action.kind)(action)
+                for value in action.frees:
+                    del self.memory[value]
+            except (LookupError, TypeError, ValueError, StopIteration) as error:
+                raise Wrong(f"{action}: {error!r}") from None
+        self.count(0 if self.plan.choices.early else self.around.update)
+
+    def count(self, transient: int) -> None:
+        live = sum(self.graph.values[value].bytes for value in self.memory)
+        self.peak = max(self.peak, self.base + self.copies + live + transient)
+
+    def size(self, value: int) -> int:
+        return self.graph.values[value].bytes
+
+    def do_receive(self, action: Action) -> None:
+        self.memory.update({v.id: ("given", v.id) for v in self.graph.values if v.kind == "tangent"})
+        self.count(0)
+
+    def do_run(self, action: Action) -> None:
+        op = self.graph.ops[-1 if action.op is None else action.op]
+        seen = {value: self.memory[value] for value in op.reads if value != action.direct}
+        in_place = action.into is not None and op.scratch_into is not None
+        scratch = op.scratch_into if in_place else op.scratch
+        if action.direct is not None:
+            encoding = next(e for e in self.graph.encodings if e.value == action.direct)
+            scratch = encoding.direct_scratch
+            if op.index not in encoding.direct:
+                raise Wrong(f"{op.index} has no kernel for the encoded form")
+            seen[encoding.value] = self.decoded(encoding)
+        if op.random:
+            self.draws += 1
+        if op.once or op.random:
+            self.effects.append(op.index)
+        symbol = (op.index, self.draws * op.random, *(seen[value] for value in op.reads))
+        if action.into is not None:
+            if action.into not in op.overwrites or self.size(action.into) != self.size(op.makes[0]):
+                raise Wrong(f"{op.index} cannot work in the memory of {action.into}")
+            if self.graph.values[action.into].kind == "tangent" or action.makes[0] != op.makes[0]:
+                raise Wrong("that memory is not for this")
+            del self.memory[action.into]
+        for value in action.makes:
+            if value in self.memory:
+                raise Wrong(f"{value} is there twice")
+            self.memory[value] = hash((op.makes.index(value), symbol))
+        self.count((scratch or 0) + op.discarded + sum(self.size(v) for v in op.makes if v not in action.makes))
+
+    def decoded(self, encoding: Encoding) -> Any:
+        found = self.memory[encoding.encoded]
+        if found[0] != encoding.codec:
+            raise Wrong("these are no such bits")
+        return found[1]
+
+    def do_encode(self, action: Action) -> None:
+        encoding = next(e for e in self.graph.encodings if e.value == action.value)
+        if encoding.encoded in self.memory:
+            raise Wrong("encoded twice")
+        self.memory[encoding.encoded] = (encoding.codec, self.memory[encoding.value])
+        self.count(encoding.encode_scratch)
+
+    def do_decode(self, action: Action) -> None:
+        encoding = next(e for e in self.graph.encodings if e.value == action.value)
+        if not encoding.whole or encoding.value in self.memory:
+            raise Wrong("cannot be decoded")
+        self.memory[encoding.value] = self.decoded(encoding)
+        self.count(encoding.decode_scratch)
+
+    def do_write(self, action: Action) -> None:
+        values = self.graph.values
+        self.memory[values[action.value or 0].base] = ("new", self.memory[values[action.source or 0].base])
+
+    def do_give(self, action: Action) -> None:
+        of, values = self.graph.values[action.value or 0], self.graph.values
+        base = values[action.source or 0].base
+        if of.id in self.gradients:
+            raise Wrong("given twice")
+        self.gradients[of.id] = (action.source, self.memory[base])
+        early = self.plan.choices.early and of.kind == "parameter"
+        held = self.plan.choices.held and of.kind == "parameter"
+        copy = of.bytes if action.copies else 0
+        self.count(copy + (self.around.update_of.get(of.id, 0) if early else 0))
+        if early:
+            self.memory[of.base] = ("updated", of.id)
+        if not (early or held):
+            self.copies += copy
+            if not action.copies:
+                if base in self.theirs or values[base].kind not in ("result",) or base in self.graph.outputs:
+                    raise Wrong("memory of others is given away")
+                self.theirs.append(base)
+                self.memory[base] = "theirs now"
+
+    def results(self) -> Any:
+        """All that can be seen of the step from outside."""
+        kept = {value: self.memory[value] for value in self.memory if value not in self.theirs}
+        updated = {of for of, _ in self.graph.gradients if self.plan.choices.early}
+        return {v: symbol for v, symbol in kept.items() if v not in updated}, self.gradients, self.effects
+
+
+def straight(graph: JointGraph) -> Any:
+    """What a step gives that keeps everything to its end, without schedule()."""
+    forward = [Action("run", op=op.index, makes=op.makes) for op in graph.forward_ops]
+    backward = [Action("run", op=op.index, makes=op.makes) for op in graph.backward_ops]
+    writes = [Action("write", value=target, source=source) for target, source in graph.mutations]
+    gives = [Action("give", value=of, source=gradient, copies=True) for of, gradient in graph.gradients]
+    machine = Machine(
+        graph,
+        Schedule(graph, Choices(), (*forward,), (Action("receive"), *backward, *writes, *gives), ()),
+        Surroundings(),
+    )
+    machine.run()
+    stays = {v.id for v in graph.values if v.kind in RESIDENT} | {graph.base(value) for value in graph.outputs}
+    machine.memory = {value: symbol for value, symbol in machine.memory.items() if value in stays}
+    return machine.results()
+
+
+def interpreted(graph: JointGraph, plan: Schedule, around: Surroundings) -> int:
+    """The peak of a schedule that does all that the graph says, and leaves nothing behind; else Wrong."""
+    machine = Machine(graph, plan, around)
+    machine.run()
+    memory, gradients, effects = machine.results()
+    wanted, right, once = straight(graph)
+    if plan.choices.early:
+        wanted = {value: symbol for value, symbol in wanted.items() if value not in dict(graph.gradients)}
+    if memory != wanted or gradients != right or effects != once:
+        raise Wrong("other results, or memory is left")
+    return machine.peak
+
+
+def with_action(plan: Schedule, at: int, *actions: Action) -> Schedule:
+    """The schedule with other actions in the place of one, both passes counted on."""
+    cut = len(plan.forward)
+    if at < cut:
+        return replace(plan, forward=(*plan.forward[:at], *actions, *plan.forward[at + 1 :]))
+    at -= cut
+    return replace(plan, backward=(*plan.backward[:at], *actions, *plan.backward[at + 1 :]))

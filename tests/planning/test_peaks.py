@@ -1,0 +1,69 @@
+"""Levels of a schedule, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from planning.graphs import Tape
+
+from memplan.planning.graph import JointGraph
+from memplan.planning.peaks import Levels, Surroundings, levels
+from memplan.planning.schedule import Choices, schedule
+
+
+def small(*, encoded: bool = False) -> JointGraph:
+    """x (100) and weight (40) -> y (200, 30 of scratch) -> z (200), whose backward op reads z; then the loss (4)."""
+    tape = Tape()
+    x, weight = tape.value("input", 100), tape.value("parameter", 40)
+    y = tape.op("aten.mm.default", [x], 200, 2.0, parameters=[weight], saves="i", scratch=30)
+    z = tape.op("aten.relu.default", [y], 200, 1.0, saves="o", overwrites=(y,))
+    tape.finish(tape.op("aten.sum.default", [z], 4, 0.5))
+    if encoded:
+        tape.bits(z, whole=True, scratch=True)
+    return tape.graph()
+
+
+def of(choices: Choices, around: Surroundings | None = None, *, encoded: bool = False) -> Levels:
+    return levels(schedule(small(encoded=encoded), choices), around)
+
+
+def test_all_kept() -> None:
+    found = of(Choices())
+    # 140 are there before. mm: 200 + 30; relu works in y's memory; sum: 4 more.
+    assert found.forward == (140 + 230, 140 + 200, 140 + 204)
+    # The tangent (4) comes; sum's gradient (200) and z; relu's works in that; the weight's gradient is all that stays.
+    assert found.boundary == 344
+    assert found.backward == (348, 348 + 200, 344 + 200, 344 + 30 + 40, 184)
+    assert found.update == 140 + 4 + 40
+    assert found.peak == 548
+    assert found.where == 4
+
+
+def test_made_again() -> None:
+    found = of(Choices(recompute=frozenset({2, 3})))
+    assert found.boundary == 144
+    # The tangent, the gradient of z, then y and z again, beside it.
+    assert found.backward[:4] == (148, 348, 344 + 230, 344 + 200)
+
+
+def test_not_in_place() -> None:
+    assert of(Choices(in_place=False)).forward == (370, 140 + 400, 344)
+
+
+def test_encoded() -> None:
+    found = of(Choices(encode=frozenset({3})), encoded=True)
+    # 25 bytes instead of 200; both passes hold 100 beside them for a moment. z stays until sum has read it.
+    assert found.forward == (370, 340, 344, 344 + 25 + 100)
+    assert found.boundary == 144 + 25
+    assert found.backward[2] == 144 + 25 + 200 + 200 + 100
+
+
+@pytest.mark.parametrize(
+    ("choices", "end", "update"),
+    [(Choices(), 184, 184 + 9), (Choices(early=True), 144, 144), (Choices(held=True), 184, 184 + 9)],
+)
+def test_updates(choices: Choices, end: int, update: int) -> None:
+    found = of(choices, Surroundings(1000, update=9, update_of={1: 70}))
+    assert found.update == 1000 + update
+    give = 184 + (70 if choices.early else 40 if choices.held else 0)
+    assert found.backward[-1] == 1000 + give
+    assert found.peak >= 1000 + end

@@ -1,0 +1,158 @@
+"""The search against the optimum: a mixed-integer program's on plain graphs, the best of all choices on small ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from planning.graphs import random_graph, residual, transformer, unet
+from planning.milp import Rules, plain_graph
+
+from memplan.planning.graph import JointGraph
+from memplan.planning.peaks import Surroundings, levels
+from memplan.planning.schedule import Choices, recomputable, schedule
+from memplan.planning.search import Found, Heuristics, Infeasible, Search, floor, frontier, search
+
+NEAR = 1e-4
+"""Seconds; the ops of random graphs take 1e-3 and more."""
+
+
+def checked(graph: JointGraph, found: Found, budget: int, around: Surroundings | None = None) -> Found:
+    """Whether the result is what the plain account says it is."""
+    made = schedule(graph, found.choices)
+    assert levels(made, around).peak == found.peak <= budget
+    assert made.seconds == pytest.approx(found.seconds, abs=1e-9)
+    assert found.lower_bound_seconds <= found.seconds
+    assert found.gap == pytest.approx(found.seconds - found.lower_bound_seconds)
+    return found
+
+
+def plain_graphs(count: int) -> list[JointGraph]:
+    """Random graphs with something to decide."""
+    graphs = (plain_graph(seed, 10) for seed in range(1000))
+    some = (graph for graph in graphs if len(graph.backward_ops) >= 8)
+    return [graph for _, graph in zip(range(count), some, strict=False)]
+
+
+def test_within_five_percent_of_the_optimum() -> None:
+    compared = 0
+    for graph in plain_graphs(30):
+        kept, smallest = levels(schedule(graph, Choices())).peak, Rules(graph).smallest_peak()
+        one = Search(graph)
+        assert one.floor().peak == smallest
+        below = one.within(smallest - 1)
+        assert isinstance(below, Infeasible)
+        assert below.smallest == smallest
+        assert Rules(graph).least_seconds(smallest - 1) is None
+        for budget in (smallest, smallest + (kept - smallest) // 3):
+            optimum, found = Rules(graph).least_seconds(budget), search(graph, budget)
+            assert optimum is not None
+            assert isinstance(found, Found)
+            checked(graph, found, budget)
+            assert found.seconds <= 1.05 * optimum + NEAR
+            assert found.lower_bound_seconds <= optimum + 1e-6
+            compared += optimum > NEAR
+    assert compared >= 20
+
+
+@pytest.mark.parametrize(("early", "held"), [(False, False), (True, False), (False, True)])
+def test_against_every_choice(early: bool, held: bool) -> None:
+    """With encodings, memory taken over, writes, early updates."""
+    seen = 0
+    for seed in range(60):
+        graph = random_graph(seed, 7)
+        around = Surroundings(100, 300, {of: 200 for of, _ in graph.gradients})
+        one = Search(graph, around, early=early, held=held)
+        rows = one.evaluator.rows
+        if rows > (12 if one.flat.regular else 6):
+            continue
+        columns = (np.arange(2**rows)[None, :] >> np.arange(rows)[:, None]) & 1
+        every = one.evaluator.evaluate(columns.astype(bool))
+        low, high = int(every.peak.min()), one.kept.peak
+        assert one.lower_bound <= low
+        assert one.floor().peak == low
+        for budget in {low, low + (high - low) // 3, low + (high - low) * 2 // 3}:
+            best = float(every.seconds[every.peak <= budget].min())
+            found = search(graph, budget, surroundings=around, early=early, held=held)
+            assert isinstance(found, Found)
+            checked(graph, found, budget, around)
+            assert found.lower_bound_seconds <= best + 1e-9
+            assert found.seconds <= 1.05 * best + NEAR
+            seen += high > low
+        assert isinstance(one.within(low - 1), Infeasible)
+    assert seen > 50
+
+
+def test_what_fits_is_left_alone() -> None:
+    graph = unet()
+    kept = levels(schedule(graph, Choices())).peak
+    found = search(graph, kept)
+    assert isinstance(found, Found)
+    assert found.choices == Choices()
+    assert (found.peak, found.seconds) == (kept, 0.0)
+
+
+@pytest.mark.parametrize("make", [transformer, unet])
+def test_ahead_of_checkpoints_per_block(make: Callable[[], JointGraph]) -> None:
+    """At the peak of making all again but what is added to or handed on between blocks: at most half of its time."""
+    graph = make()
+    crossing = {v for op in graph.forward_ops if "add" in op.target or "pool" in op.target for v in op.makes}
+    checkpoints = schedule(graph, Choices(recompute=recomputable(graph) - crossing))
+    budget = levels(checkpoints).peak
+    found = search(graph, budget)
+    assert isinstance(found, Found)
+    checked(graph, found, budget)
+    assert found.seconds <= checkpoints.seconds / 2
+
+
+@pytest.mark.parametrize(("make", "limit"), [(residual, 5.0), (lambda: transformer(48), 30.0)])
+def test_time(make: Callable[[], JointGraph], limit: float) -> None:
+    graph = make()
+    kept = levels(schedule(graph, Choices())).peak
+    began = time.process_time()
+    found = search(graph, kept * 6 // 10)
+    assert time.process_time() - began < limit
+    assert isinstance(found, Found)
+    checked(graph, found, kept * 6 // 10)
+
+
+def test_the_same_again() -> None:
+    graph = transformer(4)
+    budget = levels(schedule(graph, Choices())).peak * 8 // 10
+    assert search(graph, budget) == search(graph, budget)
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Heuristics)])
+def test_every_heuristic_can_be_turned_off(name: str) -> None:
+    graph = transformer(3)
+    kept = levels(schedule(graph, Choices())).peak
+    budget = kept * 85 // 100
+    without = replace(Heuristics(), **{name: 2 if name == "rounds" else 0})
+    found = search(graph, budget, heuristics=without)
+    assert isinstance(found, Found)
+    checked(graph, found, budget)
+    assert any(name in note for note in found.notes) == (name != "rounds")
+    if name == "encodings":
+        assert not found.choices.encode
+
+
+def test_frontier() -> None:
+    graph = unet()
+    plans = frontier(graph, 6)
+    kept = levels(schedule(graph, Choices())).peak
+    assert plans[0].peak == kept
+    assert plans[0].seconds == 0
+    assert plans[-1].peak == floor(graph).peak
+    assert len(plans) == 6
+    for one, other in pairwise(plans):
+        assert one.peak > other.peak
+        assert one.seconds <= other.seconds
+
+
+def test_early_updates_lower_the_floor() -> None:
+    graph = transformer(4)
+    assert floor(graph, early=True).peak < floor(graph).peak

@@ -1,0 +1,51 @@
+"""What is said where nothing fits, held against a walk through the floor's schedule."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from planning.graphs import residual, transformer
+
+from memplan.planning.graph import JointGraph
+from memplan.planning.peaks import Surroundings, levels
+from memplan.planning.schedule import Choices, schedule
+from memplan.planning.search import floor
+from memplan.planning.shortfall import budget_error
+
+
+@pytest.mark.parametrize("graph", [residual(3), transformer(3)], ids=["residual", "transformer"])
+@pytest.mark.parametrize("early", [False, True])
+def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
+    made = schedule(graph, floor(graph, early=early).choices)
+    around = Surroundings(held_bytes=12345)
+    error = budget_error(made, around, 7)
+    peak = levels(made, around).peak
+    assert error.smallest_budget == peak
+    assert error.timeline.peak_allocated == peak
+    assert sum(holder.bytes for holder in error.held_by) == peak
+    sizes = [holder.bytes for holder in error.held_by]
+    assert sizes == sorted(sizes, reverse=True)
+    assert str(error).startswith("The budget is 7 B. Expected at least ")
+    assert str(error.held_by[0]) in str(error)
+    assert "\n" not in str(error)
+    assert pickle.loads(pickle.dumps(error)).smallest_budget == peak
+
+
+def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_taken() -> None:
+    graph = transformer(2)
+    for choices in (Choices(), Choices(early=True), Choices(held=True)):
+        error = budget_error(schedule(graph, choices), Surroundings(), 0)
+        assert error.lower_by
+        assert all(0 < way.bytes < error.smallest_budget for way in error.lower_by)
+        offered = any("early" in way.do for way in error.lower_by)
+        assert offered is False or choices == Choices()
+
+
+def test_halving_the_batch_keeps_what_does_not_follow_it() -> None:
+    graph = residual(3)
+    error = budget_error(schedule(graph, Choices()), Surroundings(held_bytes=1000), 0)
+    way = next(way for way in error.lower_by if "batch" in way.do)
+    kinds = ("weight", "buffer", "parameter_gradient", "optimizer_state")
+    fixed = sum(holder.bytes for holder in error.held_by if holder.cause in kinds)
+    assert way.bytes == pytest.approx(fixed + (error.smallest_budget - fixed) / 2, abs=1)

@@ -1,0 +1,105 @@
+"""What `memplan fit` says: the figures of plan and proof, and no success where there is none."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
+
+from memplan.errors import BudgetError
+from memplan.planning.plan import Plan
+from memplan.reports.fit import Outcome, dumps, print_fit
+from memplan.verification.proof import Proof
+from memplan.verification.proof import loads as proof_from
+
+SHORT = BudgetError(
+    "The budget is 100.0 MiB", expected="at least 200.0 MiB", do="Halve the batch", smallest_budget=200 * MIB
+)
+DONE = Outcome("net.py:make", plan(budget=390 * MIB), PROOF)  # tightened: the budget asked for is the proof's
+CASES = {
+    "done": (DONE, True, "net.py:make fits the budget of 400.0 MiB now, and its result is the same."),
+    "predicted": (
+        Outcome("net.py:make", plan()), True,
+        "net.py:make can be made to fit the budget of 400.0 MiB; nothing was run.",
+    ),
+    "already": (
+        Outcome("net.py:make", kept(), changed=False), True,
+        "net.py:make fits the budget of 1.0 GiB already: nothing was changed.",
+    ),
+    "wrong": (
+        Outcome("net.py:make", plan(), WRONG), False,
+        "net.py:make was NOT made to fit the budget of 400.0 MiB: the proof failed.",
+    ),
+    "too small": (
+        Outcome("net.py:make", None, changed=False, shortfall=SHORT), False,
+        "net.py:make does not fit. The smallest budget that it fits is 200.0 MiB.",
+    ),
+}  # fmt: skip
+
+
+def printed(outcome: Outcome) -> list[str]:
+    file = io.StringIO()
+    print_fit(outcome, file)
+    return [" ".join(line.split()) for line in file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_verdict(name: str) -> None:
+    outcome, fits, verdict = CASES[name]
+    assert outcome.fits is fits
+    assert printed(outcome)[0] == verdict
+
+
+def test_before_and_after_as_predicted_and_as_measured() -> None:
+    lines = printed(DONE)
+    at = lines.index("Of a step before after change")
+    assert lines[at + 2 : at + 6] == [
+        "predicted peak 600.0 MiB 300.0 MiB -50.0 %",
+        "measured peak 605.0 MiB 301.0 MiB -50.2 %",
+        "predicted time 300 ms 330 ms +10.0 %",
+        "measured time 320 ms 360 ms +12.0 %",  # the median of ratios, not the ratio of medians
+    ]
+
+
+def test_plan_proof_and_frontier_are_shown() -> None:
+    text = "\n".join(printed(Outcome("t", plan(), PROOF, frontier=FRONTIER, notes=("it is new",))))
+    assert "relu_1 layer1 8.0 MiB recompute 30 ms" in text
+    assert "the same bit for bit over 3 steps" in text
+    assert "note: it is new" in text
+    assert text.endswith("200.0 MiB 33 % 150 ms 50.0 % the floor")
+
+
+def test_a_step_that_fits_already_shows_no_plan_but_its_peak() -> None:
+    lines = printed(CASES["already"][0])
+    assert lines[2:6] == ["Of a step as it is", lines[3], "predicted peak 600.0 MiB", "predicted time 300 ms"]
+    assert "note: no optimizer was given" in lines
+    assert not any("Plan for" in line or "measured" in line for line in lines)
+
+
+def test_a_shortfall_says_why_and_what_would_help() -> None:
+    assert printed(CASES["too small"][0])[1:] == [
+        "The budget is 100.0 MiB.",
+        "Expected at least 200.0 MiB.",
+        "Halve the batch.",
+    ]
+
+
+def test_a_title_cannot_steer_the_terminal() -> None:
+    assert "\x1b" not in "".join(printed(Outcome("a\x1b[2J", plan(), PROOF)))
+
+
+def test_json_holds_the_plan_and_the_proof_as_they_are_written_alone() -> None:
+    data = json.loads(dumps(Outcome("t", plan(), PROOF, frontier=FRONTIER)))
+    assert Plan.from_json(json.dumps(data["plan"])) == plan()
+    assert proof_from(json.dumps(data["proof"])) == PROOF
+    assert isinstance(PROOF, Proof)
+    assert (data["format"], data["fits"], data["changed"]) == ("memplan.fit", True, True)
+    assert data["frontier"]["points"][2] == {"peak": 200 * MIB, "seconds": 0.15}
+
+
+def test_json_of_a_shortfall() -> None:
+    data = json.loads(dumps(CASES["too small"][0]))
+    assert (data["fits"], data["plan"], data["smallest_budget"]) == (False, None, 200 * MIB)
+    assert data["reason"] == "The budget is 100.0 MiB. Expected at least 200.0 MiB. Halve the batch."

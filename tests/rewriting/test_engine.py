@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from rewriting.cells import CELLS, CHOICES, Cell, installed, same, same_state, total
+from torch import nn
+
+
+def trained(model: nn.Module, loop: Callable[[nn.Module], None]) -> torch.Tensor:
+    """Run a training loop from a fixed random state; returns the state that it leaves."""
+    torch.manual_seed(5)
+    loop(model)
+    return torch.get_rng_state()
+
+
+def compare(cell: Cell, choice: str, loop: Callable[[nn.Module], None], engines: int) -> None:
+    torch.manual_seed(1)
+    reference = cell.make()
+    model = copy.deepcopy(reference)
+    plan = installed(model, CHOICES[choice])
+    state = trained(reference, loop)
+    assert torch.equal(state, trained(model, loop))
+    assert len(plan.engines) == engines
+    same_state(reference, model)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", CELLS)
+def test_three_steps_are_eagers_bit_for_bit(name: str, choice: str) -> None:
+    cell = CELLS[name]
+    seen: list[torch.Tensor] = []
+
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        for _ in range(3):
+            args, kwargs = cell.arguments(cell.batch)
+            optimizer.zero_grad()
+            output = model(*args, **kwargs)
+            seen.append(output)
+            total(output).backward()
+            optimizer.step()
+
+    compare(cell, choice, loop, 1)
+    for reference, planned in zip(seen[:3], seen[3:], strict=True):
+        same(reference, planned)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["dropout", "batch norm", "weight tying"])
+def test_four_micro_batches_are_added_up(name: str, choice: str) -> None:
+    cell = CELLS[name]
+
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(4):
+                args, kwargs = cell.arguments(cell.batch)
+                (total(model(*args, **kwargs)) / 4).backward()
+            optimizer.step()
+
+    compare(cell, choice, loop, 2)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["batch norm and dropout", "attention dropout"])
+def test_evaluation_between_steps(name: str, choice: str) -> None:
+    cell = CELLS[name]
+
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            args, kwargs = cell.arguments(cell.batch)
+            optimizer.zero_grad()
+            total(model(*args, **kwargs)).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(*args, **kwargs)
+            model.eval()
+            with torch.no_grad():
+                assert not model(*args, **kwargs).requires_grad
+            total(model(*args, **kwargs)).backward()
+            model.train()
+
+    compare(cell, choice, loop, 2)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["batch norm and dropout", "weight tying"])
+def test_another_batch_size_is_planned_anew(name: str, choice: str) -> None:
+    cell = CELLS[name]
+
+    def loop(model: nn.Module) -> None:
+        for batch in (4, 2, 4, 6):
+            model.zero_grad()
+            args, kwargs = cell.arguments(batch)
+            total(model(*args, **kwargs)).backward()
+
+    compare(cell, choice, loop, 3)

@@ -1,0 +1,96 @@
+"""What a planned step really takes, by the allocator's own events, is what the schedule's levels say."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rewriting.cells import CHOICES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memplan import _torch
+from memplan.planning.calls import call_of
+from memplan.planning.capture import capture
+from memplan.planning.losses import with_loss
+from memplan.planning.peaks import levels
+from memplan.planning.schedule import recomputable, schedule
+from memplan.rewriting.engine import Engine
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import resnet18  # pyright: ignore[reportMissingImports]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.project(h)
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(500, 128), nn.Sequential(*[Block(128) for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 500, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens)))).flatten(0, 1)
+
+
+def step_of(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    if name == "resnet18":
+        return with_loss(resnet18.make(), F.cross_entropy), (torch.randn(2, 3, 96, 96), torch.randint(0, 1000, (2,)))
+    return with_loss(GPT(), F.cross_entropy), (torch.randint(0, 500, (4, 128)), torch.randint(0, 500, (512,)))
+
+
+def peak_above_start(run: Callable[[], None]) -> int:
+    """The most bytes that the allocator had handed out at any moment, beyond those at the start."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        run()
+    now = peak = 0
+    for _, size, _, _ in _torch.Profile(profile).events:
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["resnet18", "gpt"])
+def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
+    step, inputs = step_of(name)
+    call = call_of(inputs, {})
+    captured = capture(step, call)
+    graph = captured.graph
+    made = schedule(graph, replace(CHOICES[choice](graph), held=held))
+    engine = Engine(captured, made)
+
+    def run() -> None:
+        engine.run(step, call).backward()
+
+    for _ in range(2):  # the second run finds the kernels' caches filled
+        run()
+        if not held:
+            step.zero_grad()
+    measured = peak_above_start(run)
+    resident = sum(value.bytes for value in graph.values if value.kind in ("parameter", "buffer", "input", "constant"))
+    if held:
+        resident += sum(graph.values[of].bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
+    predicted = levels(made).peak - resident
+    assert recomputable(graph)
+    assert measured == pytest.approx(predicted, rel=0.01)

@@ -1,0 +1,91 @@
+"""Which calls run by decisions that were made for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from networks import SmallGPT, token_loss
+
+from memplan.errors import BudgetError
+from memplan.planning.calls import Call, call_of
+from memplan.planning.capture import capture
+from memplan.planning.losses import with_loss
+from memplan.planning.planner import Planned, Settings
+from memplan.planning.validate import validate
+from memplan.rewriting.engine import Engine
+from memplan.verification.fitting import Plans, Reused, same_structure
+
+
+def call(batch: int, length: int) -> Call:
+    tokens = torch.arange(batch * length).reshape(batch, length)
+    return call_of((tokens % 40, tokens * 7 % 40), {})
+
+
+@pytest.fixture
+def plans() -> Plans:
+    torch.manual_seed(0)
+    step = with_loss(SmallGPT(layers=2), token_loss)
+    return Plans(step, Settings(budget=600_000), told=[].append)
+
+
+def test_smaller_calls_take_over_the_decisions_and_keep_the_budget(plans: Plans, monkeypatch: Any) -> None:
+    first = plans(call(4, 24), False)
+    assert isinstance(first, Planned)
+    monkeypatch.setattr(plans._planner, "planned", lambda *_: pytest.fail("solved for anew"))
+    for batch, length in ((4, 23), (3, 17), (2, 8), (4, 24)):
+        found = plans(call(batch, length), False)
+        assert isinstance(found, Reused)
+        graph = found.captured.graph
+        assert validate(graph, found.schedule, budget=600_000, surroundings=found.surroundings) <= first.plan.peak
+        assert found.schedule.choices == first.schedule.choices
+
+
+def test_what_runs_by_them_is_the_step(plans: Plans) -> None:
+    plans(call(4, 24), False)
+    found, small = plans(call(3, 17), False), call(3, 17)
+    step = plans._module
+    gradients: list[list[Any]] = []
+    for run in (lambda: Engine(found.captured, found.schedule).run(step, small), lambda: step(*small.tensors)):
+        step.zero_grad()
+        torch.manual_seed(3)
+        run().backward()
+        gradients.append([parameter.grad for parameter in step.parameters()])
+    assert [torch.equal(*pair) for pair in zip(*gradients, strict=True)] == [True] * len(gradients[0])
+
+
+def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:
+    torch.manual_seed(0)
+    told: list[str] = []
+    plans = Plans(with_loss(SmallGPT(layers=2), token_loss), Settings(budget=700_000), told.append)
+    plans(call(2, 10), False)
+    assert told == []
+    assert isinstance(plans(call(2, 11), False), Planned)
+    assert isinstance(plans(call(2, 10), True), Planned)
+    plans._module.eval()
+    assert isinstance(plans(call(2, 10), False), Planned)
+    assert told == [
+        "planned anew: a call with inputs 2x11, 2x11",
+        "planned anew: a call with inputs 2x10, 2x10, with gradients held",
+        "planned anew: a call with inputs 2x10, 2x10",
+    ]
+    with pytest.raises(BudgetError):
+        plans(call(40, 60), False)
+
+
+def test_the_expected_call_is_not_asked_about_again(plans: Plans) -> None:
+    planned = plans(call(4, 24), False)
+    assert isinstance(planned, Planned)
+    plans.expect(planned)
+    assert plans(call(4, 24), True) is not planned
+    assert plans(call(4, 24), False) is planned
+    assert plans(call(4, 24), False) is not planned
+
+
+def test_structure() -> None:
+    step, other = with_loss(SmallGPT(layers=2), token_loss), with_loss(SmallGPT(layers=3), token_loss)
+    one = capture(step, call(4, 24)).graph
+    assert same_structure(one, capture(step, call(2, 7)).graph)
+    assert not same_structure(one, capture(other, call(4, 24)).graph)
+    assert not same_structure(one, capture(step.eval(), call(4, 24)).graph)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from memplan.errors import UsageError
+from memplan.verification.differences import Compared, Difference
+from memplan.verification.measured import Times
+from memplan.verification.proof import Proof, dumps, loads
+
+GOOD = Proof(
+    3, 1, "AdamW", False, Compared(3), Compared(12), Compared(12), Compared(6), (), 1 << 20, 5 << 20, 9 << 20,
+    5 << 20, 6 << 20, Times(5, 0.5, 0.6, 1.2, (1.1, 1.3)), "2.13.0",
+)  # fmt: skip
+BAD = dataclasses.replace(
+    GOOD,
+    gradients=Compared(12, (Difference("a.weight", 1, "differs by up to 1 (relative inf, in L2)", 1.0, float("inf")),)),
+    random_streams=("torch",),
+    budget=4 << 20,
+    times=None,
+)
+
+
+@pytest.mark.parametrize("proof", [GOOD, BAD])
+def test_json_and_pickle_give_the_same_value_back(proof: Proof) -> None:
+    assert loads(dumps(proof)) == proof
+    assert pickle.loads(pickle.dumps(proof)) == proof
+    assert json.loads(dumps(proof))["ok"] is proof.ok
+
+
+def test_what_is_wrong_is_said() -> None:
+    assert GOOD.ok
+    assert GOOD.exact
+    assert GOOD.above_resident == 4 << 20
+    assert (BAD.ok, BAD.exact, BAD.within_budget) == (False, False, False)
+    assert BAD.failures == (
+        "the gradient of a.weight differs by up to 1 (relative inf, in L2) in step 2",
+        "the random stream of torch is elsewhere after the step",
+        "the measured peak is 1.0 MiB over the budget of 4.0 MiB",
+    )
+
+
+def test_a_proof_prints_itself() -> None:
+    assert str(GOOD) == (
+        "the same bit for bit over 3 steps with AdamW: 3 outputs, 12 gradients, 12 updated parameters, 6 buffers, "
+        "the random streams\n"
+        "peak 5.0 MiB measured, 5.0 MiB predicted, 6.0 MiB budget, 9.0 MiB before (1.0 MiB of each are weights, "
+        "buffers and inputs)\n"
+        "1.20 times the time (1.10 to 1.30, the middle half of 5 pairs): 0.5 s before, 0.6 s now"
+    )
+    assert str(BAD).startswith("NOT the same: the gradient of a.weight differs")
+    assert "EXCEEDED" in str(BAD)
+
+
+def test_early_updates_have_no_gradients_to_count() -> None:
+    early = dataclasses.replace(GOOD, early=True, gradients=Compared())
+    assert "AdamW, applied early: 3 outputs, 12 updated" in str(early)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format": "memplan.trace", "schema": 1}', dumps(GOOD).replace('"schema": 1', '"schema": 2'),
+     dumps(GOOD).replace('"resident"', '"dweller"')],
+)  # fmt: skip
+def test_what_is_no_proof_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"f\.json is no proof"):
+        loads(text, "f.json")

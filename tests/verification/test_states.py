@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from snapshots import everything
+from torch import Tensor, nn
+
+from memplan.verification.states import ModuleCopy, RandomState, random_state_kept
+
+
+class Many(nn.Module):
+    """Tied weights, a recurrent net that holds its weights in a list, buffers, plain tensors, counters, None."""
+
+    kept: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.rnn = nn.LSTM(6, 6, batch_first=True)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("kept", None)
+        self.plain = torch.zeros(3)
+        self.calls, self.seen = 0, []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.embed(tokens))
+        hidden = self.norm(hidden.flatten(0, 1))
+        self.calls += 1
+        self.seen.append(tokens.shape)
+        self.plain += 1
+        self.kept = hidden.detach()
+        return self.head(hidden)
+
+
+@pytest.fixture
+def many() -> Many:
+    torch.manual_seed(0)
+    return Many()
+
+
+TOKENS = torch.arange(12).reshape(3, 4) % 11
+
+
+def train(model: nn.Module, steps: int = 2) -> list[Tensor]:
+    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        update.zero_grad()
+        losses.append(model(TOKENS).square().mean())
+        losses[-1].backward()
+        update.step()
+    return [loss.detach() for loss in losses]
+
+
+def test_training_the_copy_is_training_the_module_and_leaves_it_alone(many: Many) -> None:
+    twin = copy.deepcopy(many)
+    list(many.parameters())[1].grad = torch.ones_like(list(many.parameters())[1])
+    before = everything(many)
+    made = ModuleCopy(many)
+    with made.in_place():
+        losses = train(many)
+    assert everything(many) == before
+    assert [torch.equal(*pair) for pair in zip(losses, train(twin), strict=True)] == [True, True]
+    ours, theirs = made.parameters, dict(twin.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert [name for name, p in theirs.items() if not torch.equal(p, ours[name])] == []
+    assert [n for n, b in twin.named_buffers() if not torch.equal(b, made.buffers[n])] == []
+
+
+def test_what_the_copy_became_is_there_the_next_time(many: Many) -> None:
+    twin = copy.deepcopy(many)
+    made = ModuleCopy(many)
+    for _ in range(2):
+        with made.in_place():
+            many(TOKENS)
+            assert many.calls == _ + 1
+        twin(TOKENS)
+    assert many.calls == 0
+    assert torch.equal(made.buffers["norm.running_mean"], twin.get_buffer("norm.running_mean"))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_and_interrupts_restore(many: Many, error: type[BaseException]) -> None:
+    before = everything(many)
+
+    def interrupted() -> None:
+        train(many)
+        many.norm.weight.data.zero_()
+        many.norm.register_buffer("late", torch.ones(1))
+        raise error
+
+    made = ModuleCopy(many)
+    with pytest.raises(error), made.in_place():
+        interrupted()
+    assert everything(many) == before
+
+
+def test_parameters_in_one_storage_stay_so_and_keep_their_strides() -> None:
+    model = nn.Module()
+    whole = torch.arange(24.0)
+    model.a = nn.Parameter(whole[:12].reshape(3, 4).t())
+    model.b = nn.Parameter(whole[8:20])
+    model.c = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), requires_grad=False)
+    made = ModuleCopy(model).parameters
+    assert [made[n].stride() for n in "abc"] == [p.stride() for p in model.parameters()]
+    assert not made["c"].requires_grad
+    with torch.no_grad():
+        made["b"].fill_(-7)
+    assert (made["a"] == -7).sum() == 4
+    assert not (whole == -7).any()
+
+
+def test_hooks_of_the_users_parameters_do_not_fire(many: Many) -> None:
+    fired = []
+    many.norm.weight.register_hook(lambda g: fired.append(1))
+    many.norm.bias.register_post_accumulate_grad_hook(lambda p: fired.append(2))
+    with ModuleCopy(many).in_place():
+        train(many)
+    assert fired == []
+    many(TOKENS).sum().backward()
+    assert sorted(fired) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [(lambda: torch.rand(1), "torch"), (random.random, "python"), (numpy.random.rand, "numpy")],
+    ids=["torch", "python", "numpy"],
+)
+def test_random_streams(draw: Any, name: str) -> None:
+    before = RandomState.now()
+    drawn = []
+
+    def interrupted() -> None:
+        drawn.append(draw())
+        assert before.differing(RandomState.now()) == (name,)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), random_state_kept():
+        interrupted()
+    assert before.differing(RandomState.now()) == ()
+    assert [draw()] == drawn
+    before.restore()
