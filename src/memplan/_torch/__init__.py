@@ -40,9 +40,11 @@ from memplan._torch.fake import (
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.joint import (
+    ConstantChanged,
     Joint,
     Role,
     effect_of,
+    function_of_functions,
     is_backward,
     is_op,
     joint_graph,
@@ -89,6 +91,7 @@ __all__ = [
     "OPAQUE",
     "READ_SCALAR",
     "Condition",
+    "ConstantChanged",
     "Dispatch",
     "EagerMode",
     "FakeMode",
@@ -120,6 +123,7 @@ __all__ = [
     "factories_replaced",
     "fake_tensors",
     "flop_formula",
+    "function_of_functions",
     "graph_break",
     "has_hooks",
     "histories_replaced",

@@ -11,20 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import nn
 from torch._C import DispatchKey
-from torch._functorch._aot_autograd import descriptors
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._higher_order_ops.effects import with_effects
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
@@ -67,15 +64,19 @@ Results = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]]
 Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 
 
-def corrected_mode(results: Results, instead: Instead, values: Values | None = None) -> FakeTensorMode:
-    """Fake tensors as the device's kernels make them, with the values that are known.
+def corrected_mode(
+    results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
+) -> FakeTensorMode:
+    """Fake tensors as the device's kernels make them, with the values that are known; of a mode that there is, or a
+    new one.
 
     An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     dispatch, names = mode.dispatch, dict[Any, str]()
 
     def corrected(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse_change(func, args)
         name = names.get(func) or names.setdefault(func, str(func))
         if name in instead:
             with mode:
@@ -96,6 +97,17 @@ def corrected_mode(results: Results, instead: Instead, values: Values | None = N
     return mode
 
 
+class ConstantChanged(Exception):
+    """A tensor that is neither a parameter, a buffer nor an input is changed in place."""
+
+
+def _refuse_change(func: Any, args: Any) -> None:
+    if not is_op(func) or not func._schema.is_mutable or not args:
+        return
+    if isinstance(args[0], torch.Tensor) and not isinstance(args[0], FakeTensor):
+        raise ConstantChanged(str(func))
+
+
 def joint_graph(
     module: nn.Module, inputs: Sequence[torch.Tensor], results: Results, instead: Instead, *, conditional: bool = False
 ) -> Joint:
@@ -112,8 +124,13 @@ def joint_graph(
         instead: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
         conditional: whether values of integer inputs may be read; else only such that follow from constants may.
     """
+    # imported here, because they bring all of Dynamo
+    from torch._dynamo import config as dynamo
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._inductor import config as inductor
+
     values = Values()
-    mode = corrected_mode(results, instead, values)
+    mode = corrected_mode(results, instead, values, _mode_of(module, inputs))
     with (
         _disable_current_modes(),
         contextlib.ExitStack() as stack,
@@ -121,7 +138,8 @@ def joint_graph(
             backward_pass_autocast="off"
         ),  # as after leaving the autocast of the forward pass
     ):
-        fakes = [mode.from_tensor(tensor) for tensor in inputs]
+        stack.callback(vars(mode).pop, "dispatch")  # a mode that was there goes on as it was
+        fakes = _faked(inputs, mode)
         for number, (fake, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
             values.take(fake, number, real)
         stack.enter_context(torch.enable_grad())
@@ -133,7 +151,8 @@ def joint_graph(
         stack.enter_context(_own_kernels())
         stack.enter_context(_checkpoints_called())
         stack.enter_context(eager_instead_of_compiled(lambda: None))
-        stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+        stack.enter_context(dynamo.patch(error_on_nested_fx_trace=False))
+        stack.enter_context(inductor.patch(fallback_random=True))  # keeps random ops that nobody reads
         found = aot_export_joint_with_descriptors(stack, module, tuple(fakes), {})
         graph = found.graph_module
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -146,7 +165,37 @@ def joint_graph(
         )
 
 
+def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMode | None:
+    """The mode of a model that is fake itself: its tensors go with no other."""
+    tensors = (*module.parameters(), *module.buffers(), *inputs)
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+
+
+def _faked(inputs: Sequence[torch.Tensor], mode: FakeTensorMode) -> list[torch.Tensor]:
+    """Fake tensors for inputs. Those that share memory become apart: the graph is right then whether they do or not,
+    unless it changes one. A tensor that needs a gradient stays one wherever it is given."""
+    made: dict[int, torch.Tensor] = {}
+    storages = set[int]()
+    fakes: list[torch.Tensor] = []
+    for tensor in inputs:
+        storage = tensor.untyped_storage()._cdata
+        if id(tensor) in made and tensor.requires_grad:
+            fakes.append(made[id(tensor)])
+            continue
+        if storage in storages and not tensor.requires_grad:
+            with mode:
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        else:
+            fake = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+        storages.add(storage)
+        made[id(tensor)] = fake
+        fakes.append(fake)
+    return fakes
+
+
 def _role(found: Any) -> Role:
+    from torch._functorch._aot_autograd import descriptors
+
     match found:
         case descriptors.ParamAOTInput():
             return Role("parameter", name=found.target)
@@ -301,17 +350,17 @@ def is_backward(node: torch.fx.Node) -> bool:
 
 def effect_of(node: torch.fx.Node) -> Any:
     """The op that a node runs for its effect, after a token and before its results; None for any other node."""
-    return node.args[1] if node.target is with_effects else None
+    return node.args[1] if node.target is torch.ops.higher_order.with_effects else None
 
 
 # -- what cannot be traced
 
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that no joint graph is made of; None for a dense tensor with data."""
+    """What a tensor is that no joint graph is made of; None for a dense tensor, or a fake one that stands for it."""
     if is_lazy(tensor):
         return "not there yet: a lazy layer makes it in its first call"
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+    if tensor.device.type == "meta":
         return "without data"
     if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}"
@@ -327,6 +376,17 @@ def view_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     with no_dispatch(), torch._C._DisablePythonDispatcher():
         plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return plain.view(shape).stride()
+
+
+def function_of_functions(error: BaseException) -> str | None:
+    """What takes functions, not only tensors (a branch, a loop), where an error came from one: its name."""
+    trace = error.__traceback__
+    while trace is not None:
+        head, name = os.path.split(trace.tb_frame.f_code.co_filename)
+        if os.path.basename(head) == "_higher_order_ops" and name != "utils.py":
+            return name.removesuffix(".py")
+        trace = trace.tb_next
+    return None
 
 
 def is_op(target: Any) -> bool:

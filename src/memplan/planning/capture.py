@@ -73,7 +73,7 @@ def capture(model: nn.Module, call: Call, *, conditional: bool = False) -> Captu
     finally:
         watch.restore()
     assert flat.returned is not None
-    reader = Reader(joint, flat.paths, flat.written)
+    reader = Reader(joint, flat.paths, flat.written, call.aliases)
     graph = cast_once(without_copies(guarded(reader.graph())))
     if not graph.gradients:
         raise InputError(
@@ -153,6 +153,23 @@ def _refusal(found: _Untraceable) -> MemplanError:
             f"{getattr(error, 'func', None) or 'a branch'} needs the values of a tensor to go on",
             expected="shapes and branches that follow from the shapes of the inputs",
             do="Compute it outside of forward() and pass it as a number, or write it with torch.where",
+            layer=layer,
+            where=where,
+        )
+    function = _torch.function_of_functions(error)
+    if function is not None:
+        return RecordingError(
+            f"torch's {function} takes functions, not only tensors, and a plan has no ops for that",
+            expected="ops of tensors",
+            do="Leave that layer out of the plan",
+            layer=layer,
+            where=where,
+        )
+    if isinstance(error, _torch.ConstantChanged):
+        return RecordingError(
+            f"forward() changes a tensor in place ({text}) that is no parameter, buffer or input",
+            expected="tensors that change to be buffers",
+            do="Register it, by register_buffer(), or change a copy",
             layer=layer,
             where=where,
         )

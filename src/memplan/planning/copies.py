@@ -28,7 +28,7 @@ def without_copies(graph: JointGraph) -> JointGraph:
         if op.target != _CLONE or not op.makes:
             continue
         source, made = graph.values[op.args[0].value], graph.values[op.makes[0]]
-        base: int = same.get(source.base, source.base)
+        base = same[source.base] if source.base in same else source.base
         if made.id in outside or base in outside or not _alike(source, made):
             continue
         same[made.id] = base

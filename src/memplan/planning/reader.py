@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +23,18 @@ _KINDS: Mapping[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "inp
 class Reader:
     """Reads one joint graph."""
 
-    def __init__(self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str]) -> None:
+    def __init__(
+        self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str], aliases: Sequence[int]
+    ) -> None:
         """Take a graph.
 
         Args:
             joint: what was traced.
             paths: by the traced module's name of a parameter or buffer, the model's.
             written: the model's names of buffers whose new values are the last outputs.
+            aliases: for each input the first one that shares its memory.
         """
-        self.joint, self.paths, self.written = joint, paths, written
+        self.joint, self.paths, self.written, self.aliases = joint, paths, written, aliases
         self.values: list[Value] = []
         self.ops: list[GraphOp] = []
         self.constants: dict[int, torch.Tensor] = {}
@@ -84,6 +88,7 @@ class Reader:
                 if node is not None:
                     gradients.append((self._handed[role.of], self._value[node]))
             elif role.kind == "mutation" and role.of is not None:
+                self._check_changed(role.of)
                 mutations.append((self._handed[role.of], self._value[node]))
             else:
                 raise UsageError(
@@ -99,6 +104,14 @@ class Reader:
             tuple({**dict(mutations), **written}.items()),
             torch=torch.__version__,
         )  # fmt: skip
+
+    def _check_changed(self, role: _torch.Role) -> None:
+        if role.kind == "input" and self.aliases.count(self.aliases[role.index]) > 1:
+            raise UsageError(
+                f"forward() changes input {role.index} in place, and another input shares its memory",
+                expected="inputs that are changed to have memory of their own",
+                do="Pass a copy",
+            )
 
     # -- values
 
@@ -132,6 +145,8 @@ class Reader:
             )
         path = self.paths[role.name] if role.name else str(role.index)
         number = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
+        if role.kind == "input" and self.aliases[role.index] != role.index:
+            self.values[number] = replace(self.values[number], bytes=0)
         self._value[node] = self._handed[role] = number
         if role.kind == "tangent":
             self.tangents.append(role.index)
@@ -155,8 +170,8 @@ class Reader:
         _check(function, layer, where)
         target, found = str(function), node.meta["val"]
         tokens = 0 if effect is None else 1
-        multiple = not isinstance(found, torch.Tensor) and len(found) > tokens
         results = (found,) if isinstance(found, torch.Tensor) else tuple(found)[tokens:]
+        multiple = len(results) > 1 if tokens else not isinstance(found, torch.Tensor)
         outputs, discarded = self._outputs(node, results, tokens, index)
         args = eager_arguments(
             target, idle_arguments(target, self._arguments(tuple(given))), results[0] if results else None
@@ -244,21 +259,13 @@ def _check(function: Any, layer: str, where: str | None) -> None:
     """Refuse what cannot be planned.
 
     Raises:
-        RecordingError: it is no op, or one that changes its arguments.
+        RecordingError: it is no op.
     """
     if not _torch.is_op(function):
         raise RecordingError(
             f"{function} takes functions, not only tensors, and a plan has no ops for that",
             expected="ops of tensors",
             do="Leave that layer out of the plan",
-            layer=layer,
-            where=where,
-        )
-    if _torch.is_mutable(function):
-        raise RecordingError(
-            f"{function} changes a tensor in place that is no parameter, buffer or input",
-            expected="tensors that change to be buffers",
-            do="Register it, by register_buffer(), or change a copy",
             layer=layer,
             where=where,
         )

@@ -31,6 +31,15 @@ def _with_statistics(args: Arguments, kwargs: Keywords, results: Sequence[Any]) 
     return tuple(one.to(of.dtype) if at in (1, 2) else one for at, one in enumerate(results))
 
 
+def _like_operands(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
+    """A group norm's gradients in mixed precision: the input's has its dtype, the parameters' have theirs.
+
+    Source: aten/src/ATen/native/group_norm.cpp, `native_group_norm_backward`.
+    """
+    of_input, *others = results
+    return of_input if of_input is None else of_input.to(args[1].dtype), *others
+
+
 def _resized(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     """Columns put together to an image: made as large as the columns, then resized, which gives nothing back.
 
@@ -67,6 +76,7 @@ RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
     TRAINING_NORM: _with_statistics,
     "aten.native_layer_norm.default": _with_statistics,
     "aten.native_group_norm.default": _with_statistics,
+    "aten.native_group_norm_backward.default": _like_operands,
     "aten.native_layer_norm_backward.default": _contiguous_gradient,
     "aten.view.default": _as_kernels_view,
     "aten._unsafe_view.default": _as_kernels_view,

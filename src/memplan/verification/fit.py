@@ -56,17 +56,15 @@ def fit(
 ) -> Fitted:
     """Make a training step run within a budget of bytes, with the same result bit for bit.
 
-    The step is planned, run beside the step as it is on copies of all that the model holds, compared and measured. Only
-    then do calls of the model run as planned. Nothing is trained: parameters, buffers, gradients and random state stay.
+    It is planned, run beside the step as it is on copies of all that the model holds, compared and measured. Only then
+    do calls of the model run as planned. Nothing is trained: parameters, buffers, gradients and random state stay.
 
     Args:
-        model: a module, or a callable that makes one.
-        inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
+        model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
         budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of this machine's.
-        allow: ``"exact"``: only what leaves the result as it is, bit for bit.
-        engine: ``"graph"``: aten kernels in planned order.
+        allow, engine: ``"exact"``, nothing that changes a bit; ``"graph"``, aten kernels in planned order.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
         clip_norm: the global norm that gradients are clipped at, where they are: then no update can be early.
@@ -75,8 +73,7 @@ def fit(
         pairs: how many times the step is timed, with and without the plan.
 
     Returns:
-        A Fitted: ``fitted.model`` is the model itself, with its calls planned. Where the step fits as it is, nothing is
-        changed, and ``fitted.changed`` is False.
+        ``fitted.model`` is the model, its calls planned. Where the step fits as it is, ``fitted.changed`` is False.
 
     Raises:
         BudgetError: no plan fits; its ``smallest_budget`` is the least that one was found for.
