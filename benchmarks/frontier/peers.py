@@ -12,11 +12,13 @@ from .models import Subject
 
 Loss = Callable[[], Tensor]
 SEQUENTIAL = "sequential-"
+SEGMENTS = (2, 3, 4, 6, 8, 10, 13, 16, 20)
+"""Numbers of segments: each a third more than the one before or less, since peak and time change little in between."""
 
 
 def peers(subject: Subject) -> list[str]:
     """Names of the peers that suit this model, eager first."""
-    segments = range(2, len(subject.sequence) + 1)
+    segments = [count for count in SEGMENTS if count <= len(subject.sequence)]
     return ["eager", *subject.blocks, *(f"{SEQUENTIAL}{count}" for count in segments)]
 
 

@@ -80,7 +80,7 @@ def fitted(case: Case, subject: Subject) -> tuple[Loss, Row]:
     """The step as memplan makes it fit, and what it says about that."""
     import memplan
 
-    options: dict[str, Any] = {"targets": subject.targets, "loss": subject.loss, "device": "cpu"}
+    options: dict[str, Any] = {"targets": subject.targets, "loss": subject.loss, "device": "cpu", "pairs": 0}
     if case.mode == "update":
         options |= {"optimizer": optimizer_of, "early": True}
     budget = case.budget

@@ -317,6 +317,15 @@ def modules_converted_as_real() -> Iterator[None]:
         yield
 
 
-def fake_tensors() -> FakeTensorMode:
-    """A mode under which tensors are made fake, for a model that is only to be captured."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made are fake, of one mode: for a model that is only to be captured."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def dispatch_fake(*args: Any, **kwargs: Any) -> Any:
+        with patched(fake_tensor, FakeTensor=FakeTensor):
+            return dispatch(*args, **kwargs)
+
+    with patched(mode, dispatch=dispatch_fake), modules_converted_as_real(), mode:
+        yield

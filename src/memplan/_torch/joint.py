@@ -109,7 +109,14 @@ def _refuse_change(func: Any, args: Any) -> None:
 
 
 def joint_graph(
-    module: nn.Module, inputs: Sequence[torch.Tensor], results: Results, instead: Instead, *, conditional: bool = False
+    module: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    results: Results,
+    instead: Instead,
+    *,
+    conditional: bool = False,
+    fake: Callable[[FakeTensorMode, int, torch.Tensor], torch.Tensor] | None = None,
+    mode: FakeTensorMode | None = None,
 ) -> Joint:
     """Trace a module that takes and returns tensors, with fake tensors of the same shapes; nothing is computed.
 
@@ -123,6 +130,8 @@ def joint_graph(
         results: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
         instead: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
         conditional: whether values of integer inputs may be read; else only such that follow from constants may.
+        fake: ``(mode, number, input) -> fake tensor``, where it is not to be one of the same sizes.
+        mode: of the fake tensors, where it is not to be a plain one.
     """
     # imported here, because they bring all of Dynamo
     from torch._dynamo import config as dynamo
@@ -130,7 +139,7 @@ def joint_graph(
     from torch._inductor import config as inductor
 
     values = Values()
-    mode = corrected_mode(results, instead, values, _mode_of(module, inputs))
+    mode = corrected_mode(results, instead, values, mode or _mode_of(module, inputs))
     with (
         _disable_current_modes(),
         contextlib.ExitStack() as stack,
@@ -139,7 +148,10 @@ def joint_graph(
         ),  # as after leaving the autocast of the forward pass
     ):
         stack.callback(vars(mode).pop, "dispatch")  # a mode that was there goes on as it was
-        fakes = _faked(inputs, mode)
+        if fake is None:
+            fakes = _faked(inputs, mode)
+        else:
+            fakes = [fake(mode, number, tensor) for number, tensor in enumerate(inputs)]
         for number, (fake, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
             values.take(fake, number, real)
         stack.enter_context(torch.enable_grad())
@@ -357,10 +369,10 @@ def effect_of(node: torch.fx.Node) -> Any:
 
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that no joint graph is made of; None for a dense tensor, or a fake one that stands for it."""
+    """What a tensor is that no joint graph is made of; None for a dense tensor with data."""
     if is_lazy(tensor):
         return "not there yet: a lazy layer makes it in its first call"
-    if tensor.device.type == "meta":
+    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return "without data"
     if is_traceable_wrapper_subclass(tensor):
         return f"a {type(tensor).__name__}"

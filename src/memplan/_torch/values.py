@@ -93,7 +93,7 @@ class Values:
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute for real what an op makes, where all that it takes is known."""
         fakes = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload) or _has_symbols((args, kwargs)):
             return
         if func._schema.is_mutable:
             for one in fakes[:1]:
@@ -126,6 +126,14 @@ class Values:
                 return None
             found.append(known)
         return tuple(found)
+
+
+def _has_symbols(arguments: Any) -> bool:
+    """Whether a size is a symbol: a computation would turn it into a number."""
+    return any(
+        isinstance(one, torch.SymInt) or (isinstance(one, FakeTensor) and one._has_symbolic_sizes_strides)
+        for one in tree_leaves(arguments)
+    )
 
 
 def _follows(func: Any) -> bool:

@@ -86,6 +86,10 @@ class _Files:
     help="Backward passes to one update: gradients are held in between.",
 )  # fmt: skip
 @click.option("--predict", is_flag=True, help="Plan only: run nothing, allocate nothing.")
+@click.option(
+    "--costs", type=click.Choice(["measured", "roofline"]), default="measured", show_default=True,
+    help="Seconds of an op: measured on this machine, or estimates that are the same on every one (--predict).",
+)
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
 @click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
     help="Values of the plan to list; 0 for all.")  # fmt: skip
@@ -94,17 +98,20 @@ class _Files:
 @click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time, down to the floor.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
 def command(
-    budget: str | None, early: bool, accumulate: int, predict: bool, use_plan: str | None, top: int,
+    budget: str | None, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
+    top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, json_file: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     arguments = StepArguments(**given)
     _check_options(arguments, budget, use_plan)
+    _check_costs(costs, predict)
     files = _Files(plan_file, python_file, json_file, frontier_file).checked()
     plan = None if use_plan is None else _read_plan(use_plan, budget)
     options: dict[str, Any] = {"budget": budget if budget is not None or plan is None else plan.budget}
     options |= {"early": True} if early else {}
     options |= {"accumulate": accumulate} if accumulate > 1 else {}
+    options |= {"costs": costs} if costs != "measured" else {}
     with progress(f"{'planning' if predict else 'fitting'} {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
         try:
@@ -131,6 +138,13 @@ def _check_options(given: StepArguments, budget: str | None, use_plan: str | Non
         raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
     if budget is not None:
         _check_budget(budget)
+
+
+def _check_costs(costs: str, predict: bool) -> None:
+    if costs != "measured" and not predict:
+        raise InputError(
+            f"--costs {costs} without --predict", expected="a prediction: a proof measures", do="Add --predict"
+        )
 
 
 def _check_budget(text: str) -> None:
@@ -246,7 +260,9 @@ def _frontier(
     from memplan.reports.frontier import Frontier, Point
 
     call = _call_options(described, given)
-    settings = Settings(budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False))
+    settings = Settings(
+        budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False), costs=options.get("costs")
+    )
     asked = request(
         made, described.options.inputs, **call, budget=options["budget"], allow="exact", clip_norm=None,
         accumulate=options.get("accumulate", 1), settings=settings, fake=True,

@@ -25,7 +25,7 @@ from memplan.planning.losses import WithLoss
 from memplan.planning.opaque import Around, Opaque
 from memplan.planning.reader import Reader
 from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
-from memplan.planning.unseen import Watch, line_of, refuse_hooks, refuse_tensors
+from memplan.planning.unseen import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
 from memplan.trace.place import Place, format_frame, frame_of_error, user_frame
 
 __all__ = ["TRAINING_NORM", "Captured", "capture"]
@@ -98,8 +98,8 @@ def _traced(trace: Callable[[], _Traced], model: nn.Module, call: Call, around: 
             return trace()
         except _Untraceable as found:
             watch.restore()
-            if not around.mark(_torch.culprit(found.error)):
-                raise _refusal(found) from found.error
+            if is_fake(model) or not around.mark(_torch.culprit(found.error)):
+                raise _refusal(found, fake=is_fake(model)) from found.error
             try:
                 around.learn(lambda: _run(model, call))
             except Exception:  # it does not run without memplan either
@@ -144,7 +144,7 @@ def _trace(model: nn.Module, call: Call, around: Around, conditional: bool) -> _
         raise _Untraceable(error, names.get(place.failed_in)) from error
 
 
-def _refusal(found: _Untraceable) -> MemplanError:
+def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:
     error, layer = found.error, found.layer
     where = format_frame(frame_of_error(error))
     text = (str(error).strip().split("\n")[0] or "no message").rstrip(".")
@@ -176,7 +176,9 @@ def _refusal(found: _Untraceable) -> MemplanError:
     return RecordingError(
         f"forward() and backward cannot be traced: {type(error).__name__}: {text[:300]}",
         expected="a step that torch traces",
-        do="Check that it runs without memplan; if it does, leave this layer out of the plan",
+        do="Pass the module itself: what cannot be traced is called as it is then, and nothing of this one is allocated"
+        if fake
+        else "Check that it runs without memplan; if it does, leave this layer out of the plan",
         layer=layer,
         where=where,
     )

@@ -24,9 +24,12 @@ SHAPE_ONLY = {
     "aten.avg_pool3d_backward.default": 1,
     "aten._adaptive_avg_pool2d_backward.default": 1,
     "aten._adaptive_avg_pool3d_backward.default": 1,
+    "aten.adaptive_max_pool2d_backward.default": 1,
+    "aten.adaptive_max_pool3d_backward.default": 1,
     "aten.reflection_pad1d_backward.default": 1,
     "aten.reflection_pad2d_backward.default": 1,
     "aten.reflection_pad3d_backward.default": 1,
+    "aten.replication_pad1d_backward.default": 1,
     "aten.replication_pad2d_backward.default": 1,
     "aten.replication_pad3d_backward.default": 1,
 }

@@ -18,6 +18,7 @@ from memplan.errors import DeviceError, InputError, TargetError, UnitError, Usag
 from memplan.planning.calls import Call, call_of
 from memplan.planning.losses import WithLoss
 from memplan.planning.planner import Settings
+from memplan.planning.unseen import is_fake
 from memplan.trace.model import HOST
 from memplan.trace.step import StepOptions
 
@@ -78,6 +79,7 @@ def request(
     options = StepOptions(inputs, kwargs, targets, loss, settings.optimizer, autocast).checked()
     with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
         made = _made(model)
+        _check_data(made, fake)
         args, keywords = _real((*options.inputs, *options.targets)), _real(dict(options.kwargs))
     if targets and loss is None:
         raise InputError(f"{len(targets)} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
@@ -140,6 +142,15 @@ def _made(model: Any) -> nn.Module:
             f"{type(made).__name__} {made!r:.60}", expected="a module, or a callable that makes one", do="Pass one"
         )
     return made
+
+
+def _check_data(model: nn.Module, fake: bool) -> None:
+    if not fake and is_fake(model):
+        raise InputError(
+            f"The model {type(model).__name__} is without data: it was made under fake tensors",
+            expected="one that can run",
+            do="Make it anew, or use memplan.plan, which runs nothing",
+        )
 
 
 def _real(value: Any) -> Any:

@@ -51,17 +51,43 @@ def refuse_hooks(model: nn.Module) -> None:
                     )
 
 
+def is_fake(model: nn.Module) -> bool:
+    """Whether a model was made under fake tensors: it can be captured, and not run."""
+    parameters = list(model.parameters())
+    return bool(parameters) and all(isinstance(parameter, _torch.FakeTensor) for parameter in parameters)
+
+
 def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-    """See that everything handed in is a plain tensor.
+    """See that everything handed in is a plain tensor, or that all the model is fake.
 
     Raises:
-        InputError: a tensor is a subclass, quantized, sparse, or has no data.
+        InputError: a tensor is a subclass, quantized, sparse, or has no data; or a fake model holds more tensors than
+            its parameters and buffers.
     """
+    fake = is_fake(model)
+    if fake:
+        _refuse_loose(model)
     named = (*model.named_parameters(), *model.named_buffers())
     for name, tensor in (*named, *((f"input {at}", tensor) for at, tensor in enumerate(inputs))):
+        if fake and isinstance(tensor, _torch.FakeTensor):
+            continue
         kind = _torch.peculiarity(tensor)
         if kind is not None:
             raise InputError(f"{name} is {kind}", expected="dense tensors with data, of no class of their own")
+
+
+def _refuse_loose(model: nn.Module) -> None:
+    """A graph holds tensors that are neither parameters nor buffers as they are: fake ones are no use there."""
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for key, attribute in vars(module).items():
+            for one in _torch.tree_leaves(attribute):
+                if isinstance(one, _torch.FakeTensor) and id(one) not in known:
+                    raise InputError(
+                        f"{f'{name}.' if name else ''}{key} is a tensor that is neither parameter nor buffer",
+                        expected="only those in a model of which nothing is allocated",
+                        do="Register it, by register_buffer(), or pass the module instead of what makes it",
+                    )
 
 
 class Watch:
