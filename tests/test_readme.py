@@ -20,7 +20,7 @@ _spec.loader.exec_module(tool)
 def test_tables_are_those_of_the_benchmarks() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     includes = re.findall(r"<!-- include: (.+?) -->\n(.*?)\n<!-- end -->", text, re.S)
-    assert len(includes) == 3
+    assert len(includes) == 4
     for path, shown in includes:
         assert shown == (ROOT / path).read_text(encoding="utf-8").strip()
 
@@ -32,6 +32,6 @@ def test_outputs_are_those_of_the_commands() -> None:
         pytest.skip("the README was made with AVX-512: oneDNN's layouts are other ones here")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- run: .+? -->\n.*?<!-- end -->", text, re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         assert tool.filled(block) == block

@@ -127,6 +127,19 @@ def test_a_prediction_runs_nothing_and_makes_no_model(net: str, engine: Engine) 
     assert isinstance(make(), nn.Sequential)
 
 
+def test_a_prediction_of_estimates_is_the_same_again(net: str) -> None:
+    options = ["--arg", "width=512", "--input", "512x4", "--target", "512:int64<3", "--loss", "cross_entropy"]
+    results = [run(net, *options, "--budget", "2.1MiB", "--predict", "--costs", "roofline") for _ in range(2)]
+    assert results[0].exit_code == 0, results[0].output
+    assert "can be made to fit" in " ".join(results[0].stdout.split())
+    assert results[0].stdout == results[1].stdout
+
+
+def test_a_proof_takes_no_estimates(net: str, engine: Engine) -> None:
+    assert "--predict" in one_line(run(net, "--input", "2x4", "--budget", "1MiB", "--costs", "roofline"))
+    assert engine.asked == []
+
+
 # -- answers
 
 

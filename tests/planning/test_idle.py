@@ -11,6 +11,7 @@ import torch
 from allocator import allocations, peak_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.planning import idle
 from memplan.planning.calls import call_of
@@ -53,7 +54,7 @@ def pools(target: str, dims: int) -> Callable[[Tensor], Tensor]:
     return next(function for start, function in functions.items() if name.startswith(start))
 
 
-class Calls(torch.utils._python_dispatch.TorchDispatchMode):
+class Calls(TorchDispatchMode):
     """Keeps the arguments of an op."""
 
     def __init__(self, target: str) -> None:

@@ -67,6 +67,7 @@ from memplan._torch.opaque import (
 )
 from memplan._torch.optimizers import bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
+from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
     IN_PLACE_ON_ZEROS,
     arguments,
@@ -103,6 +104,7 @@ __all__ = [
     "Recorded",
     "Role",
     "Run",
+    "Symbolic",
     "arguments",
     "autocast_of_now",
     "backward_node",
@@ -132,6 +134,7 @@ __all__ = [
     "is_composite",
     "is_mutable",
     "is_op",
+    "is_symbol",
     "is_transformed",
     "joint_graph",
     "keeps_graph",
@@ -160,6 +163,7 @@ __all__ = [
     "sparse_parts",
     "storage_key",
     "submodule",
+    "symbolic_mode",
     "tensor_arguments",
     "tensors_replaced",
     "tensors_that_tell",
@@ -172,6 +176,7 @@ __all__ = [
     "version_of",
     "view_strides",
     "will_run",
+    "with_symbols",
     "without_autocast",
     "without_data",
 ]

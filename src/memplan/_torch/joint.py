@@ -135,6 +135,7 @@ def joint_graph(
     """
     # imported here, because they bring all of Dynamo
     from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._inductor import config as inductor
 
@@ -143,17 +144,15 @@ def joint_graph(
     with (
         _disable_current_modes(),
         contextlib.ExitStack() as stack,
-        torch._functorch.config.patch(
-            backward_pass_autocast="off"
-        ),  # as after leaving the autocast of the forward pass
+        functorch.patch(backward_pass_autocast="off"),  # as after leaving the autocast of the forward pass
     ):
         stack.callback(vars(mode).pop, "dispatch")  # a mode that was there goes on as it was
         if fake is None:
             fakes = _faked(inputs, mode)
         else:
             fakes = [fake(mode, number, tensor) for number, tensor in enumerate(inputs)]
-        for number, (fake, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
-            values.take(fake, number, real)
+        for number, (one, real) in enumerate(zip(fakes, inputs, strict=True) if conditional else ()):
+            values.take(one, number, real)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_quiet())
         for device in ("cpu", "cuda"):
@@ -165,16 +164,19 @@ def joint_graph(
         stack.enter_context(eager_instead_of_compiled(lambda: None))
         stack.enter_context(dynamo.patch(error_on_nested_fx_trace=False))
         stack.enter_context(inductor.patch(fallback_random=True))  # keeps random ops that nobody reads
-        found = aot_export_joint_with_descriptors(stack, module, tuple(fakes), {})
-        graph = found.graph_module
-        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        output = next(node for node in graph.graph.nodes if node.op == "output")
-        return Joint(
-            graph,
-            tuple(_role(node.meta.get("desc")) for node in placeholders),
-            tuple(None if role is None else _role(role) for role in output.meta["desc"]),
-            tuple(values.conditions),
-        )
+        graph = aot_export_joint_with_descriptors(stack, module, tuple(fakes), {}).graph_module
+        return _joint(graph, values)
+
+
+def _joint(graph: torch.fx.GraphModule, values: Values) -> Joint:
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    return Joint(
+        graph,
+        tuple(_role(node.meta.get("desc")) for node in placeholders),
+        tuple(None if role is None else _role(role) for role in output.meta["desc"]),
+        tuple(values.conditions),
+    )
 
 
 def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMode | None:

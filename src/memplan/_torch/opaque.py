@@ -24,7 +24,7 @@ _LIBRARY = torch.library.Library("memplan", "FRAGMENT")
 OPAQUE = "memplan.opaque.default"
 _CALL = "opaque(Tensor[] inputs, str key) -> Tensor[]"
 _BACKWARD = "opaque_backward(Tensor handle, Tensor?[] gradients, Tensor[] kept, str key) -> Tensor[]"
-_GENERATED = re.compile(r"GeneratedBackwardFor_(\w+?)_(\w+)_(\w+)")
+_GENERATED = "GeneratedBackwardFor_"
 _NAMED = re.compile(r"\b(\w+)(?:::|\.)(\w+)")
 
 
@@ -119,15 +119,28 @@ def culprit(error: BaseException) -> Any:
             found = frame.f_locals.get("cls") or getattr(frame.f_locals.get("self"), "_forward_cls", None)
             if isinstance(found, type) and not found.__module__.startswith("torch."):
                 return found
-            made = _GENERATED.match(getattr(found, "__name__", ""))
+            made = _op_of_formula(getattr(found, "__name__", ""))
             if made is not None:
-                return _op(made[1], made[2])
+                return made
         trace = trace.tb_next
     func = getattr(error, "func", None)
     if func is not None:
         return _op(func.namespace, func._schema.name.split("::")[1])
     named = (_op(*name) for name in _NAMED.findall(str(error).split("\n")[0]))
     return next((op for op in named if op is not None), None)
+
+
+def _op_of_formula(name: str) -> Any:
+    """The op whose derivative is the function of that name: namespace, name and overload, which may all have a "_"."""
+    if not name.startswith(_GENERATED):
+        return None
+    parts = name.removeprefix(_GENERATED).split("_")
+    for first in range(1, len(parts)):
+        for last in range(first + 1, len(parts) + 1):
+            op = _op("_".join(parts[:first]), "_".join(parts[first:last]))
+            if op is not None:
+                return op
+    return None
 
 
 def _op(namespace: str, name: str) -> Any:

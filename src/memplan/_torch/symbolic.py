@@ -1,8 +1,8 @@
 """A joint graph that was traced with sizes as symbols, and what it is for given sizes.
 
-Seen in torch 2.11, 2.13 and 2.15: ``ShapeEnv`` with its ``guards`` (what was decided about symbols while tracing),
-``var_to_range`` and ``duck_shape``; ``StatelessSymbolicContext`` for ``FakeTensorMode.from_tensor``; ``SymInt.node.expr``
-(a sympy expression); `torch.utils._sympy.printers.PythonPrinter`.
+Seen in torch 2.13: ``ShapeEnv`` with its ``guards`` (what was decided about symbols while tracing) and ``var_to_range``,
+``StatelessSymbolicContext`` for ``FakeTensorMode.from_tensor``, ``SymInt.node.expr`` (a sympy expression), and
+`torch.utils._sympy.printers.PythonPrinter`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ class NotSymbolicError(Exception):
 
 def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
     """A fake tensor with symbols for the sizes of these dimensions; equal sizes get the same symbol."""
-    kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
+    kinds = [DimDynamic.DUCK if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * tensor.dim())
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
+
+
+def is_symbol(value: object) -> bool:
+    """Whether a number is a symbol, or follows from one."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def symbolic_mode() -> FakeTensorMode:
@@ -82,7 +87,7 @@ class Symbolic:
             if role.kind == "input"
         }  # fmt: skip
         self._take_apart()
-        self._forms = {node: form for node, form in self._metas}
+        self._forms = dict(self._metas)
         self._symbols, self._table, self._holds = self._compiled()
 
     def at(self, inputs: Sequence[torch.Tensor]) -> Joint | None:
@@ -180,8 +185,8 @@ class Symbolic:
             within = self._environment.var_to_range.get(symbol)
             if within is None:
                 raise NotSymbolicError(f"{symbol} has no range")
-            decided += [f"{symbol} >= {int(within.lower)}"] if within.lower.is_finite else []
-            decided += [f"{symbol} <= {int(within.upper)}"] if within.upper.is_finite else []
+            decided += [f"{symbol} >= {int(within.lower)}"] if within.lower.is_Integer else []
+            decided += [f"{symbol} <= {int(within.upper)}"] if within.upper.is_Integer else []
         names = ", ".join(map(str, symbols))
         text = f"def table({names}):\n    return ({', '.join(numbers)},)\n"
         text += f"def holds({names}):\n    return {' and '.join(decided) or 'True'}\n"

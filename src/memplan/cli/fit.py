@@ -88,8 +88,8 @@ class _Files:
 @click.option("--predict", is_flag=True, help="Plan only: run nothing, allocate nothing.")
 @click.option(
     "--costs", type=click.Choice(["measured", "roofline"]), default="measured", show_default=True,
-    help="Seconds of an op: measured on this machine, or estimates that are the same on every one (--predict).",
-)
+    help="Seconds of an op: measured on this machine, or estimates that are the same every time (--predict).",
+)  # fmt: skip
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
 @click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
     help="Values of the plan to list; 0 for all.")  # fmt: skip

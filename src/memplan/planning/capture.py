@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +28,7 @@ from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
 from memplan.planning.unseen import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
 from memplan.trace.place import Place, format_frame, frame_of_error, user_frame
 
-__all__ = ["TRAINING_NORM", "Captured", "capture"]
+__all__ = ["TRAINING_NORM", "Captured", "SymbolicError", "capture", "capture_symbolic", "read"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,47 @@ def capture(model: nn.Module, call: Call, *, conditional: bool = False) -> Captu
         _refuse_unseen(lambda: _trace(model, call, around, conditional), watch)
     finally:
         watch.restore()
+    return read(joint, flat, call, tuple(around.found))
+
+
+def capture_symbolic(model: nn.Module, call: Call, varying: Sequence[Collection[int]]) -> tuple[_torch.Symbolic, Flat]:
+    """Trace a call with symbols for sizes, instead of what they are in this call.
+
+    Args:
+        model: as for `capture`.
+        call: what it is called with; sizes that are equal here are taken to be equal in other calls.
+        varying: for each tensor of the call the dimensions whose sizes are symbols.
+
+    Returns:
+        The graph, and what `read` needs beside it.
+
+    Raises:
+        SymbolicError: there is no such graph, for whatever reason.
+    """
+
+    def fake(mode: Any, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        return _torch.with_symbols(mode, tensor, varying[number], f"input_{number}")
+
+    watch, around = Watch(model), Around()
+    try:
+        joint, flat = _trace(model, call, around, False, fake=fake, mode=_torch.symbolic_mode())
+        assert flat.returned is not None
+        constants = flat.returned.structure.constants()
+        if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
+            raise SymbolicError("the call does more than compute tensors of tensors")
+        return _torch.Symbolic(joint), flat
+    except Exception as error:  # it was captured with numbers: those who cannot be traced are refused there
+        raise SymbolicError(str(error)) from error
+    finally:
+        watch.restore()
+
+
+class SymbolicError(Exception):
+    """A call that is not traced with symbols for sizes; the text says why."""
+
+
+def read(joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = ()) -> Captured:
+    """What was traced as a graph, with all that is known of its ops."""
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases)
     graph = cast_once(without_copies(guarded(reader.graph())))
@@ -82,9 +123,7 @@ def capture(model: nn.Module, call: Call, *, conditional: bool = False) -> Captu
             do="Unfreeze a parameter",
         )
     graph = codecs.encodings(_with_overwrites(fused(apart(split(graph)))))
-    return Captured(
-        graph, reader.constants, flat.returned, tuple(reader.tangents), tuple(around.found), joint.conditions
-    )
+    return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
 
 
 _Traced = tuple[_torch.Joint, Flat]
@@ -124,7 +163,7 @@ class _Untraceable(Exception):
         self.error, self.layer = error, layer
 
 
-def _trace(model: nn.Module, call: Call, around: Around, conditional: bool) -> _Traced:
+def _trace(model: nn.Module, call: Call, around: Around, conditional: bool, **how: Any) -> _Traced:
     place, names = Place(), _layers(model)
 
     autocast = _torch.autocast_of_now()
@@ -137,7 +176,7 @@ def _trace(model: nn.Module, call: Call, around: Around, conditional: bool) -> _
     flat = Flat(model, call, inside)
     try:
         with place.following():
-            return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, conditional=conditional), flat
+            return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, conditional=conditional, **how), flat
     except MemplanError:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__

@@ -10,6 +10,8 @@ from memplan.planning.graph import RESIDENT, GraphOp, JointGraph, Ref, Value, ma
 from memplan.planning.rebuild import Rebuild
 
 _CLONE = "aten.clone.default"
+_WHOLE = (_CLONE, "aten.slice_backward.default")
+"""Copies where the result has the source's shape: the derivative of a slice that is all there is."""
 _ALIAS = "aten.alias.default"
 
 
@@ -25,10 +27,11 @@ def without_copies(graph: JointGraph) -> JointGraph:
     same: dict[int, int] = {}
     ops = list(graph.ops)
     for op in graph.ops:
-        if op.target != _CLONE or not op.makes:
+        if op.target not in _WHOLE or not op.makes:
             continue
-        source, made = graph.values[op.args[0].value], graph.values[op.makes[0]]
-        base = same[source.base] if source.base in same else source.base
+        source: Value = graph.values[op.args[0].value]
+        made = graph.values[op.makes[0]]
+        base = same.get(source.base, source.base)
         if made.id in outside or base in outside or not _alike(source, made):
             continue
         same[made.id] = base

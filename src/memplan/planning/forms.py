@@ -212,8 +212,8 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "memplan.dropout_mask.default": ("self", "p"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
-"""Ops of the engine's own that a graph can have (memplan.planning.fuse, memplan.planning.dropout), and their arguments: what plans does not load
-what registers them."""
+"""Ops of the engine's own that a graph can have (memplan.planning.fuse, memplan.planning.dropout), and their
+arguments: what plans does not load what registers them."""
 
 
 # -- torch's own forms

@@ -178,14 +178,20 @@ class JointGraph:
 
 def refs(arguments: Any) -> Iterator[int]:
     """The values in an op's arguments, in order, at any depth."""
+    found: list[int] = []
+    _collect(arguments, found)
+    return iter(found)
+
+
+def _collect(arguments: Any, found: list[int]) -> None:
     if isinstance(arguments, Ref):
-        yield arguments.value
+        found.append(arguments.value)
     elif isinstance(arguments, (tuple, list)):
         for part in arguments:
-            yield from refs(part)
+            _collect(part, found)
     elif isinstance(arguments, dict):
         for part in arguments.values():
-            yield from refs(part)
+            _collect(part, found)
 
 
 def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:

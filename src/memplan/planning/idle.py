@@ -14,8 +14,8 @@ from memplan.trace.semantics.cpu import transient_bytes
 _CONVOLUTION = "aten.convolution_backward.default"
 _NORM = "aten.native_batch_norm_backward.default"
 
-NUMBERS = 12
-"""Bytes for what a kernel wraps of Python's numbers, one as it is and one converted, while it runs."""
+NUMBERS = 128
+"""Bytes for the scalars that a kernel makes of Python's numbers while it runs, a few at a time."""
 
 SHAPE_ONLY = {
     "aten.max_pool2d_with_indices_backward.default": 1,
@@ -50,7 +50,8 @@ def split(graph: JointGraph) -> JointGraph:
 
     The kernels compute the two apart anyway: results are the same bit for bit, and the input is free one op earlier.
     """
-    return _Splitter(graph).run()
+    wanted = {_CONVOLUTION, *SHAPE_ONLY}
+    return _Splitter(graph).run() if any(op.target in wanted for op in graph.ops) else graph
 
 
 class _Splitter(Rebuild):

@@ -117,8 +117,9 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether every value is kept as it is and no gradient is used up early: the step fits as it stands."""
-        return not (self.choices.recompute or self.choices.encode or self.choices.early)
+        """Whether the step fits as it stands, and every value is kept as it is."""
+        chosen = self.choices.recompute or self.choices.encode or self.choices.early
+        return self.eager_peak <= self.budget and not chosen
 
     def count(self, lever: Lever) -> int:
         """How many decisions use a lever."""
@@ -161,7 +162,7 @@ class Plan:
         floor = f"The least found to be enough is {format_bytes(self.floor)}, no less than "
         floor += f"{format_bytes(self.lower_bound)} can be."
         if self.changes_nothing:
-            return f"A step on {self.device} fits {budget} as it is: predicted peak {after}. {floor}"
+            return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         share = f" ({100 * self.seconds / self.step_seconds:.1f} %)" if self.step_seconds else ""
         counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
         counts += ", each parameter updated early" if self.choices.early else ""

@@ -65,25 +65,28 @@ class Planner:
         self._model = model
         self._studies: dict[Hashable, Study] = {}
 
-    def planned(self, call: Call, settings: Settings, key: Hashable = None) -> Planned:
+    def planned(
+        self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None
+    ) -> Planned:
         """The fastest plan that the search finds within the budget.
 
         Args:
             call: what the model is called with; the model's and autocast's state are those of now.
             settings: the budget, and what else there is.
             key: tells this kind of call and state from others; calls with the same key are captured once.
+            captured: the call, where it is captured already.
 
         Raises:
             BudgetError: no plan fits the budget.
             RecordingError, UsageError: the step cannot be captured.
         """
-        return self.study(call, settings, key).planned(settings)
+        return self.study(call, settings, key, captured).planned(settings)
 
-    def study(self, call: Call, settings: Settings, key: Hashable = None) -> Study:
+    def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """What is known of a kind of call whatever the budget."""
         found = self._studies.get(key) if key is not None else None
         if found is None:
-            captured = capture(self._model, call)
+            captured = captured or capture(self._model, call)
             graph = _with_costs(captured.graph, settings)
             found = Study(self._model, call, replace(captured, graph=graph))
             if key is not None:

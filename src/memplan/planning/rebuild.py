@@ -24,9 +24,9 @@ class Rebuild:
         if op.index not in self._moved:
             self._moved[op.index] = index
         forward = None if op.gradient_of is None else self._moved[op.gradient_of]
-        op = replace(op, index=index, gradient_of=forward, **changes)
-        reads = tuple(dict.fromkeys(self.values[v].base for v in refs((op.args, op.kwargs))))
-        self.ops.append(replace(op, reads=reads))
+        called = (changes.get("args", op.args), changes.get("kwargs", op.kwargs))
+        reads = tuple(dict.fromkeys(self.values[v].base for v in refs(called)))
+        self.ops.append(replace(op, **{**changes, "index": index, "gradient_of": forward, "reads": reads}))
 
     def value(self, name: str, like: Value, **changes: Any) -> int:
         """Add a value that a new op makes: as ``like``, with its own memory unless ``base`` says otherwise."""
@@ -38,5 +38,7 @@ class Rebuild:
     def finished(self) -> JointGraph:
         """The new graph."""
         made = {value: op.index for op in self.ops for value in op.outputs if value is not None}
-        values = tuple(replace(value, op=made.get(value.id)) for value in self.values)
+        values = tuple(
+            value if value.op == made.get(value.id) else replace(value, op=made.get(value.id)) for value in self.values
+        )
         return replace(self.graph, values=values, ops=tuple(self.ops))

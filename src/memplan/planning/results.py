@@ -94,6 +94,9 @@ def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
         args: its arguments.
         like: its result.
     """
-    if target != "aten.native_dropout_backward.default" or like.device.type not in ("cpu", "meta"):  # meta: stands for the CPU
+    if target != "aten.native_dropout_backward.default" or like.device.type not in (
+        "cpu",
+        "meta",
+    ):  # meta: stands for the CPU
         return args
     return (*args[:2], torch.tensor(args[2], dtype=like.dtype).item(), *args[3:])

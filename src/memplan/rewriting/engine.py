@@ -41,7 +41,7 @@ class Engine:
         self._receivers = {
             of: at for at, value in enumerate(self._handed) for of, _ in graph.gradients if of == value.id
         }
-        self._forward, backward = _compiled(self.text, graph.fingerprint)
+        self._forward, backward = _compiled(self.text)
         self._chain = _chain(captured, schedule, self._handed, backward)
 
     def run(self, model: nn.Module, call: Call) -> Any:
@@ -101,9 +101,9 @@ def _split(path: str) -> tuple[str, str]:
     return owner, name
 
 
-def _compiled(text: str, fingerprint: str) -> tuple[Callable[[list[Any]], tuple[list[Any], list[Any]]], Any]:
+def _compiled(text: str) -> tuple[Callable[[list[Any]], tuple[list[Any], list[Any]]], Any]:
     """The two functions of a program. Its lines show in tracebacks."""
-    name = f"<memplan plan {fingerprint[:8]} {hash(text) & 0xFFFFFFFF:08x}>"
+    name = f"<memplan plan {hash(text) & 0xFFFFFFFFFFFF:012x}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     found: dict[str, Any] = {}
     exec(compile(text, name, "exec"), found)

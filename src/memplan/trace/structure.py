@@ -59,7 +59,7 @@ class Holder:
     def filled(self, tensors: Iterator[Any]) -> Any:
         """A copy of the object with these tensors."""
         attributes, items = self.inside.rebuild(tensors)
-        made = copy.copy(self.shell)
+        made = _copied(self.shell)
         for name, value in attributes.items():
             object.__setattr__(made, name, value)
         for key, value in items.items():
@@ -100,7 +100,7 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
     items = {key: part for key, part in leaf.items() if _holds(part, path)} if isinstance(leaf, dict) else {}
     if not attributes and not items:
         return leaf
-    shell = copy.copy(leaf)
+    shell = _copied(leaf)
     for name in attributes:
         object.__setattr__(shell, name, None)
     for key in items:
@@ -122,7 +122,21 @@ def _holds(value: Any, path: tuple[int, ...]) -> bool:
     return False
 
 
+def _copied(value: Any) -> Any:
+    """A shallow copy, made without the object's own way to copy itself, which may not stand a missing part."""
+    try:
+        made = object.__new__(type(value)) if not isinstance(value, dict) else type(value).__new__(type(value))
+    except TypeError:  # a class with a __new__ of its own in C
+        return copy.copy(value)
+    if isinstance(value, dict):
+        dict.update(made, value)
+    for name, part in _attributes(value).items():
+        object.__setattr__(made, name, part)
+    return made
+
+
 def _attributes(value: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return dict(getattr(value, "__dict__", {}))
+    found = dict(getattr(value, "__dict__", {}))
+    if dataclasses.is_dataclass(value):  # which may have slots
+        found = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} | found
+    return found

@@ -18,10 +18,10 @@ from memplan.planning.plan import Plan
 from memplan.planning.planner import Planned, Planner, Settings
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
+from memplan.rewriting.early import update_early
 from memplan.rewriting.install import Installed, install
 from memplan.trace.model import HOST
 from memplan.trace.spec import realize
-from memplan.verification.early import EarlyUpdates
 from memplan.verification.fitting import Plans, say
 from memplan.verification.measured import measure_step, storage_bytes
 from memplan.verification.proof import Proof
@@ -253,9 +253,8 @@ class _Fitting:
                 undo.append(install(asked.model, Plans(asked.model, spare, self._told)).undo)
         optimizer = None
         if settings.early and settings.optimizer is not None and proof.within_budget:
-            updates = EarlyUpdates(settings.optimizer, asked.step.parameters())
-            optimizer = updates.optimizer
-            undo.append(updates.remove)
+            optimizer = settings.optimizer(list(asked.step.parameters()))
+            undo.append(update_early(optimizer).undo)
         return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo)
 
     def _loss_bytes(self) -> int:

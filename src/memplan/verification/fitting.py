@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from memplan.errors import ScheduleError
 from memplan.planning.calls import Call
-from memplan.planning.capture import Captured, capture
-from memplan.planning.graph import JointGraph, Value
+from memplan.planning.capture import Captured
 from memplan.planning.peaks import Surroundings
 from memplan.planning.planner import Planned, Planner, Settings
 from memplan.planning.schedule import Schedule, schedule
+from memplan.planning.shapes import Shapes, taken_over
 from memplan.planning.validate import validate
+from memplan.rewriting.keys import Keys
 
 _log = logging.getLogger("memplan")
 
@@ -40,7 +41,8 @@ class Plans:
 
     def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
         self._module, self._settings, self._told = module, settings, told
-        self._planner = Planner(module)
+        self._planner, self._keys = Planner(module), Keys(module)
+        self._shapes = Shapes(module, self._kind)
         self._expected: Planned | None = None
         self.made: list[Planned] = []
 
@@ -54,54 +56,40 @@ class Plans:
         expected = self._expected
         if expected is not None and expected.schedule.choices.held == held:
             self._expected = None
+            self._shapes.known(call)
             return expected
-        found = self._reused(capture(self._module, call), held) if self.made else None
-        if found is not None:
-            return found
+        captured = None
         if self.made:
+            captured = self._shapes.captured(call)
+            found = self._reused(captured, held)
+            if found is not None:
+                return found
             self._told(f"planned anew: {_said(call, held)}")
-        planned = self._planner.planned(call, replace(self._settings, held=held, plan=None))
+        else:
+            self._shapes.known(call)
+        planned = self._planner.planned(call, replace(self._settings, held=held, plan=None), captured=captured)
         self.made.append(planned)
         return planned
+
+    def _kind(self, call: Call) -> Hashable:
+        """What tells a call and the module's state from others, but for the call's tensors."""
+        return self._keys.key(self._module, replace(call, tensors=()))
 
     def _reused(self, captured: Captured, held: bool) -> Reused | None:
         """By the decisions for a call that differs in sizes alone and was no smaller, where they keep the budget."""
         graph = captured.graph
         for planned in self.made:
-            other = planned.captured.graph
-            if planned.schedule.choices.held != held or not same_structure(graph, other) or not _fits_in(graph, other):
+            choices = planned.schedule.choices
+            taken = taken_over(choices, planned.captured.graph, graph) if choices.held == held else None
+            if taken is None:
                 continue
-            made = schedule(graph, planned.schedule.choices)
+            made = schedule(graph, taken)
             try:
                 validate(graph, made, budget=self._settings.budget, surroundings=planned.surroundings)
             except ScheduleError:  # other sizes, other aliases: then they are solved for
                 continue
             return Reused(captured, made, planned.surroundings)
         return None
-
-
-def same_structure(one: JointGraph, other: JointGraph) -> bool:
-    """Whether two graphs have the same ops on the same values, sizes aside. Which encoded forms there are depends on
-    sizes: where one is not there, the value is kept."""
-    ours, theirs = _proper(one), _proper(other)
-    return (
-        len(ours) == len(theirs)
-        and len(one.ops) == len(other.ops)
-        and all((a.kind, a.base, a.path) == (b.kind, b.base, b.path) for a, b in zip(ours, theirs, strict=True))
-        and all(
-            (a.target, a.phase, a.outputs, a.reads) == (b.target, b.phase, b.outputs, b.reads)
-            for a, b in zip(one.ops, other.ops, strict=True)
-        )
-        and (one.outputs, one.gradients, one.mutations) == (other.outputs, other.gradients, other.mutations)
-    )
-
-
-def _proper(graph: JointGraph) -> list[Value]:
-    return [value for value in graph.values if value.kind != "encoded"]
-
-
-def _fits_in(one: JointGraph, other: JointGraph) -> bool:
-    return all(a.bytes <= b.bytes for a, b in zip(_proper(one), _proper(other), strict=True))
 
 
 def _said(call: Call, held: bool) -> str:

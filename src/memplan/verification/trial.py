@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import InputError
 from memplan.planning.losses import default_loss
+from memplan.rewriting.early import update_early
 from memplan.trace.spec import realize
-from memplan.verification.early import EarlyUpdates
 from memplan.verification.measured import Meter, storage_bytes, timed
 from memplan.verification.states import ModuleCopy
 
@@ -74,9 +75,11 @@ class Trial:
         parameters = list(self.parameters.values())
         if parameters:
             with self.running():  # a callable may look at the module for names or groups
-                made = EarlyUpdates(work.update, parameters).optimizer if early else work.update(parameters)
+                made = work.update(parameters)
             _check_own(made, parameters)
             self.update = made
+            if early:
+                weakref.finalize(self, update_early(made).undo)  # what it watches for is not watched any longer
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -127,7 +130,7 @@ class Trial:
 
     def update_step(self, meter: Meter | None = None) -> None:
         """The optimizer's update, which a meter counts only where the optimizer is the user's."""
-        if self.update is not None and not self.early:
+        if self.update is not None:  # which closes the step where the updates were early
             with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 
@@ -141,7 +144,7 @@ class Trial:
                 parameter.grad = None
             for _ in range(self.work.micro_batches):
                 self._forward_backward()
-            if self.update is not None and not self.early and self.work.optimizer is not None:
+            if self.update is not None and self.work.optimizer is not None:
                 self.update.step()
 
         with self.running():
