@@ -29,7 +29,7 @@ for _path in (str(ROOT), str(ROOT / "src")):  # the latter where memplan is not 
     if _path not in sys.path:
         sys.path.insert(0, _path)
 
-from benchmarks.frontier.cases import FIT, FLOOR, Case, Mode, Row, Shards, fit_cases, modes_of, peer_cases  # noqa: E402
+from benchmarks.frontier.cases import FIT, FLOOR, MODES, Case, Mode, Row, Shards, fit_cases, modes_of, peer_cases  # noqa: E402
 from benchmarks.frontier.models import MODELS  # noqa: E402
 from benchmarks.frontier.run import THREADS, run  # noqa: E402
 
@@ -100,6 +100,7 @@ def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--models", default=",".join(MODELS), metavar="A,B", help="these only")
+    parser.add_argument("--modes", default=",".join(MODES), metavar="A,B", help="fresh, held, update")
     parser.add_argument("--peers-only", action="store_true", help="leave memplan out")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_PAIRS} pairs instead of {PAIRS}")
     parser.add_argument("--again", choices=("all", "ours"), help="run what has a result already too")
@@ -118,7 +119,7 @@ def main() -> int:
     if not options.report:
         bench = Bench(shards, quick=options.quick, again=options.again)
         for model in models:
-            for mode in modes_of(model):
+            for mode in (mode for mode in modes_of(model) if mode in options.modes.split(",")):
                 peers = bench.peers(model, mode)
                 if not options.peers_only:
                     bench.ours(model, mode, peers)

@@ -1,8 +1,8 @@
 """A joint graph that was traced with sizes as symbols, and what it is for given sizes.
 
-Seen in torch 2.13: ``ShapeEnv`` with its ``guards`` (what was decided about symbols while tracing) and ``var_to_range``,
-``StatelessSymbolicContext`` for ``FakeTensorMode.from_tensor``, ``SymInt.node.expr`` (a sympy expression), and
-`torch.utils._sympy.printers.PythonPrinter`.
+Seen in torch 2.13: ``ShapeEnv`` with its ``guards`` (what was decided about symbols while tracing) and its
+``var_to_range``, ``StatelessSymbolicContext`` for ``FakeTensorMode.from_tensor``, ``SymInt.node.expr`` (a sympy
+expression), and `torch.utils._sympy.printers.PythonPrinter`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._sympy.printers import PythonPrinter
 
 from memplan._torch.joint import Joint
 from memplan._torch.tensors import storage_key
@@ -29,6 +26,10 @@ class NotSymbolicError(Exception):
 
 def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
     """A fake tensor with symbols for the sizes of these dimensions; equal sizes get the same symbol."""
+    # imported here, because they bring Dynamo and sympy
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
     kinds = [DimDynamic.DUCK if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
     context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * tensor.dim())
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
@@ -41,6 +42,8 @@ def is_symbol(value: object) -> bool:
 
 def symbolic_mode() -> FakeTensorMode:
     """A mode whose fake tensors may have symbols for sizes."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
@@ -175,6 +178,8 @@ class Symbolic:
         return self._places.setdefault(expression, len(self._places))
 
     def _compiled(self) -> tuple[tuple[Any, ...], Callable[..., Sequence[int]], Callable[..., bool]]:
+        from torch.utils._sympy.printers import PythonPrinter
+
         conditions = [guard.expr for guard in self._environment.guards]
         used: set[Any] = set().union(*(_symbols(one) for one in (*self._places, *conditions)))
         symbols = tuple(sorted(used, key=str))
@@ -259,7 +264,7 @@ def _placeholders(joint: Joint) -> Iterator[Any]:
     return (node for node in joint.module.graph.nodes if node.op == "placeholder")
 
 
-def _environment(joint: Joint) -> ShapeEnv:
+def _environment(joint: Joint) -> Any:
     for node in joint.module.graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
