@@ -104,8 +104,10 @@ class GraphOp:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only looks into memory that is there: it costs nothing and is not scheduled. What has an effect and
-        no result (a check of a matrix) is none."""
+        """Whether it only looks into memory that is there: it costs nothing and is not scheduled.
+
+        What has an effect and no result (a check of a matrix) is none.
+        """
         return not self.makes and not self.discarded and not self.once
 
 
