@@ -31,7 +31,8 @@ def test_memory_from_before_that_is_freed_is_not_seen() -> None:
         kept.clear()
         torch.empty(MIB // 4)
 
-    assert measure_step(step).growth_peak == MIB
+    # libraries free caches of their own now and then: kilobytes, where what was kept is four times the step's
+    assert MIB - (64 << 10) <= measure_step(step).growth_peak <= MIB
 
 
 def test_a_training_step_as_the_allocator_counts_it() -> None:
