@@ -6,8 +6,6 @@ random numbers are drawn in the same place, and the result is the same bit for b
 
 from __future__ import annotations
 
-import math
-
 from memplan.planning.graph import GraphOp, JointGraph, Ref
 from memplan.planning.idle import NUMBERS
 from memplan.planning.rebuild import Rebuild
@@ -40,7 +38,7 @@ def _take_apart(rebuild: Rebuild, op: GraphOp) -> None:
     shared = {"kwargs": {}, "multiple": False, "random": False, "discarded": 0}
     rebuild.add(op, target=MASK, args=(read, p), outputs=(mask,), makes=(mask,), scratch=0, **shared | {"random": True})
     value = rebuild.values[result]
-    size = math.prod(value.shape) * (value.bytes // max(1, math.prod(value.shape)))
+    size = value.bytes  # the mask as the result's dtype, or the product before it is scaled
     if value.dtype not in _WHOLE:
         rebuild.add(
             op, target=HALF, args=(read, Ref(mask), scale), outputs=(result,), makes=(result,), scratch=size, **shared
