@@ -14,6 +14,7 @@
     - DataDependentError: a shape depends on values, which a recording does not have
     - StepError: the user's own build or step raised; the original is its ``__cause__``
   * VerificationError (also a RuntimeError): a planned step ran and was not the step that it was
+  * BackwardError (also a RuntimeError): a backward pass that a planned step cannot run
   * ScheduleError (also an AssertionError): a planned step that memplan's own validator refuses
 
 Every message says what was found, what was expected and what to do, in one line.
@@ -157,6 +158,10 @@ class DataDependentError(RecordingError):
 
 class StepError(RecordingError):
     """The user's own build or step raised an error: it is the ``__cause__`` of this one."""
+
+
+class BackwardError(MemplanError, RuntimeError):
+    """A backward pass that cannot be run as it was asked for; autograd refuses most of these, too."""
 
 
 class ScheduleError(MemplanError, AssertionError):

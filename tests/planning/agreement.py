@@ -111,12 +111,11 @@ def difference(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     autocast: Autocast = contextlib.nullcontext,
-    conditional: bool = False,
 ) -> tuple[Captured, list[str]]:
     """Capture a call, run it as a graph and as it is; what came out otherwise."""
     kwargs = dict(kwargs or {})
     with autocast():
-        captured = capture(model, call_of(args, kwargs), conditional=conditional)
+        captured = capture(model, call_of(args, kwargs))
     reference, own = copy.deepcopy(model), copy.deepcopy(model)
     args_1, kwargs_1 = copied((args, kwargs))
     call_1, call_2 = call_of(args_1, kwargs_1), call_of(*copied((args, kwargs)))

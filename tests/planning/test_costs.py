@@ -19,7 +19,7 @@ from memplan import devices
 from memplan.planning import costs, roofline
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
-from memplan.planning.costs import costs_of, scaled_costs, signature, step_seconds, unmeasured, with_costs
+from memplan.planning.costs import costs_of, signature, step_seconds, unmeasured, with_costs
 from memplan.planning.graph import Encoding, JointGraph, Value
 from memplan.planning.schedule import recomputable
 
@@ -234,42 +234,3 @@ def test_a_card_is_never_measured(timed: list[str]) -> None:
     slow, fast = (with_costs(graph, device=devices.find(name)) for name in ("v100", "h100"))
     assert timed == []
     assert step_seconds(fast) < step_seconds(slow)
-
-
-# -- another shape
-
-
-@pytest.mark.parametrize("factor", [0.5, 3])
-def test_scaled_costs_are_those_of_the_measured_shape_as_far_from_their_rooflines(factor: float) -> None:
-    like = with_costs(encoded(graph_of(net(), 64, 32)), how="roofline")
-    like = with_costs(like, known={key: factor * seconds for key, seconds in costs_of(like).items()})
-    other = encoded(graph_of(net(), 24, 32))
-    scaled, expected = scaled_costs(other, like), with_costs(other, how="roofline")
-    for op in expected.ops:
-        assert scaled.ops[op.index].seconds == pytest.approx(factor * op.seconds)
-    assert scaled.encodings[0].decode_seconds == pytest.approx(factor * expected.encodings[0].decode_seconds)
-
-
-def test_a_dear_op_stays_dear_at_another_shape() -> None:
-    graph = graph_of(net(drop=False), 64, 32)
-    like = with_costs(graph, how="roofline")
-    dear = next(op for op in like.ops if op.target == "aten.relu.default")
-    like = with_costs(like, how="roofline", known={signature(like, dear): 100 * dear.seconds})
-    other = graph_of(net(drop=False), 24, 32)
-    deeper = graph_of(net(drop=False, depth=4), 24, 32)  # where places do not correspond, ops do
-    for graph in (other, deeper):
-        scaled, expected = scaled_costs(graph, like), with_costs(graph, how="roofline")
-        for op in expected.forward_ops:
-            factor = 100 if op.target == "aten.relu.default" else 1
-            assert scaled.ops[op.index].seconds == pytest.approx(factor * op.seconds)
-
-
-def test_another_shape_of_many_layers_is_priced_at_once() -> None:
-    other = graph_of(net(depth=60), 64, 32)
-    like = with_costs(other, how="roofline")
-    took = list[float]()
-    for _ in range(3):
-        begin = time.process_time()
-        scaled_costs(other, like)
-        took.append(time.process_time() - begin)
-    assert min(took) < 0.1

@@ -12,10 +12,9 @@ from rewriting.cells import CHOICES, installed, same_state, total
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from memplan.errors import MemplanError
+from memplan.errors import BackwardError, MemplanError
 from memplan.planning.graph import JointGraph
 from memplan.planning.schedule import Choices, recomputable
-from memplan.rewriting.chain import BackwardError
 
 
 class Net(nn.Module):

@@ -135,6 +135,32 @@ class Odd(nn.Linear):
         return super().forward(input)
 
 
+class Masked(nn.Module):
+    """A branch that the values of an input decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(x) if mask.all() else self.linear(x * mask[:, None])
+
+
+def test_values_that_decide_a_branch_choose_the_plan() -> None:
+    torch.manual_seed(0)
+    model, reference = Masked(), Masked()
+    reference.load_state_dict(model.state_dict())
+    plans = installed(model)
+    ones, some, fewer = (torch.tensor(flags) for flags in ([1] * 8, [1, 0] * 4, [0] * 8))
+    for mask, engines in ((ones, 1), (some, 2), (ones, 2), (fewer, 2)):
+        x = torch.randn(8, 16)
+        for one in (reference, model):
+            one.zero_grad()
+            one(x, mask).square().sum().backward()
+        same_state(reference, model)
+        assert len(plans.engines) == engines
+
+
 def test_an_argument_that_no_key_can_hold() -> None:
     model = Odd(16, 4)
     plan = installed(model)

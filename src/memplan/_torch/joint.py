@@ -114,7 +114,7 @@ def joint_graph(
     results: Results,
     instead: Instead,
     *,
-    conditional: bool = False,
+    conditional: bool = True,
     fake: Callable[[FakeTensorMode, int, torch.Tensor], torch.Tensor] | None = None,
     mode: FakeTensorMode | None = None,
 ) -> Joint:
@@ -129,7 +129,8 @@ def joint_graph(
         inputs: of any values.
         results: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
         instead: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
-        conditional: whether values of integer inputs may be read; else only such that follow from constants may.
+        conditional: whether values of small integer inputs may be read, where they have any; else only such that
+            follow from constants may.
         fake: ``(mode, number, input) -> fake tensor``, where it is not to be one of the same sizes.
         mode: of the fake tensors, where it is not to be a plain one.
     """

@@ -74,8 +74,9 @@ class Values:
         """What was read and depends on an input."""
 
     def take(self, fake: Any, number: int, real: torch.Tensor) -> None:
-        """An input whose values are known, where it is small and no gradient or parameter: integers, flags."""
-        if not real.is_floating_point() and not real.is_complex() and real.numel() <= LARGEST:
+        """An input whose values are known, where it has any and is a small one of integers or flags."""
+        whole = not real.is_floating_point() and not real.is_complex()
+        if whole and real.numel() <= LARGEST and not isinstance(real, FakeTensor):
             self._known[fake] = Known(real.detach(), input=number)
 
     def read(self, func: Any, args: Any) -> Any:

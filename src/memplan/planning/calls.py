@@ -27,6 +27,15 @@ class Call:
         """Positional and keyword arguments with these tensors."""
         return self.structure.rebuild(tensors)
 
+    def name_of(self, number: int) -> str:
+        """The argument that a tensor is in, for people: ``argument attention_mask``, ``argument 0``."""
+        marks = [object() for _ in self.tensors]
+        args, kwargs = self.structure.rebuild(marks)
+        for name, part in (*enumerate(args), *kwargs.items()):
+            if any(leaf is marks[number] for leaf in _torch.tree_leaves(part)):
+                return f"argument {name}"
+        return f"input {number}"
+
     @property
     def constants(self) -> tuple[Any, ...]:
         """What is no tensor, in order."""

@@ -51,14 +51,15 @@ class Captured:
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
-def capture(model: nn.Module, call: Call, *, conditional: bool = False) -> Captured:
+def capture(model: nn.Module, call: Call) -> Captured:
     """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
+
+    Values of small integer inputs may decide a branch (is this mask all ones?). Then what is captured is right for
+    calls for which `Captured.holds`.
 
     Args:
         model: in the state in which it is to run: ``training``, autocast and what needs a gradient are those of now.
         call: what it is called with.
-        conditional: whether values of small integer inputs may decide a branch (is this mask all ones?). Then what is
-            captured is right for calls for which `Captured.holds`; without it such a branch is refused.
 
     Raises:
         UsageError: the step is one that cannot be planned, or nothing in it needs a gradient.
@@ -68,8 +69,8 @@ def capture(model: nn.Module, call: Call, *, conditional: bool = False) -> Captu
     refuse_hooks(model)
     watch, around = Watch(model), Around()
     try:
-        joint, flat = _traced(lambda: _trace(model, call, around, conditional), model, call, around, watch)
-        _refuse_unseen(lambda: _trace(model, call, around, conditional), watch)
+        joint, flat = _traced(lambda: _trace(model, call, around), model, call, around, watch)
+        _refuse_unseen(lambda: _trace(model, call, around), watch)
     finally:
         watch.restore()
     return read(joint, flat, call, tuple(around.found))
@@ -95,7 +96,7 @@ def capture_symbolic(model: nn.Module, call: Call, varying: Sequence[Collection[
 
     watch, around = Watch(model), Around()
     try:
-        joint, flat = _trace(model, call, around, False, fake=fake, mode=_torch.symbolic_mode())
+        joint, flat = _trace(model, call, around, conditional=False, fake=fake, mode=_torch.symbolic_mode())
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
         if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
@@ -163,7 +164,7 @@ class _Untraceable(Exception):
         self.error, self.layer = error, layer
 
 
-def _trace(model: nn.Module, call: Call, around: Around, conditional: bool, **how: Any) -> _Traced:
+def _trace(model: nn.Module, call: Call, around: Around, **how: Any) -> _Traced:
     place, names = Place(), _layers(model)
 
     autocast = _torch.autocast_of_now()
@@ -176,7 +177,7 @@ def _trace(model: nn.Module, call: Call, around: Around, conditional: bool, **ho
     flat = Flat(model, call, inside)
     try:
         with place.following():
-            return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, conditional=conditional, **how), flat
+            return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
     except MemplanError:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__

@@ -71,24 +71,6 @@ def costs_of(graph: JointGraph) -> dict[str, float]:
     return dict(sorted(_Sheet.of(graph).seconds(graph).items()))
 
 
-def scaled_costs(graph: JointGraph, like: JointGraph) -> JointGraph:
-    """The same graph with the seconds that those of another one lead to: of the same model, with other shapes.
-
-    An op takes what the op in the same place of ``like`` takes, times how their rooflines compare (`roofline.CPU`);
-    where the two graphs do not have the same ops, what those of ``like`` with the same target take against theirs.
-    Nothing is measured.
-    """
-    sheet, other = _Sheet.of(graph), _Sheet.of(like)
-    expected, theirs, known = sheet.expected(), other.expected(), other.seconds(like)
-    overall, ratios = _ratio(known, theirs), _ratios(known, theirs)
-    seconds = {key: work * ratios.get(_kind(key), overall) for key, work in expected.items()}
-    if [op.target for op in graph.ops] == [op.target for op in like.ops]:
-        for index in sheet.keys.keys() & other.keys.keys():
-            mine, its = sheet.keys[index], other.keys[index]
-            seconds[mine] = expected[mine] * known[its] / theirs[its]
-    return _priced(graph, sheet, seconds)
-
-
 def step_seconds(graph: JointGraph) -> float:
     """Of forward and backward as they are, before anything is recomputed or encoded."""
     return sum(op.seconds for op in graph.ops)
@@ -206,18 +188,6 @@ def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict
 def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], otherwise: float = 1.0) -> float:
     whole = sum(expected[key] for key in measured)
     return sum(measured.values()) / whole if whole else otherwise
-
-
-def _ratios(known: Mapping[str, float], expected: Mapping[str, float]) -> dict[str, float]:
-    """By what runs, whatever the shapes."""
-    groups = dict[str, dict[str, float]]()
-    for key, seconds in known.items():
-        groups.setdefault(_kind(key), {})[key] = seconds
-    return {kind: _ratio(group, expected) for kind, group in groups.items()}
-
-
-def _kind(key: str) -> str:
-    return key.partition("(")[0]
 
 
 # -- the clock

@@ -181,6 +181,11 @@ class Study:
             notes.append("no optimizer was given: its state and update are not counted")
         if settings.device is not None:
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of the CPU's kernels")
+        notes.extend(map(str, self.captured.opaque))
+        read = dict.fromkeys(self.call.name_of(condition.input) for condition in self.captured.conditions)
+        if read:
+            notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "
+                         "planned anew")  # fmt: skip
         return tuple(notes)
 
 

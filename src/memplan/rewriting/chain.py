@@ -16,14 +16,10 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.errors import MemplanError
+from memplan.errors import BackwardError
 
 Given = list[tuple[int, torch.Tensor]]
 Backward = Callable[[list[Any], list[torch.Tensor], list[torch.Tensor]], Iterator[Given]]
-
-
-class BackwardError(MemplanError, RuntimeError):
-    """A backward pass that cannot be run as it was asked for; autograd refuses most of these, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,10 @@ class Engine:
         self._forward, backward = _compiled(self.text)
         self._chain = _chain(captured, schedule, self._handed, backward)
 
+    def suits(self, call: Call) -> bool:
+        """Whether a call of the shapes that were captured takes the same branches."""
+        return self._captured.holds(call)
+
     def run(self, model: nn.Module, call: Call) -> Any:
         """What ``model(...)`` returns for this call, with the planned backward pass behind it.
 

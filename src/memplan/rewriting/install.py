@@ -72,7 +72,8 @@ class Installed:
         self._model = weakref.ref(model, lambda _: self._died())
         self._planner = planner
         self._keys = Keys(model)
-        self._engines: dict[Hashable, Engine | None] = {}
+        self._engines: dict[Hashable, tuple[Engine | None, ...]] = {}
+        """By key; more than one where values of inputs decide which is right."""
         self._told: set[str] = set()
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
 
@@ -83,7 +84,7 @@ class Installed:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The planned steps, in the order in which they were planned."""
-        return tuple(engine for engine in self._engines.values() if engine is not None)
+        return tuple(engine for engines in self._engines.values() for engine in engines if engine is not None)
 
     def _died(self) -> None:
         """The model is gone: hold nothing of it any more."""
@@ -117,14 +118,20 @@ class Installed:
         parameters = list(self._keys.parameters())
         held = any(parameter.requires_grad and parameter.grad is not None for parameter in parameters)
         key = (plain, held)
-        if key in self._engines:
-            return self._engines[key]
-        if not any(tensor.requires_grad for tensor in (*parameters, *call.tensors)):
+        found = self._found(key, call)
+        if not found and not any(tensor.requires_grad for tensor in (*parameters, *call.tensors)):
             return None
-        with _one_at_a_time:
-            if key not in self._engines:
-                self._engines[key] = self._planned(model, call, held)
-        return self._engines[key]
+        if not found:
+            with _one_at_a_time:
+                found = self._found(key, call)
+                if not found:
+                    found = [self._planned(model, call, held)]
+                    self._engines[key] = (*self._engines.get(key, ()), *found)
+        return found[0]
+
+    def _found(self, key: Hashable, call: Call) -> list[Engine | None]:
+        """What was planned for such a call, where that was done already."""
+        return [one for one in self._engines.get(key, ()) if one is None or one.suits(call)][:1]
 
     def _planned(self, model: nn.Module, call: Call, held: bool) -> Engine | None:
         outer = getattr(_planning, "modules", ())
