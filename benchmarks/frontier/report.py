@@ -191,8 +191,11 @@ def write(shards: Shards, folder: Path) -> list[str]:
     found = frontiers(shards)
     if not found:
         return []
+    there = {(frontier.model, frontier.mode) for frontier in found if frontier.row(FLOOR)}
+    missing = [f"{model}, {mode}: no floor measured" for model in MODELS for mode in modes_of(model)
+               if (model, mode) not in there]  # fmt: skip
     quick = sum(row.get("quick", False) for frontier in found for row in frontier.rows)
-    complaints = [text for frontier in found for text in frontier.complaints()]
+    complaints = [*missing, *(text for frontier in found for text in frontier.complaints())]
     if quick:
         complaints.append(f"{quick} results are quick ones")
     for name, lines in (("fit_frontier.md", full(found)), ("fit_frontier_short.md", short(found))):

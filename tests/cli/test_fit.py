@@ -15,9 +15,10 @@ from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
 from torch import nn
 
 import memplan
+from memplan._bytes import format_bytes
 from memplan.cli import fit as fit_command
 from memplan.cli import main
-from memplan.errors import BudgetError, StepError, UsageError
+from memplan.errors import BudgetError, StepError, UsageError, VerificationError
 from memplan.planning.plan import Plan
 from memplan.verification.proof import Proof
 
@@ -26,6 +27,10 @@ from torch import nn
 
 def make(width: int = 8):
     return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3))
+
+def deep():
+    layers = (layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)))
+    return nn.Sequential(nn.Linear(16, 64), *layers, nn.Linear(64, 8))
 
 def asleep():
     return make().eval()
@@ -81,7 +86,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return made
 
 
-def run(*args: str | Path) -> Result:
+def run(*args: str | Path | int) -> Result:
     return CliRunner().invoke(main, ["fit", *map(str, args)])
 
 
@@ -158,9 +163,18 @@ def test_a_step_that_fits_already(net: str, engine: Engine) -> None:
     assert "already: nothing was changed" in " ".join(result.stdout.split())
 
 
-def test_a_proof_that_fails_is_no_success(net: str, engine: Engine) -> None:
-    engine.answer = Fitted(plan(), WRONG, changed=True)
-    assert run(net, "--input", "2x4", "--budget", "400MiB").exit_code == 1
+def test_a_proof_that_fails_is_no_success(net: str, engine: Engine, tmp_path: Path) -> None:
+    engine.answer = VerificationError("The planned step is NOT the same", do="Please report this", proof=WRONG)
+    files = "--json", tmp_path / "out.json", "--plan", tmp_path / "plan.json"
+    result = run(net, "--input", "2x4", "--budget", "400MiB", *files)
+    assert (result.exit_code, result.stderr) == (1, "")
+    words = " ".join(result.stdout.split())
+    assert "net.py:make was NOT made to fit the budget of 400.0 MiB: the proof failed." in words
+    assert "NOT the same: the gradient of a.weight differs by up to 1" in words
+    assert "note: Please report this." in words
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["fits"], written["changed"], written["proof"]["ok"]) == (False, False, False)
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("options", [[], ["--predict"]])
@@ -216,6 +230,72 @@ def test_the_frontier_of_a_model(net: str, engine: Engine, tmp_path: Path) -> No
     assert all(one["seconds"] <= other["seconds"] for one, other in pairwise(points))
     # Weights, inputs and the hidden layer, which is made and read at once: 4096 x 64 floats.
     assert points[-1]["peak"] > 4096 * 64 * 4 + 4096 * 4 * 4
+
+
+# -- the whole way, with nothing in anything's place
+
+STEP = {"targets": "512:int64<8", "loss": nn.functional.cross_entropy}
+OPTIONS = ("--input", "512x16", "--target", "512:int64<8", "--loss", "cross_entropy")
+
+
+@pytest.fixture
+def deep(net: str) -> tuple[str, nn.Module]:
+    """A target, and what it makes."""
+    target = net.replace(":make", ":deep")
+    scope: dict[str, Any] = {}
+    exec(Path(target.partition(":deep")[0]).read_text(), scope)
+    return target, scope["deep"]()
+
+
+def between(model: nn.Module, **options: Any) -> int:
+    found = memplan.plan(model, "512x16", **STEP, budget="1 GiB", **options)
+    return (found.floor + found.eager_peak) // 2
+
+
+def test_a_step_is_fitted_and_its_plan_used_again(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
+    target, model = deep
+    budget, file = between(model), tmp_path / "plan.json"
+    first = run(target, *OPTIONS, "--budget", budget, "--plan", file, "--json", tmp_path / "one.json")
+    assert (first.exit_code, first.stderr) == (0, "")
+    again = run(target, *OPTIONS, "--use-plan", file, "--json", tmp_path / "two.json")
+    assert (again.exit_code, again.stderr) == (0, "")
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
+    fitted = memplan.fit(model, "512x16", **STEP, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    for written in (one, two):
+        assert written["fits"]
+        assert written["changed"]
+        assert written["proof"]["ok"]
+        assert written["proof"]["budget"] == budget
+        assert written["proof"]["times"]["pairs"] > 0
+        assert written["proof"]["peak"] == fitted.proof.peak <= budget < fitted.proof.reference_peak
+        assert written["proof"]["reference_peak"] == fitted.proof.reference_peak
+        assert written["plan"]["choices"] == json.loads(file.read_text())["choices"]
+    words = " ".join(again.stdout.split())
+    assert f"fits the budget of {format_bytes(budget)} now, and its result is the same." in words
+    assert f"measured peak {format_bytes(fitted.proof.reference_peak)} {format_bytes(fitted.proof.peak)}" in words
+
+
+def test_a_step_is_fitted_with_the_optimizer_early(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
+    target, model = deep
+    early: dict[str, Any] = {"optimizer": torch.optim.AdamW, "early": True}
+    budget, file = between(model, **early), tmp_path / "plan.json"
+    options = ("--optimizer", "adamw", "--early", "--budget", budget, "--plan", file, "--json", tmp_path / "out.json")
+    result = run(target, *OPTIONS, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    fitted = memplan.fit(model, "512x16", **STEP, **early, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    proof = json.loads((tmp_path / "out.json").read_text())["proof"]
+    assert (proof["ok"], proof["early"], proof["optimizer"]) == (True, True, "AdamW")
+    assert proof["peak"] == fitted.proof.peak <= budget < fitted.proof.reference_peak
+    assert "with AdamW, applied early" in " ".join(result.stdout.split())
+
+
+def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
+    target, _ = deep
+    short = run(target, *OPTIONS, "--budget", "1KiB", "--json", tmp_path / "out.json")
+    assert (short.exit_code, short.stderr) == (1, "")
+    least = json.loads((tmp_path / "out.json").read_text())["smallest_budget"]
+    assert f"({least} bytes)" in " ".join(short.stdout.split())
+    assert run(target, *OPTIONS, "--budget", least).exit_code == 0
 
 
 # -- bad usage

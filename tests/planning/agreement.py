@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-import memplan.rewriting.kernels  # noqa: F401  # registers the ops
+import memplan.planning.kernels  # noqa: F401  # registers the ops
 from memplan.planning.calls import Call, call_of
 from memplan.planning.capture import Captured, capture
 from memplan.planning.graph import RESIDENT, GraphOp, map_refs

@@ -272,8 +272,9 @@ def unet(depth: int = 4, size: int = 32 * MB) -> JointGraph:
 # Random graphs
 
 
-def random_graph(seed: int, ops: int = 8) -> JointGraph:
-    """A small graph with everything that a graph can have: several results, masks, random ops, encodings, writes."""
+def random_graph(seed: int, ops: int = 8, *, hooks: bool = False) -> JointGraph:
+    """A small graph with everything that a graph can have: several results, masks, random ops, encodings, writes; with
+    ``hooks`` also parameters that may change as soon as their gradient is given."""
     draw = random.Random(seed)
     tape = Tape()
     sizes = [64, 128, 256, 512]
@@ -304,6 +305,8 @@ def random_graph(seed: int, ops: int = 8) -> JointGraph:
         tape.mutations.append((buffers[0], draw.choice(live)))
     tape.finish(loss)
     _decorate(tape, draw, sizes)
+    for parameter in parameters if hooks else ():
+        tape.values[parameter] = replace(tape.values[parameter], hooked=draw.random() < 0.5)
     return tape.graph()
 
 

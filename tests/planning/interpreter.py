@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ class Machine:
     def __init__(self, graph: JointGraph, plan: Schedule, around: Surroundings) -> None:
         self.graph, self.plan, self.around = graph, plan, around
         self.memory: dict[int, Any] = {v.id: ("given", v.id) for v in graph.values if self.is_resident(v)}
-        held = [v.bytes for v in graph.values if v.id in dict(graph.gradients) and v.kind == "parameter"]
+        held = [math.prod(v.shape) * 4 for v in graph.values if v.id in dict(graph.gradients) and v.kind == "parameter"]
         self.base = around.held_bytes + sum(held) * plan.choices.held
         self.copies = self.peak = self.draws = 0
         self.effects: list[int] = []
@@ -115,9 +116,9 @@ class Machine:
         self.gradients[of.id] = (action.source, self.memory[base])
         early = self.plan.choices.early and of.kind == "parameter"
         held = self.plan.choices.held and of.kind == "parameter"
-        copy = of.bytes if action.copies else 0
+        copy = math.prod(of.shape) * 4 if action.copies else 0
         self.count(copy + (self.around.update_of.get(of.id, 0) if early else 0))
-        if early:
+        if early or of.hooked:
             self.memory[of.base] = ("updated", of.id)
         if not (early or held):
             self.copies += copy
@@ -130,8 +131,7 @@ class Machine:
     def results(self) -> Any:
         """All that can be seen of the step from outside."""
         kept = {value: self.memory[value] for value in self.memory if value not in self.theirs}
-        updated = {of for of, _ in self.graph.gradients if self.plan.choices.early}
-        return {v: symbol for v, symbol in kept.items() if v not in updated}, self.gradients, self.effects
+        return {v: symbol for v, symbol in kept.items() if symbol != ("updated", v)}, self.gradients, self.effects
 
 
 def straight(graph: JointGraph) -> Any:
@@ -158,7 +158,8 @@ def interpreted(graph: JointGraph, plan: Schedule, around: Surroundings) -> int:
     memory, gradients, effects = machine.results()
     wanted, right, once = straight(graph)
     if plan.choices.early:
-        wanted = {value: symbol for value, symbol in wanted.items() if value not in dict(graph.gradients)}
+        trained = {of for of, _ in graph.gradients if graph.values[of].kind == "parameter"}
+        wanted = {value: symbol for value, symbol in wanted.items() if value not in trained}
     if memory != wanted or gradients != right or effects != once:
         raise Wrong("other results, or memory is left")
     return machine.peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import random
 import warnings
@@ -82,6 +83,70 @@ def one_layer_three_times_in_half() -> Case:
         return parts[1](x).float()
 
     return Calls(run, linear(), linear()), (torch.randn(3, 4),), {}, bf16
+
+
+def one_weight(run: Callable[[nn.Linear, Tensor], Tensor]) -> Case:
+    return Calls(lambda parts, x: run(parts[0], x).float(), nn.Linear(16, 16, bias=False)), (torch.randn(8, 16),)
+
+
+@case
+def casts_of_the_users_own() -> Case:
+    def run(layer: nn.Linear, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.linear(x.bfloat16(), layer.weight.bfloat16())
+        return x
+
+    return one_weight(run)
+
+
+@case
+def casts_of_the_users_own_in_half() -> Case:
+    def run(layer: nn.Linear, x: Tensor) -> Tensor:
+        return layer(layer(F.linear(x, layer.weight.to(torch.bfloat16))))
+
+    return *one_weight(run), {}, bf16
+
+
+@case
+def regions_of_autocast() -> Case:
+    def run(layer: nn.Linear, x: Tensor) -> Tensor:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = layer(layer(x))
+        return x
+
+    return one_weight(run)
+
+
+@case
+def regions_within_one() -> Case:
+    return *regions_of_autocast(), {}, bf16
+
+
+@case
+def casts_between_other_uses() -> Case:
+    def run(layer: nn.Linear, x: Tensor) -> Tensor:
+        x = layer(x) @ layer.weight.bfloat16()
+        with torch.autocast("cpu", enabled=False):
+            x = layer(x.float())
+        return layer(layer(x)) + layer.weight[0]
+
+    return *one_weight(run), {}, bf16
+
+
+@case
+def no_cache_of_casts() -> Case:
+    def run(layer: nn.Linear, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            return layer(layer(layer(x)))
+
+    return one_weight(run)
+
+
+@case
+def no_cache_of_casts_around() -> Case:
+    around = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    return *one_weight(lambda layer, x: layer(layer(layer(x)))), {}, around
 
 
 @case
@@ -194,6 +259,32 @@ class Buffers(nn.Module):
 @case
 def buffers() -> Case:
     return Buffers(), (torch.randn(3, 4),)
+
+
+class Before(Buffers):
+    """What is returned of buffers is what they were when forward() put others in their place, or swapped them."""
+
+    def forward(self, x: Tensor) -> Any:
+        old, part, cut = self.mean, self.mean[1:], self.mean[1:].detach()
+        h = self.linear(x) + self.mean
+        self.mean, self.kept = (0.9 * self.mean + h.mean(0)).detach(), self.mean
+        return h, old, part, cut, self.kept, self.mean
+
+
+class Swapped(Buffers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean, self.kept = self.kept, self.mean * 2
+        return self.linear(x) * self.kept
+
+
+@case
+def buffers_that_are_returned() -> Case:
+    return Before(), (torch.randn(3, 4),)
+
+
+@case
+def buffers_in_each_others_place() -> Case:
+    return Swapped(), (torch.randn(3, 4),)
 
 
 @case
@@ -533,6 +624,28 @@ def test_tensors_that_are_not_plain_are_refused() -> None:
         capture(nn.Linear(4, 4, device="meta"), call)
     with pytest.raises(InputError, match="input 0 is sparse"):
         capture(linear(), call_of((torch.eye(4).to_sparse(),), {}))
+
+
+class Unregistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.experts = linear(), [nn.Parameter(torch.ones(4, 4))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) @ self.experts[0]
+
+
+def test_what_needs_a_gradient_and_is_not_registered_is_refused() -> None:
+    call = call_of((torch.randn(3, 4),), {})
+    with pytest.raises(InputError, match=r"A parameter of shape \(4, 4\) needs a gradient and is not regist") as raised:
+        capture(Unregistered(), call)
+    assert line_with(Unregistered.forward, "experts") in str(raised.value)
+    scale = torch.full((4,), 2.0, requires_grad=True)
+    step = with_loss(linear(), lambda out: (out * scale).sum(), 0)
+    with pytest.raises(InputError, match=r"A tensor of shape \(4,\) needs a gradient"):
+        capture(step, call)
+    scale = scale.detach()
+    assert {graph_value.kind for graph_value in capture(step, call).graph.values} >= {"constant"}
 
 
 def test_nothing_to_differentiate_is_refused() -> None:

@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import memplan.rewriting.kernels  # noqa: F401  # registers the ops that the calls name
+import memplan.planning.kernels  # noqa: F401  # registers the ops that the calls name
 from memplan.planning import codecs, forms
+from memplan.planning.calls import call_of
+from memplan.planning.capture import capture
 from memplan.planning.graph import Encoding, GraphOp, JointGraph, Kind, Phase, Ref, Value, map_refs
 
 ATEN = torch.ops.aten
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """As a captured graph writes it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 class Recorder:
@@ -28,7 +35,7 @@ class Recorder:
         number = len(self.values)
         size = tensor.untyped_storage().nbytes() if base == number else 0
         self.values.append(
-            Value(number, f"v{number}", kind, base, size, tuple(tensor.shape), tensor.stride(), str(tensor.dtype), op)
+            Value(number, f"v{number}", kind, base, size, tuple(tensor.shape), tensor.stride(), dtype_of(tensor), op)
         )
         self.tensors[number] = tensor
         return Ref(number)
@@ -64,7 +71,7 @@ def encoded(recorder: Recorder, graph: JointGraph, encoding: Encoding) -> Tensor
     """The encoded form, which must be what the graph says of it."""
     one, value = recorder.run(codecs.encode_call(graph, encoding)), graph.values[encoding.encoded]
     assert (value.kind, value.base, value.id) == ("encoded", encoding.encoded, encoding.encoded)
-    assert (tuple(one.shape), one.stride(), str(one.dtype)) == (value.shape, value.stride, value.dtype)
+    assert (tuple(one.shape), one.stride(), dtype_of(one)) == (value.shape, value.stride, value.dtype)
     assert one.untyped_storage().nbytes() == value.bytes
     return one
 
@@ -142,6 +149,9 @@ def test_a_mask_becomes_bits_and_comes_back() -> None:
         ((600, 700), "aten.max.dim", (0,), torch.int16),
         ((700, 300), "aten.sort.default", (), torch.int16),
         ((700, 300), "aten.argmax.default", (1,), torch.int16),
+        ((2, 8, 12, 12, 12), "aten.adaptive_max_pool3d.default", ([7, 7, 7],), torch.int16),
+        ((700, 300), "aten.argmin.default", (1,), torch.int16),
+        ((600, 700), "aten.min.dim", (1,), torch.int16),
     ],
 )
 def test_indices_become_the_smallest_integers_that_hold_them(
@@ -150,7 +160,7 @@ def test_indices_become_the_smallest_integers_that_hold_them(
     r = Recorder()
     x = r.put(torch.randn(shape).contiguous())
     # The largest index that there can be is among them.
-    r.tensors[x.value].view(-1)[-1] = 99
+    r.tensors[x.value].view(-1)[-1] = -99 if "min" in target else 99
     found = r.call(target, x, *rest)
     indices = found[1] if isinstance(found, tuple) else found
     r.call("aten.neg.default", indices, phase="backward")
@@ -159,6 +169,31 @@ def test_indices_become_the_smallest_integers_that_hold_them(
     form = encoded(r, graph, encoding)
     assert (encoding.value, encoding.codec, encoding.whole, form.dtype) == (indices.value, "index", True, dtype)
     assert same(r.run(codecs.decode_call(graph, encoding), {encoding.encoded: form}), r.tensors[indices.value])
+
+
+def test_every_op_with_indices_is_tried() -> None:
+    tried = {case[1] for case in test_indices_become_the_smallest_integers_that_hold_them.pytestmark[0].args[1]}
+    assert tried == set(codecs.INDICES)
+
+
+class Stem(nn.Module):
+    """What a captured graph has to encode: a ReLU, indices of a pool, a dropout's mask, and flags that choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.drop, self.last = nn.Conv2d(3, 32, 3, padding=1), nn.Dropout(0.2), nn.Conv2d(32, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(nn.functional.max_pool2d(self.conv(x).relu(), 2))
+        return self.last(torch.where(h > 0.5, h, 2 * h))
+
+
+def test_a_captured_graph_has_the_encodings_that_its_ops_allow() -> None:
+    graph = capture(Stem(), call_of((torch.randn(4, 3, 32, 32),), {})).graph
+    found = [(one.codec, graph.values[one.encoded].dtype, one.whole) for one in graph.encodings]
+    assert sorted(found) == [
+        ("bits", "uint8", True), ("bits", "uint8", True), ("index", "int16", True), ("sign", "uint8", False),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("extent", "dtype"), [(256, torch.uint8), (257, torch.int16), (1 << 15, torch.int16)])

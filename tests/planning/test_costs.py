@@ -20,7 +20,7 @@ from memplan.planning import costs, roofline
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
 from memplan.planning.costs import costs_of, signature, step_seconds, unmeasured, with_costs
-from memplan.planning.graph import Encoding, JointGraph, Value
+from memplan.planning.graph import Encoding, GraphOp, JointGraph, Value
 from memplan.planning.schedule import recomputable
 
 
@@ -46,12 +46,20 @@ def encoded(graph: JointGraph) -> JointGraph:
     return replace(graph, values=(*graph.values, form), encodings=(Encoding(first.id, number, "bits"),))
 
 
+def op_of(graph: JointGraph, called: Any) -> GraphOp | None:
+    """The graph's op that is called so; None for an encoding's call."""
+    return next((op for op in graph.ops if (op.target, op.args, op.kwargs) == called), None)
+
+
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Instead of measuring an op, its roofline times 3; what was measured, in order."""
     asked = list[str]()
 
-    def stand_in(graph: JointGraph, op: Any, on: str) -> float:
+    def stand_in(graph: JointGraph, called: Any, on: str) -> float:
+        op = op_of(graph, called)
+        if op is None:
+            return 1e-3
         asked.append(signature(graph, op))
         return 3 * roofline.CPU.seconds(roofline.work_of(graph, op))
 
@@ -63,7 +71,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_measured_seconds_grow_with_the_work() -> None:
-    small, large = (with_costs(graph_of(net(width, drop=False), 64, width)) for width in (32, 1024))
+    small, large = (with_costs(graph_of(net(width, drop=False), 64, width), limit=60.0) for width in (32, 1024))
     products = [[op.seconds for op in graph.ops if op.target == "aten.addmm.default"] for graph in (small, large)]
     assert min(products[1][:3]) > min(products[0][:3]) > 0  # 1024 times the work, whatever else the machine does
     assert all((op.seconds == 0) == op.is_view for graph in (small, large) for op in graph.ops)
@@ -95,7 +103,9 @@ def test_what_may_be_recomputed_is_measured_first(timed: list[str]) -> None:
 def test_when_the_time_is_up_the_rest_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, asked = graph_of(net(), 8, 32), list[str]()
 
-    def slow(graph: JointGraph, op: Any, on: str) -> float:
+    def slow(graph: JointGraph, called: Any, on: str) -> float:
+        op = op_of(graph, called)
+        assert op is not None
         asked.append(signature(graph, op))
         time.sleep(0.03)
         return 7 * roofline.CPU.seconds(roofline.work_of(graph, op))
@@ -234,3 +244,31 @@ def test_a_card_is_never_measured(timed: list[str]) -> None:
     slow, fast = (with_costs(graph, device=devices.find(name)) for name in ("v100", "h100"))
     assert timed == []
     assert step_seconds(fast) < step_seconds(slow)
+
+
+# -- encodings
+
+
+def test_encodings_are_measured_by_what_runs() -> None:
+    """Packing a large value takes longer than a small one; a reader of bits is charged what it takes more."""
+    found: list[tuple[Encoding, ...]] = []
+    for batch in (1, 64):
+        model = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
+        graph = graph_of(model, batch, 3, 64, 64)
+        priced = with_costs(graph, limit=60.0)
+        assert not unmeasured(priced)
+        found.append(priced.encodings)
+    for small, large in zip(*found, strict=True):
+        assert large.encode_seconds > small.encode_seconds > 0
+        assert (large.decode_seconds > 0) == large.whole
+        assert large.direct_seconds >= 0
+        assert large.use_seconds == large.encode_seconds + large.direct_seconds
+    assert [one.codec for one in found[1]] == ["sign", "index", "bits"]
+
+
+def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), 64, 64)
+    times = {"memplan.threshold_backward_bits.default": 5.0, "aten.threshold_backward.default": 3.5}
+    monkeypatch.setattr(costs, "_timed", lambda graph, called, on: times.get(called[0], 1.0))
+    (encoding,) = with_costs(graph).encodings
+    assert (encoding.encode_seconds, encoding.direct_seconds) == (1.0, 1.5)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import memplan.rewriting.kernels  # noqa: F401  # registers the ops
+import memplan.planning.kernels  # noqa: F401  # registers the ops
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
 from memplan.planning.dropout import DROPOUT, MASK

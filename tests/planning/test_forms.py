@@ -132,7 +132,7 @@ def value(number: int, one: torch.Tensor, base: int | None = None) -> Value:
     held = 0 if base is not None else one.untyped_storage().nbytes()
     return Value(
         number, f"v{number}", "result", number if base is None else base, held, tuple(one.shape), one.stride(),
-        str(one.dtype), 0,
+        str(one.dtype).removeprefix("torch."), 0,
     )  # fmt: skip
 
 
@@ -176,6 +176,43 @@ def test_a_form_gives_the_same_bits_in_the_operands_memory(name: str) -> None:
     if name not in forms.IN_ORDER and forms.call_into(target, min(seen)).out is not None:
         tensors = {n for _, n in _torch.tensor_arguments(forms.overload(target))}
         assert seen >= tensors - {"condition", "mask"}
+
+
+def along(name: str, shape: tuple[int, ...], dim: int) -> dict[str, Any]:
+    """Arguments for an op that goes along a dimension."""
+    given = arguments(name, shape, torch.float32, "contiguous") | {"dim": dim}
+    order = torch.randperm(shape[dim], generator=torch.Generator().manual_seed(0))
+    if name.startswith("scatter"):
+        given["index"] = order.view([-1 if at == dim else 1 for at in range(len(shape))]).expand(shape)
+    elif name.startswith("index"):
+        given["index"] = order
+    return given
+
+
+ALONG = [name for name in sorted(forms.IN_ORDER) if "dim" in arguments(name, (2, 3), torch.float32, "contiguous")]
+
+
+@pytest.mark.parametrize("dim", range(4))
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ALONG)
+def test_forms_that_go_along_a_dimension_do_so_along_any(name: str, layout: torch.memory_format, dim: int) -> None:
+    target = f"aten.{name}"
+    for shape in ((3, 19, 33, 17), (2, 3, 5, 7)):
+        given = along(name, shape, dim)
+        for key, one in given.items():
+            if isinstance(one, torch.Tensor) and one.dim() == 4 and not is_expanded(one):
+                given[key] = one.contiguous(memory_format=layout)
+        expected = call(target, copied(given))
+        (operand,) = forms.IN_ORDER[name]
+        references, values = described(given, expected)
+        if not forms.overwrites(target, (), references, values, len(values) - 1):
+            assert layout is torch.channels_last  # the op lays its result out otherwise
+            continue
+        own = copied(given)
+        got = called_into(target, operand, own)
+        assert got.data_ptr() == own[operand].data_ptr()
+        assert got.stride() == expected.stride()
+        assert torch.equal(bits(got), bits(expected))
 
 
 BETWEEN = 54_321_123  # bytes that nothing else allocates

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import memplan.rewriting.kernels  # noqa: F401  # registers the ops that graphs are evaluated with here
+import memplan.planning.kernels  # noqa: F401  # registers the ops that graphs are evaluated with here
 from memplan.planning import capture as capturing
 from memplan.planning import forms
 from memplan.planning.calls import call_of

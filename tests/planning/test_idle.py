@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from allocator import allocations, peak_of
+from planning.agreement import difference
+from rewriting.cells import CHOICES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memplan.planning import idle
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
-from memplan.planning.graph import JointGraph
+from memplan.planning.graph import RESIDENT, JointGraph
+from memplan.planning.peaks import levels
+from memplan.planning.schedule import Choices, schedule
+from memplan.rewriting.engine import Engine
 
 DTYPES = torch.float32, torch.float64, torch.bfloat16
 
@@ -179,6 +184,87 @@ def test_a_pools_input_is_not_kept() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, 1, 1), nn.AvgPool2d(2))
     graph = capture(model, call_of((torch.randn(2, 3, 16, 16),), {})).graph
     assert "aten.tanh.default" not in reads(graph, "aten.max_pool2d_with_indices_backward.default")
+
+
+@pytest.mark.parametrize("one", list(convolutions()), ids=str)
+def test_without_its_weight_a_convolutions_derivative_takes_the_shape_of_the_input_alone(one: Convolution) -> None:
+    torch.manual_seed(0)
+    args = one.arguments()
+    backward = torch.ops.aten.convolution_backward.default
+    of_input, _, of_bias = backward(*args, [True, False, True])
+    other = [args[0], nan_like(args[1], dense=True), *args[2:]]
+    assert torch.equal(of_input, backward(*other, [True, False, False])[0])
+    assert torch.equal(of_bias, backward(*other, [False, False, True])[2])
+
+
+def frozen(layer: nn.Module, *, bias: bool = False) -> nn.Module:
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(bias and name == "bias")
+    return layer
+
+
+MASKED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "bias trained": (lambda: frozen(nn.Conv2d(16, 16, 3, padding=1), bias=True), "aten.convolution_backward.default"),
+    "stride 2": (lambda: frozen(nn.Conv2d(16, 16, 3, 2, 1)), "aten.convolution_backward.default"),
+    "stride 2, bias trained": (
+        lambda: frozen(nn.Conv2d(16, 16, 3, 2, 1), bias=True), "aten.convolution_backward.default",
+    ),
+    "fewer channels": (lambda: frozen(nn.Conv2d(16, 4, 1)), "aten.convolution_backward.default"),
+    "pool": (lambda: nn.MaxPool2d(2), "aten.max_pool2d_with_indices_backward.default"),
+    "average": (lambda: nn.AvgPool2d(2), "aten.avg_pool2d_backward.default"),
+}  # fmt: skip
+
+
+def masked(name: str, last: bool) -> tuple[nn.Module, Tensor]:
+    """A layer after a ReLU, whose own derivative takes bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), MASKED[name][0]())
+    x = image(2, torch.float32, last, channels=3, size=96)
+    return (model.to(memory_format=torch.channels_last) if last else model), x  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_is_read_for_its_shape_does_not_keep_the_input(name: str, last: bool) -> None:
+    model, x = masked(name, last)
+    captured, differences = difference(model, (x,))
+    assert differences == []
+    graph = captured.graph
+    ops = [
+        op for op in graph.ops if op.target == MASKED[name][1] and (not op.args[10][1] if "conv" in op.target else 1)
+    ]
+    (relu,) = [op.makes[0] for op in graph.ops if op.target == "aten.relu.default"]
+    assert ops
+    assert not any(relu in op.reads for op in ops)
+    made = schedule(graph, Choices(encode=frozenset({relu})))
+    assert relu not in made.saved
+
+
+@pytest.mark.parametrize("choice", ["all kept", "all dropped"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_stands_for_it_is_counted(name: str, last: bool, choice: str) -> None:
+    model, x = masked(name, last)
+    call = call_of((x,), {})
+    captured = capture(model, call)
+    made = schedule(captured.graph, CHOICES[choice](captured.graph))
+    engine = Engine(captured, made)
+
+    def step() -> None:
+        output = engine.run(model, call)
+        output.sum().backward()
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    resident = sum(value.bytes for value in captured.graph.values if value.kind in RESIDENT)
+    assert peak_of(allocations(step)) == pytest.approx(levels(made).peak - resident, rel=0.01)
+
+
+def test_an_input_that_is_read_next_anyway_stands_for_itself() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), frozen(nn.Conv2d(16, 16, 3, 2, 1)))
+    graph = capture(model, call_of((torch.randn(2, 3, 16, 16),), {})).graph
+    assert not any(op.target == "aten.new_empty_strided.default" for op in graph.ops)
 
 
 def test_running_statistics_are_not_read_in_backward() -> None:

@@ -16,10 +16,12 @@ import torch
 from planning.agreement import Interpreter, difference
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.profiler import profile
 
 from memplan.errors import DataDependentError, RecordingError
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
+from memplan.planning.opaque import foreign
 from memplan.planning.schedule import recomputable
 
 LIBRARY = torch.library.Library("memplan_tests", "DEF")
@@ -97,6 +99,20 @@ class Square(Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
+class Outer(Function):
+    """Calls another one that cannot be traced, in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.from_numpy(x.detach().numpy() * 2) + Sine.apply(x.detach(), 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return g * (2 + Sine.apply(x + np.pi / 2, 1.0))  # pyright: ignore[reportOperatorIssue]
+
+
 class Calls(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -114,6 +130,7 @@ def product(model: Any, x: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[..., Any], int]] = {
     "function": (lambda model, x: model.b(Sine.apply(model.a(x), 2.0)) + Sine.apply(x, 3.0), 2),
     "backward": (product, 1),
+    "one_in_another": (lambda model, x: model.b(Outer.apply(model.a(x))) + Sine.apply(x, 3.0), 2),
     "op": (lambda model, x: model.b(torch.ops.memplan_tests.grown(model.a(x), 0.5)), 1),
     "op_by_its_function": (lambda model, x: model.b(grown(model.a(x), 0.5)), 1),
     "op_of_the_derivative": (lambda model, x: model.b(twice(model.a(x))), 1),
@@ -137,9 +154,55 @@ def test_it_runs_once_and_holds_what_it_says() -> None:
     (op,) = [op for op in captured.graph.ops if op.target == "memplan.opaque.default"]
     assert not set(op.makes) & recomputable(captured.graph)
     handle = captured.graph.values[op.outputs[-1] or 0]
-    assert handle.bytes == 3 * 4 * 4  # ctx.more; what is saved of the arguments is theirs
+    assert (
+        handle.bytes == 3 * 4 * 4 + 4
+    )  # ctx.more and where its graph begins; what is saved of the arguments is theirs
     (backward,) = [op for op in captured.graph.ops if op.target == "memplan.opaque_backward.default"]
     assert {captured.graph.base(value) for value in op.reads} | {handle.id} <= set(backward.reads)
+
+
+class Hides(Function):
+    """Keeps its first argument where nobody sees it, and refuses that the second needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        ctx.first = lambda: x
+        return torch.from_numpy(x.detach().numpy() * y.numpy() + z.detach().numpy())
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return torch.from_numpy(g.numpy() * 1), None, ctx.first() * 0 + g
+
+
+def hides(model: Any, x: Tensor) -> Tensor:
+    return Hides.apply(torch.tanh(model.a(x)), x, torch.tanh(model.b(x)))  # pyright: ignore[reportReturnType]
+
+
+def test_what_a_function_hides_is_held() -> None:
+    captured, differences = difference(Calls(hides), (torch.randn(3, 4),))
+    assert differences == []
+    graph = captured.graph
+    tanh = [op.makes[0] for op in graph.ops if op.target == "aten.tanh.default"]
+    assert graph.irreplaceable == {tanh[0]}
+    assert tanh[0] not in recomputable(graph)
+    assert tanh[1] in recomputable(graph)
+
+
+LIBRARY.define("half(Tensor(a) x) -> Tensor(a)")
+LIBRARY.impl("half", lambda x: x[: len(x) // 2], "CompositeExplicitAutograd")
+
+
+def test_a_librarys_op_is_called_once_and_named() -> None:
+    def calls(model: Any, x: Tensor) -> Tensor:
+        return model.b(torch.ops.memplan_tests.half(twice(model.a(x)).detach()))
+
+    captured, differences = difference(Calls(calls), (torch.randn(4, 4),))
+    assert differences == []
+    (op,) = [op for op in captured.graph.forward_ops if op.target == "memplan_tests.twice.default"]
+    assert op.once
+    (said,) = foreign(captured.graph)
+    assert said.startswith("memplan_tests.twice.default (")
+    assert "test_opaque.py:" in said
 
 
 def test_nothing_is_held_when_the_handle_is_gone() -> None:
@@ -154,6 +217,11 @@ def test_nothing_is_held_when_the_handle_is_gone() -> None:
     interpreter.tensors.clear()
     gc.collect()
     assert held() is None
+
+
+def test_a_profiler_at_work_is_named() -> None:
+    with profile(), pytest.raises(RecordingError, match="Sine cannot be traced, and what it takes"):
+        capture(Calls(CASES["function"][0]), call_of((torch.randn(3, 4),), {}))
 
 
 def test_the_function_is_the_users_own_again_afterwards() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planning.graphs import Tape
 
+from memplan.planning.evaluate import Evaluator
 from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Levels, Surroundings, levels
 from memplan.planning.schedule import Choices, schedule
+from memplan.planning.trace import timeline_of
+from memplan.planning.validate import validate
 
 
 def small(*, encoded: bool = False) -> JointGraph:
@@ -67,3 +72,20 @@ def test_updates(choices: Choices, end: int, update: int) -> None:
     give = 184 + (70 if choices.early else 40 if choices.held else 0)
     assert found.backward[-1] == 1000 + give
     assert found.peak >= 1000 + end
+
+
+@pytest.mark.parametrize("choices", [Choices(), Choices(early=True), Choices(held=True)])
+def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory(choices: Choices) -> None:
+    """And is copied, because it is laid out otherwise."""
+    graph = small()
+    weight = replace(graph.values[1], bytes=0, stride=(2,))
+    graph = replace(graph, values=(graph.values[0], weight, *graph.values[2:]))
+    made, around = schedule(graph, choices), Surroundings(1000, update=9, update_of={1: 70})
+    found = levels(made, around)
+    level = 1000 + 100 + 4 + 40 * choices.held  # what stays, the loss, what is held; then the gradient itself
+    copy = 0 if choices.held else 40
+    assert found.backward[-1] == level + 40 + copy + 70 * choices.early
+    assert found.update == level + (0 if choices.early else copy + 9)
+    assert validate(graph, made, None, around) == timeline_of(made, around).peak_allocated == found.peak
+    evaluator = Evaluator(graph, around, early=choices.early, held=choices.held)
+    assert evaluator.evaluate(evaluator.column(choices)[:, None]).peak == [found.peak]

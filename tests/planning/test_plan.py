@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import random_graph
 
-from memplan.errors import PlanFormatError, UsageError
+from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning import plan_json
 from memplan.planning.graph import JointGraph
 from memplan.planning.plan import (
@@ -20,9 +22,11 @@ from memplan.planning.plan import (
     Plan,
     Scope,
     check_fingerprint,
+    check_settings,
     format_seconds,
     load_plan,
     names_of,
+    optimizer_name,
     save_plan,
 )
 from memplan.planning.plan_json import Unreadable
@@ -82,6 +86,13 @@ def test_through_json_and_back_it_is_the_same_value_and_the_same_text() -> None:
     assert back.to_json() == text
     assert back.decisions[2].details["sizes"] == (1, (2, 3))
     assert back.as_python() == PLAN.program
+
+
+def test_a_plan_of_before_a_field_was_added_is_read_still() -> None:
+    plan = replace(PLAN, optimizer="AdamW", choices=replace(PLAN.choices, pieces=frozenset({3})))
+    assert Plan.from_json(plan.to_json()) == plan
+    older = edited(lambda plain: (plain.pop("optimizer"), plain["choices"].pop("pieces")), plan)
+    assert Plan.from_json(older) == PLAN
 
 
 def test_choices_are_names_that_a_person_can_edit() -> None:
@@ -190,6 +201,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "names as a list": (set_("names", to=["conv"]), "names is ['conv'], not a mapping"),
     "a field that is missing": (without("floor"), "lacks 'floor'"),
     "a field that is not known": (set_("flour", to=1), "unknown 'flour'"),
+    "a choice that is not known": (set_("choices", "offload", to=[]), "choices has an unknown 'offload'"),
+    "a decision without bytes": (without("decisions", 0, "bytes"), "decisions[0] lacks 'bytes'"),
     "events that are pairs": (set_("predicted", "events", to=[[1, 2]]), "predicted.events[0] has 2 parts, not 3"),
     "notes as one text": (set_("notes", to="all"), "notes is 'all', not a list"),
     "details too deep": (set_("decisions", 2, "details", to={"a": json.loads("[" * 20 + "]" * 20)}), "deeper than"),
@@ -255,6 +268,53 @@ def test_a_plan_that_calls_other_values_by_the_names_is_refused() -> None:
         check_fingerprint(replace(of(graph), names=swapped), graph)
 
 
+def check(plan: Plan, **asked: Any) -> None:
+    given: dict[str, Any] = {
+        "early": False, "held": False, "optimizer": None, "state": 0, "peak": 252 * MIB, "budget": 260 * MIB,
+    }  # fmt: skip
+    check_settings(plan, **{**given, **asked})
+
+
+@pytest.mark.parametrize(("early", "held"), [(False, False), (True, False), (False, True)])
+def test_a_plan_is_for_the_settings_that_it_was_made_for(early: bool, held: bool) -> None:
+    plan = replace(PLAN, choices=Choices(early=early, held=held))
+    check(plan, early=early, held=held)
+    if not held:
+        with pytest.raises(UsageError, match=r"made for .*early=False.* asked for is .*--early" if not early else
+                           r"made for .*--early.* asked for is .*early=False"):  # fmt: skip
+            check(plan, early=not early, held=held)
+    with pytest.raises(UsageError, match=r"held gradients \(accumulate="):
+        check(plan, early=early, held=not held)
+
+
+def test_a_plan_for_less_beside_the_step_says_what_it_was_made_for_and_what_it_needs() -> None:
+    check(PLAN, optimizer=lambda parameters: torch.optim.AdamW(parameters), state=90 * MIB)  # there is room
+    with pytest.raises(BudgetError) as raised:
+        check(PLAN, optimizer=lambda parameters: torch.optim.AdamW(parameters), state=90 * MIB, peak=342 * MIB)
+    assert str(raised.value) == (
+        "The plan was made without an optimizer; with an optimizer and 90.0 MiB of state it needs 342.0 MiB. Expected "
+        "no more than the budget of 260.0 MiB. Plan this step anew, with this optimizer and this budget, or give the "
+        "plan what it needs."
+    )
+    assert raised.value.smallest_budget == 342 * MIB
+    sgd = replace(PLAN, optimizer="SGD")
+    with pytest.raises(BudgetError, match=r"made with SGD and 0 B of state; with AdamW and 90\.0 MiB"):
+        check(sgd, optimizer=torch.optim.AdamW, state=90 * MIB, peak=342 * MIB)
+    with pytest.raises(BudgetError, match=r"The plan needs 252\.0 MiB\. Expected no more than the budget of 1 B"):
+        check(sgd, optimizer=torch.optim.SGD, budget=1)
+
+
+def test_what_an_optimizer_is_called() -> None:
+    partial = functools.partial(torch.optim.Adam, lr=1e-3)
+    made = (None, torch.optim.AdamW, partial, lambda p: torch.optim.SGD(p), SGDMaker())
+    assert [optimizer_name(one) for one in made] == [None, "AdamW", "Adam", "an optimizer", "an optimizer"]
+
+
+class SGDMaker:
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters)
+
+
 def test_names_are_those_of_what_the_forward_pass_makes() -> None:
     graph = random_graph(3)
     made = {v for v in graph.values if v.kind == "result" and v.op is not None and graph.ops[v.op].phase == "forward"}
@@ -262,7 +322,7 @@ def test_names_are_those_of_what_the_forward_pass_makes() -> None:
 
 
 def test_what_it_says_in_a_paragraph() -> None:
-    assert str(PLAN) == (
+    assert PLAN.summary == (
         "A step on cpu in the budget of 260.0 MiB: predicted peak 381.0 MiB -> 252.0 MiB, 250 ms added (25.0 %), "
         "1 value recomputed, 1 encoded. No plan in this budget adds less than 200 ms (gap 50 ms). The least found to "
         "be enough is 188.0 MiB, no less than 180.0 MiB can be."
@@ -276,6 +336,58 @@ def test_what_it_says_in_a_paragraph() -> None:
     assert not replace(PLAN, choices=Choices()).changes_nothing  # only because results lie in place
     assert str(fits).startswith("A step on cpu fits the budget of 260.0 MiB as it is: predicted peak 259.0 MiB.")
     assert "(25" not in str(replace(PLAN, step_seconds=None))
+
+
+def test_it_prints_as_a_table_below_the_paragraph() -> None:
+    whole = Decision("in place", Scope("step"), "exact", 9 * MIB, 0.0, reason="results in the memory of others: 3")
+    lossy = replace(
+        DECISIONS[0], scope=Scope("value", ("x" * 40,)), grade="lossy", bytes=5, layer="blocks." * 6 + "end"
+    )
+    long = replace(DECISIONS[1], bytes=8 * MIB, reason="needed by " + ", ".join(f"layer{n}" for n in range(9)))
+    plan = replace(PLAN, decisions=(DECISIONS[0], lossy, long, DECISIONS[2], whole))
+    assert str(plan) == (
+        PLAN.summary
+        + """
+
+value                   layer                           bytes  decision        cost  reason
+step                                                  9.0 MiB  in place           -  results in the memory of others: 3
+relu                    layer1                        8.0 MiB  recompute     250 ms  needed by layer0, layer1, layer2,
+                                                                                     layer3, layer4, layer5, layer6,
+                                                                                     layer7, layer8
+conv                    layer1                           40 B  keep               -  needed by conv's gradient
+mask                                                      7 B  encode       0.10 ms
+xxxxxxxxxxxxxxxxxxx...  ....blocks.blocks.blocks.end      5 B  keep, lossy        -  needed by conv's gradient"""
+    )
+
+
+def test_the_table_shows_the_largest_and_sums_up_the_rest() -> None:
+    many = tuple(replace(DECISIONS[n % 3], bytes=n * MIB, scope=Scope("value", (f"v{n}",))) for n in range(20))
+    lines = str(replace(PLAN, decisions=many)).split("\n")
+    assert [line.split()[0] for line in lines[3:15]] == [f"v{n}" for n in reversed(range(8, 20))]
+    rest = {
+        lever: sum(one.bytes for one in many[:8] if one.lever == lever) for lever in ("encode", "recompute", "keep")
+    }
+    assert rest == {"encode": 7 * MIB, "recompute": 12 * MIB, "keep": 9 * MIB}
+    assert lines[15:] == ["... 8 more, 28.0 MiB: 3 recompute (12.0 MiB), 3 keep (9.0 MiB), 2 encode (7.0 MiB)"]
+
+
+def test_a_step_that_fits_and_one_without_decisions_have_no_table() -> None:
+    for plan in (replace(PLAN, choices=Choices(), eager_peak=1), replace(PLAN, decisions=())):
+        assert str(plan) == plan.summary
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(decisions, min_size=1, max_size=20).map(tuple))
+def test_the_table_is_as_wide_as_said_and_steers_no_terminal(decided: tuple[Decision, ...]) -> None:
+    wordy = Decision("in place", Scope("step"), "lossy", 1, 0.0, reason="a " * 100 + "b" * 300)
+    decided = (*decided, wordy)
+    plan = replace(PLAN, decisions=decided)
+    lines = str(plan).split("\n")[1:]
+    assert max(map(len, lines)) == 120
+    assert all(line.isprintable() for line in lines)
+    shown = min(12, sum(one.scope.kind != "step" for one in decided)) + sum(one.scope.kind == "step" for one in decided)
+    assert len(lines) >= 2 + shown
+    assert str(replace(plan)) == str(plan)
 
 
 def test_a_plan_does_not_change() -> None:

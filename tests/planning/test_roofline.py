@@ -91,7 +91,9 @@ def test_what_the_kernel_does_not_read_does_not_count() -> None:
 def test_an_encoding_moves_both_forms() -> None:
     values = [value(0, (64, 32)), value(1, (64,))]
     graph = graph_of(values, "aten.relu.default", (Ref(0),), ())
-    assert roofline.coding_of(graph, Encoding(0, 1, "bits")).bytes == 64 * 32 * 4 + 64 * 4
+    encode, decode, direct = roofline.coding_of(graph, Encoding(0, 1, "bits"))
+    assert encode.bytes == decode.bytes == 64 * 32 * 4 + 64 * 4
+    assert direct.bytes == 0
 
 
 RATES = roofline.Rates((("float32", 100.0), ("bfloat16", 1000.0)), 10.0, 0.5)

@@ -18,7 +18,7 @@ from memplan.planning.shortfall import budget_error
 @pytest.mark.parametrize("early", [False, True])
 def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
     made = schedule(graph, floor(graph, early=early).choices)
-    around = Surroundings(held_bytes=12345)
+    around = Surroundings(12345)
     error = budget_error(made, around, 7)
     peak = levels(made, around).peak
     assert error.smallest_budget == peak
@@ -44,7 +44,7 @@ def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_ta
 
 def test_halving_the_batch_keeps_what_does_not_follow_it() -> None:
     graph = residual(3)
-    error = budget_error(schedule(graph, Choices()), Surroundings(held_bytes=1000), 0)
+    error = budget_error(schedule(graph, Choices()), Surroundings(1000), 0)
     way = next(way for way in error.lower_by if "batch" in way.do)
     kinds = ("weight", "buffer", "parameter_gradient", "optimizer_state")
     fixed = sum(holder.bytes for holder in error.held_by if holder.cause in kinds)

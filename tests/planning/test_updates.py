@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,11 @@ import pytest
 import torch
 
 from memplan.errors import InputError
-from memplan.planning.updates import update_of
+from memplan.planning.calls import call_of
+from memplan.planning.capture import capture
+from memplan.planning.schedule import Choices, schedule
+from memplan.planning.trace import trace_of
+from memplan.planning.updates import surroundings, update_of
 from memplan.verification.measured import measure_step, storage_bytes
 
 SHAPES = [((64, 512), (512, 1), "float32"), ((512,), (1,), "float32")]
@@ -36,3 +41,45 @@ def test_state_and_update_are_what_the_allocator_says(name: str) -> None:
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be recorded"):
         update_of(torch.optim.LBFGS, SHAPES)
+
+
+class Heads(torch.nn.Module):
+    """One head is trained in this step, one in others, one never; and a buffer that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = (torch.nn.Linear(16, 16) for _ in range(3))
+        self.frozen = torch.nn.Linear(16, 8).requires_grad_(False)
+        self.register_buffer("spare", torch.zeros(100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(self.body(x))
+
+
+LINEAR = 4 * (16 * 16 + 16)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_what_belongs_to_the_rest_of_the_model_counts(held: bool) -> None:
+    model, x = Heads(), torch.randn(2, 16)
+    graph = capture(model, call_of((x,), {})).graph
+    bare = surroundings(model, graph, None, held=held)
+    expected = {"parameter_gradient": LINEAR} if held else {}
+    assert bare.by_cause() == expected
+    make = functools.partial(torch.optim.AdamW, foreach=True)
+    around = surroundings(model, graph, make, held=held)
+    optimizer = make(model.parameters())
+    (model(x).sum() + model.right(x).sum()).backward()
+    optimizer.step()
+    state = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
+    assert around.by_cause() == {**expected, "optimizer_state": storage_bytes(state)}
+    assert around.held_bytes == sum(around.by_cause().values())
+    assert (around.update > surroundings(model, graph, make).update) == held
+    by_cause: dict[str, int] = {}
+    trace = trace_of(schedule(graph, Choices(held=held)), bare)
+    for storage in trace.storages:
+        if storage.born <= trace.steps[0]:
+            by_cause[storage.cause] = by_cause.get(storage.cause, 0) + storage.bytes
+    gradients = {"parameter_gradient": 3 * LINEAR} if held else {}
+    inputs = {"input": x.nbytes}
+    assert by_cause == {"weight": storage_bytes(model.parameters()), "buffer": 400, **inputs, **gradients}

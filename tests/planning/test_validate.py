@@ -15,7 +15,7 @@ import memplan.planning.validate as checked
 from memplan.errors import ScheduleError
 from memplan.planning.graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.peaks import Surroundings
-from memplan.planning.schedule import Action, Choices, Schedule
+from memplan.planning.schedule import Action, Choices, Schedule, schedule
 from memplan.planning.validate import validate
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
@@ -270,6 +270,20 @@ def test_a_parameter_is_updated_early_only_after_its_last_read() -> None:
     with pytest.raises(ScheduleError, match="v1 has changed since"):
         validate(graph, too_early)
     validate(graph, replace(plan, backward=(receive, first, last, second, given)))
+
+
+def test_a_parameter_with_hooks_gets_its_gradient_only_after_its_last_read() -> None:
+    graph, plan = tiny()
+    receive, first, second, given, last = plan.backward
+    before = replace(plan, backward=(receive, first, last, second, given))
+    validate(graph, before)
+    hooked = replace(graph, values=tuple(replace(v, hooked=v.kind == "parameter") for v in graph.values))
+    assert validate(hooked, plan) == interpreted(hooked, plan, Surroundings())
+    with pytest.raises(ScheduleError, match="v1 has changed since"):
+        validate(hooked, before)
+    made = [action.kind for action in schedule(hooked, Choices()).backward]
+    assert made == ["receive", "run", "run", "give", "give"]
+    assert [action.kind for action in schedule(graph, Choices()).backward] == ["receive", "run", "give", "run", "give"]
 
 
 def test_a_gradient_does_not_change_after_it_was_given() -> None:

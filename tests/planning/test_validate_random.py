@@ -22,7 +22,7 @@ from memplan.planning.validate import validate
 def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
     """A random graph and a random schedule of it, made by schedule()."""
     draw = random.Random(seed)
-    graph = random_graph(seed, draw.randint(2, 9))
+    graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5)
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     changed = {target for target, _ in graph.mutations}

@@ -21,7 +21,9 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def compiled(model: nn.Module, choice: str = "half dropped", seen: list[Any] | None = None) -> Any:
+def compiled(
+    model: nn.Module, choice: str = "half dropped", seen: list[Any] | None = None, dynamic: bool | None = None
+) -> Any:
     def run(graph: Any, inputs: Any) -> Any:
         def planner(module: nn.Module) -> Any:
             plan = planner_of(module, CHOICES[choice])
@@ -36,7 +38,7 @@ def compiled(model: nn.Module, choice: str = "half dropped", seen: list[Any] | N
 
         return backend.compiled(graph, inputs, planner)
 
-    return torch.compile(model, backend=run)
+    return torch.compile(model, backend=run, dynamic=dynamic)
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -83,6 +85,50 @@ def test_other_batch_sizes_and_no_grad() -> None:
             call(*cell.arguments(4)[0])
     same_state(reference, model)
     assert len(seen) >= 3
+
+
+@pytest.mark.parametrize("dynamic", [True, False, None])
+@pytest.mark.parametrize("name", ["batch norm and dropout", "attention dropout", "weight tying"])
+def test_symbolic_sizes_and_numbers_are_planned_by_what_they_are(name: str, dynamic: bool | None) -> None:
+    cell = CELLS[name]
+    torch.manual_seed(0)
+    reference = cell.make()
+    model = copy.deepcopy(reference)
+    seen: list[Any] = []
+    batches = (6, 3, 5, 6, 3)
+    for net, call in ((reference, reference), (model, compiled(model, seen=seen, dynamic=dynamic))):
+        torch.manual_seed(1)
+        for batch in batches:
+            total(call(*cell.arguments(batch)[0])).backward()
+            net.zero_grad()
+    same_state(reference, model)
+    inputs = [[v for v in one.captured.graph.values if v.kind == "input" and len(v.shape) > 1] for one in seen]
+    assert {value.shape[0] for values in inputs for value in values} == set(batches)
+    # each once, and once more where Dynamo has made another graph of it
+    assert len(set(batches)) <= len(seen) <= len(set(batches)) + (dynamic is not False)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, scale: float, shift: Tensor) -> Tensor:
+        return self.last(self.drop(torch.tanh(self.first(x * scale)))) + shift * scale
+
+
+def test_a_number_that_changes_is_planned_for_each_of_its_values() -> None:
+    torch.manual_seed(0)
+    reference = Scaled()
+    model = copy.deepcopy(reference)
+    seen: list[Any] = []
+    for net, call in ((reference, reference), (model, compiled(model, seen=seen))):
+        torch.manual_seed(1)
+        for number, scale in enumerate((0.5, 0.25, 0.75, 0.25, 0.75)):
+            net.drop.p = 0.1 if number < 2 else 0.2
+            total(call(torch.randn(4, 16), scale, torch.tensor(3.0))).backward()
+    same_state(reference, model)
+    assert len(seen) < 10  # with gradients held it is planned once more
 
 
 class Breaks(nn.Module):

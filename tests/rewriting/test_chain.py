@@ -252,9 +252,39 @@ def test_an_error_in_a_hook_leaves_nothing_half_done() -> None:
 def test_a_hook_that_changes_a_parameter_that_is_still_to_be_read_is_refused() -> None:
     _, model = pair("all kept", lambda: nn.Sequential(nn.Conv2d(1, 4, 1), nn.Conv2d(4, 4, 1)))
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(emptied)
+        parameter.register_hook(lambda _, parameter=parameter: emptied(parameter))
     with pytest.raises(BackwardError, match=r"'1\.weight' was changed in place"):
         model(torch.ones(2, 1, 4, 4)).sum().backward()
+
+
+class Convolutions(nn.Sequential):
+    """Weights whose own gradient is complete before the input's is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Conv2d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(64, 4),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("make", [Net, Convolutions])
+def test_an_optimizer_in_the_backward_pass(choice: str, make: Any) -> None:
+    """As in torch's tutorial: each parameter's own optimizer steps as soon as its gradient is there, and frees that."""
+    reference, model = pair(choice, make)
+    for net in (reference, model):
+        optimizers = {one: torch.optim.AdamW([one], lr=0.1, foreach=False) for one in net.parameters()}
+
+        def update(parameter: Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+        for step in range(3):
+            total(net(data() + step)).backward()
+        assert all(parameter.grad is None for parameter in net.parameters())
+    same_state(reference, model)
 
 
 def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,23 +298,81 @@ def test_gradients_are_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatc
     assert {name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None} == seen
 
 
-def test_outputs_that_are_not_used_or_not_planned() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.left, self.right = nn.Linear(16, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+class Heads(nn.Module):
+    """Two outputs with parameters of their own, and one of all."""
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = self.body(x)
-            return self.left(h), self.right(h)
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(16, 8), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.scale = nn.Parameter(torch.ones(2))
 
-    reference, model = pair("all kept", Two)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        left, right = torch.sin(self.left(h)), torch.exp(self.right(h))
+        return left, right * 2, left * right * self.scale
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+def test_what_the_loss_does_not_depend_on_gets_no_gradient(choice: str, used: tuple[int, ...]) -> None:
+    """And the hooks that are there for it are not called."""
+    reference, model = pair(choice, Heads)
+    called: list[list[str]] = [[], []]
+    for net, names in zip((reference, model), called, strict=True):
+        for name, parameter in net.named_parameters():
+            parameter.register_hook(lambda gradient, name=name, names=names: names.append(name) or gradient * 2)
+            parameter.register_post_accumulate_grad_hook(clamped)
+        total([net(data())[at] for at in used]).backward()
+    same_state(reference, model)
+    assert sorted(called[0]) == sorted(called[1])
+
+
+def test_backward_from_one_output_after_the_other() -> None:
+    reference, model = pair("half dropped", Heads)
     for net in (reference, model):
-        total(net(data())[0]).backward()
-    for name, parameter in reference.named_parameters():
-        gradient = model.get_parameter(name).grad
-        assert gradient is not None
-        assert torch.equal(gradient, torch.zeros_like(gradient) if parameter.grad is None else parameter.grad)
+        left, right, _ = net(data())
+        total(left).backward(retain_graph=True)
+        assert net.right.weight.grad is None  # pyright: ignore
+        total(right).backward()
+    same_state(reference, model)
+    with pytest.raises(RuntimeError, match="second"):
+        total(left).backward()
+
+
+def test_an_output_without_a_gradient_in_the_middle_of_a_loss() -> None:
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            return None
+
+    reference, model = pair("all kept", Heads)
+    for net in (reference, model):
+        left, right, _ = net(data())
+        (total(left) + total(Cut.apply(right))).backward()
+    same_state(reference, model)
+
+
+def test_a_loss_of_several_outputs_from_another_thread_is_refused() -> None:
+    """Which nodes run first is told by numbers that each thread counts for itself."""
+    _, model = pair("all kept", Heads)
+    for _ in range(1000):
+        _ = model.scale * 1  # pyright: ignore
+    outputs, refused = model(data()), list[BackwardError]()
+
+    def work() -> None:
+        with pytest.raises(BackwardError, match="in the thread that called the model") as raised:
+            total(outputs).backward()
+        refused.append(raised.value)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert refused
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_an_output_beside_the_loss_has_no_gradient() -> None:

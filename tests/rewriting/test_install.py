@@ -60,7 +60,7 @@ def test_the_model_is_the_users_own_and_undo_restores_it() -> None:
     assert {name: id(value) for name, value in model.__dict__.items()} == {name: id(v) for name, v in before.items()}
     assert set(dir(model)) == methods
     model(data())
-    assert len(plan.engines) == 1
+    assert plan.engines == ()
     plan.undo()
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -70,3 +72,41 @@ def test_layout_counts_where_asked_and_where_there_is_a_next_element() -> None:
 )
 def test_outputs(one: Any, other: Any, names: list[str]) -> None:
     assert [found.name for found in output_differences(0, one, other)[1]] == names
+
+
+@dataclass
+class Slotted:
+    __slots__ = ("kept", "name")
+    kept: Any
+    name: str
+
+
+class Cache:
+    """Says of no other that it is equal, as most classes."""
+
+    def __init__(self, *layers: Any, size: int = 1) -> None:
+        self.layers, self.size, self.owner = list(layers), size, self
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (Cache(ONE, Cache(ONE)), Cache(ONE.clone(), Cache(ONE.clone())), []),
+        (Cache(ONE, size=1), Cache(ONE, size=2), ["output 0 is"]),
+        (Cache(ONE), Cache(ONE + 1), ["output 1 differs"]),
+        (Cache(ONE, Cache(ONE)), Cache(ONE, Cache(ONE - 1)), ["output 3 differs"]),
+        (Cache(ONE, Cache()), Cache(ONE, Cache(size=2)), ["output 0 is", "output 2 is"]),
+        (Cache(ONE), Cache(ONE, ONE), ["the output is put together"]),
+        (Cache(ONE), SimpleNamespace(layers=[ONE]), ["the output is put together"]),
+        (Slotted(ONE, "a"), Slotted(ONE.clone(), "a"), []),
+        (Slotted(ONE, "a"), Slotted(ONE, "b"), ["output 0 is"]),
+        ({"now": Slotted(ONE, "a")}, {"now": Slotted(ONE + 1, "a")}, ["output 1 differs"]),
+        ((ONE, Cache()), (ONE, Cache()), []),
+        ((ONE, Cache), (ONE, Slotted), ["output 1 is"]),
+        ((ONE, object()), (ONE, object()), ["output 1 is"]),
+    ],
+)
+def test_outputs_that_are_objects(one: Any, other: Any, said: list[str]) -> None:
+    found = [str(difference) for difference in output_differences(0, one, other)[1]]
+    assert len(found) == len(said)
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True)), found

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from networks import SmallGPT, token_loss
+from torch import Tensor, nn
 
 from memplan.errors import BudgetError
 from memplan.planning.calls import Call, call_of
 from memplan.planning.losses import with_loss
-from memplan.planning.planner import Planned, Settings
+from memplan.planning.planner import Planned, Settings, planned
 from memplan.planning.validate import validate
 from memplan.rewriting.engine import Engine
+from memplan.rewriting.keys import UnkeyedError
 from memplan.verification.fitting import Plans, Reused
 
 
@@ -70,8 +73,62 @@ def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told()
         "planned anew: a call with inputs 2x10, 2x10, with gradients held",
         "planned anew: a call with inputs 2x10, 2x10",
     ]
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError) as caught:
         plans(call(40, 60), False)
+    assert "gradients are held" not in str(caught.value)
+
+
+def test_a_budget_that_held_gradients_exceed_says_so(plans: Plans) -> None:
+    plans(call(4, 24), False)
+    plans._settings = replace(plans._settings, budget=floor(plans, False))
+    with pytest.raises(BudgetError, match=r"gradients are held when the call begins.*set_to_none=True") as caught:
+        plans(call(4, 24), True)
+    assert caught.value.smallest_budget == floor(plans, True) > plans._settings.budget
+    assert caught.value.held_by
+    assert caught.value.timeline.peak_allocated == caught.value.smallest_budget
+
+
+def floor(plans: Plans, held: bool) -> int:
+    with pytest.raises(BudgetError) as caught:
+        planned(plans._module, call(4, 24), Settings(budget=1, held=held))
+    return caught.value.smallest_budget
+
+
+class Modes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mode: str = "") -> Tensor:
+        out = self.linear(x)
+        if mode == "branch" and out.sum() > 0:
+            return out * 2
+        return out.argmax(-1) if mode == "predict" else out
+
+
+def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
+    x = torch.ones(2, 4)
+    plans = Plans(Modes(), Settings(budget=10_000), [].append)
+    assert plans(call_of((x,), {}), False)
+    with pytest.raises(UnkeyedError, match="needs the values of a tensor"):
+        plans(call_of((x, "branch"), {}), False)
+    with pytest.raises(UnkeyedError, match="Nothing in the step needs a gradient"):
+        plans(call_of((x, "predict"), {}), False)
+    with pytest.raises(BudgetError):
+        plans(call_of((torch.ones(2000, 4),), {}), False)
+
+
+def test_what_is_kept_of_plans_and_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memplan.verification.fitting._MADE", 4)
+    monkeypatch.setattr("memplan.verification.fitting._CAPTURED", 5)
+    plans = Plans(Modes(), Settings(budget=10_000), [].append)
+    first = plans(call_of((torch.ones(2, 4),), {}), False)
+    for batch in range(3, 15):
+        plans(call_of((torch.ones(batch, 4),), {}), False)
+        assert len(plans.made) <= 4
+        assert sum(len(kind.seen) for kind in plans._shapes._kinds.values()) <= 5
+    assert plans.made[0] is first
+    assert isinstance(plans(call_of((torch.ones(14, 4),), {}), False), Reused)
 
 
 def test_the_expected_call_is_not_asked_about_again(plans: Plans) -> None:

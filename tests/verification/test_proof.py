@@ -9,7 +9,7 @@ import pytest
 from memplan.errors import UsageError
 from memplan.verification.differences import Compared, Difference
 from memplan.verification.measured import Times
-from memplan.verification.proof import Proof, dumps, loads
+from memplan.verification.proof import Cut, Proof, dumps, loads
 
 GOOD = Proof(
     3, 1, "AdamW", False, Compared(3), Compared(12), Compared(12), Compared(6), (), 1 << 20, 5 << 20, 9 << 20,
@@ -24,7 +24,10 @@ BAD = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("proof", [GOOD, BAD])
+PART = dataclasses.replace(GOOD, cut=Cut(2, 16, 40 << 20, 32 << 20, True))
+
+
+@pytest.mark.parametrize("proof", [GOOD, BAD, PART])
 def test_json_and_pickle_give_the_same_value_back(proof: Proof) -> None:
     assert loads(dumps(proof)) == proof
     assert pickle.loads(pickle.dumps(proof)) == proof
@@ -68,3 +71,23 @@ def test_early_updates_have_no_gradients_to_count() -> None:
 def test_what_is_no_proof_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"f\.json is no proof"):
         loads(text, "f.json")
+
+
+def test_a_proof_says_what_was_compared_and_what_was_only_measured_or_predicted() -> None:
+    said = str(PART).splitlines()
+    assert said[1] == (
+        "compared with 2 of the 16 samples: with all of them that takes 40.0 MiB, and 32.0 MiB are available; the "
+        "planned step was measured with all"
+    )
+    assert said[2].startswith("peak 5.0 MiB measured, 5.0 MiB predicted, 6.0 MiB budget, 9.0 MiB predicted before")
+    assert said[3].startswith("1.20 times the time of 2 of the 16 samples")
+    blind = dataclasses.replace(PART, cut=Cut(2, 16, 40 << 20, 32 << 20, False), budget=4 << 20)
+    assert "Not even the planned step was run with all" in str(blind)
+    assert "peak not measured, 5.0 MiB predicted" in str(blind)
+    assert blind.failures == ("the predicted peak is 1.0 MiB over the budget of 4.0 MiB",)
+
+
+def test_a_proof_written_before_there_were_cuts_is_read() -> None:
+    data = json.loads(dumps(GOOD))
+    del data["cut"]
+    assert loads(json.dumps(data)) == GOOD

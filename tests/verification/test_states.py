@@ -10,7 +10,7 @@ import torch
 from snapshots import everything
 from torch import Tensor, nn
 
-from memplan.verification.states import ModuleCopy, RandomState, random_state_kept
+from memplan.verification.states import ModuleCopy, RandomState, copies, random_state_kept
 
 
 class Many(nn.Module):
@@ -147,3 +147,33 @@ def test_random_streams(draw: Any, name: str) -> None:
     assert before.differing(RandomState.now()) == ()
     assert [draw()] == drawn
     before.restore()
+
+
+def test_copies_of_a_call_share_what_the_call_shares() -> None:
+    memory = torch.arange(100.0)
+    x, y, alone = memory[10:40].view(5, 6), memory[13:43].view(5, 6).t(), torch.ones(2, requires_grad=True)
+    made = copies([x, y, alone, x])
+    assert [torch.equal(*pair) for pair in zip(made, (x, y, alone, x), strict=True)] == [True] * 4
+    assert [one.stride() for one in made] == [one.stride() for one in (x, y, alone, x)]
+    assert made[0] is made[3]
+    made[0][0, 3] = -1.0
+    assert made[1][0, 0] == -1.0
+    assert memory[13] == 13.0
+    assert made[0].untyped_storage().nbytes() == (43 - 10) * 4
+    assert made[2].requires_grad
+    assert made[2].is_leaf
+
+
+def test_shared_parameters_take_no_memory_and_have_gradients_of_their_own() -> None:
+    linear, norm, x = nn.Linear(3, 4), nn.BatchNorm1d(4), torch.randn(5, 3)
+    model = nn.Sequential(linear, norm)
+    before = everything(model)
+    copied = ModuleCopy(model, shared=True)
+    with copied.in_place():
+        model(x).pow(2).sum().backward()
+        assert linear.weight.grad is not None
+        assert norm.num_batches_tracked == 1
+    weight = copied.parameters["0.weight"]
+    assert weight is not linear.weight
+    assert weight.data_ptr() == linear.weight.data_ptr()
+    assert everything(model) == before

@@ -2,6 +2,7 @@
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from memplan._torch.autocast import casts_kept
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     copied,
@@ -13,13 +14,15 @@ from memplan._torch.cuda import (
 from memplan._torch.dynamo import GraphBreak, graph_break
 from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, no_modes
 from memplan._torch.engine import (
+    attribute_names,
+    backward_pass,
     call_of_module,
     call_with_hooks,
+    has_gradient_hooks,
     has_hooks,
     is_transformed,
     keeps_graph,
     original_call,
-    own_attributes,
     own_hooks,
     own_modules,
     own_tensor,
@@ -43,6 +46,7 @@ from memplan._torch.joint import (
     ConstantChanged,
     Joint,
     Role,
+    cast_in,
     effect_of,
     function_of_functions,
     is_backward,
@@ -58,14 +62,16 @@ from memplan._torch.joint import (
 from memplan._torch.modules import OwnState, own_state, set_own_state
 from memplan._torch.opaque import (
     OPAQUE,
+    OPAQUE_BACKWARD,
     Recorded,
     autocast_of_now,
     calls_op,
     culprit,
     define_opaque,
-    without_data,
+    is_profiled,
+    untraced,
 )
-from memplan._torch.optimizers import bare_step, clipping_seen, leaves_of, scaling_seen
+from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
@@ -90,6 +96,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "IN_PLACE_ON_ZEROS",
     "OPAQUE",
+    "OPAQUE_BACKWARD",
     "READ_SCALAR",
     "Condition",
     "ConstantChanged",
@@ -106,14 +113,19 @@ __all__ = [
     "Run",
     "Symbolic",
     "arguments",
+    "attribute_names",
     "autocast_of_now",
     "backward_node",
+    "backward_pass",
+    "backward_seen",
     "bare_step",
     "call_of_module",
     "call_with_hooks",
     "called_by_engine",
     "called_for_the_loss",
     "calls_op",
+    "cast_in",
+    "casts_kept",
     "checkpoints_for_cuda",
     "clipping_seen",
     "copied",
@@ -127,6 +139,7 @@ __all__ = [
     "flop_formula",
     "function_of_functions",
     "graph_break",
+    "has_gradient_hooks",
     "has_hooks",
     "histories_replaced",
     "in_backward",
@@ -134,6 +147,7 @@ __all__ = [
     "is_composite",
     "is_mutable",
     "is_op",
+    "is_profiled",
     "is_symbol",
     "is_transformed",
     "joint_graph",
@@ -144,7 +158,6 @@ __all__ = [
     "no_modes",
     "node_sequence",
     "original_call",
-    "own_attributes",
     "own_hooks",
     "own_modules",
     "own_state",
@@ -171,6 +184,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "untraced",
     "unwrapped",
     "use_counts",
     "version_of",
@@ -178,5 +192,4 @@ __all__ = [
     "will_run",
     "with_symbols",
     "without_autocast",
-    "without_data",
 ]

@@ -2,14 +2,15 @@
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch._C._DisableAutocast``, ``torch._C._will_engine_execute_node``,
 ``torch._C._autograd._get_current_graph_task_keep_graph``, ``torch._C._functorch.peek_interpreter_stack``,
-``Tensor._version``, and of ``nn.Module`` ``_compiled_call_impl`` (what ``__call__`` calls instead of ``_call_impl``,
-and what copies and pickles leave out), ``_call_impl``, ``_modules``, ``_parameters``, ``_buffers`` and the hooks.
+``Tensor._version``, ``Tensor._post_accumulate_grad_hooks``, ``torch._C._current_graph_task_id``, and of ``nn.Module``
+``_compiled_call_impl`` (what ``__call__`` calls instead of ``_call_impl``, and what copies and pickles leave out),
+``_call_impl``, ``_modules``, ``_parameters``, ``_buffers`` and the hooks. What else `nn.Module` sets is looked up.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +25,7 @@ _ABOUT_HOOKS = (
     "_is_full_backward_hook",
 )
 _CALL = "_compiled_call_impl"
+_BOOKKEEPING = frozenset({*vars(nn.Module()), _CALL})
 
 
 def without_autocast() -> AbstractContextManager[Any]:
@@ -44,6 +46,16 @@ def will_run(node: Any) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was changed in place."""
     return tensor._version
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks run once the parameter's gradient was added to ``.grad``."""
+    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+
+
+def backward_pass() -> int:
+    """In backward: a number that tells this pass from others; -1 outside."""
+    return torch._C._current_graph_task_id()
 
 
 def is_transformed() -> bool:
@@ -83,9 +95,9 @@ def own_hooks(module: nn.Module) -> tuple[int, ...]:
     return tuple([key for name in _HOOKS for key in getattr(module, name)])
 
 
-def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a user has set on a module, beside tensors and modules that are registered."""
-    return ((name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training")
+def attribute_names(own: Mapping[str, Any]) -> list[str]:
+    """Of what is in a module's ``__dict__``: what is no bookkeeping of torch's."""
+    return [name for name in own if name not in _BOOKKEEPING]
 
 
 # -- calls

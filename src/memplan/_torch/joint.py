@@ -32,6 +32,7 @@ from memplan._torch.patches import eager_instead_of_compiled, patched
 from memplan._torch.values import Condition, Values
 
 _PLACE = "memplan_place"
+_CALL = "memplan_call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,14 +344,26 @@ def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]
 # -- what nodes tell
 
 
-def say_place(place: tuple[str, str | None]) -> None:
-    """Write layer and line onto the nodes of the graph that are traced from now on."""
-    torch.fx.traceback.current_meta["custom"] = {_PLACE: place}
+def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> None:
+    """Write onto the nodes of the graph that are traced from now on: layer and line; the number of the call of torch
+    that makes them, and the region of autocast that keeps casts in it (see `casts_kept`)."""
+    torch.fx.traceback.current_meta["custom"] = {_PLACE: place, _CALL: call}
 
 
 def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
     """Layer and line that were said when a node was traced; ("", None) where none were."""
     return (node.meta.get("custom") or {}).get(_PLACE, ("", None))
+
+
+def cast_in(node: torch.fx.Node) -> int | None:
+    """The region of autocast that keeps what a node computes, if that is a cast that autocast made for the op of the
+    same call. A cast that the user's code asked for is the call's result."""
+    call, region = _call_of(node)
+    return region if any(_call_of(user)[0] == call for user in node.users) else None
+
+
+def _call_of(node: torch.fx.Node) -> tuple[int | None, int | None]:
+    return (node.meta.get("custom") or {}).get(_CALL, (None, None))
 
 
 def sequence_of(node: torch.fx.Node) -> int | None:

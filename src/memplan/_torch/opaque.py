@@ -2,7 +2,8 @@
 
 Seen in torch 2.11, 2.13 and 2.15: frames of ``torch.autograd.function`` in tracebacks (``cls`` in ``Function.apply``,
 ``self`` with ``_forward_cls`` in that of its backward), names of the functions that `torch.library.register_autograd`
-makes, attributes of autograd's nodes, ``func`` of UnsupportedOperatorException.
+makes, ``func`` of UnsupportedOperatorException, ``torch.autograd._profiler_enabled``,
+``torch._C._DisablePythonDispatcher``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import torch.autograd.function as functions
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memplan._torch.joint import Instead, Results, corrected_mode
-
 Kernel = Callable[..., Any]
 _LIBRARY = torch.library.Library("memplan", "FRAGMENT")
 OPAQUE = "memplan.opaque.default"
+OPAQUE_BACKWARD = "memplan.opaque_backward.default"
 _CALL = "opaque(Tensor[] inputs, str key) -> Tensor[]"
 _BACKWARD = "opaque_backward(Tensor handle, Tensor?[] gradients, Tensor[] kept, str key) -> Tensor[]"
 _GENERATED = "GeneratedBackwardFor_"
@@ -70,44 +70,27 @@ class Recorded:
         ]
         self.results = [result.detach() for result in results]
 
-    def gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Of the tensors that need one. The graph is used up."""
+    def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
+        """Of the tensors that need one. The graph is used up, unless it is to be kept."""
         given = [
             (edge, one) for edge, one in zip(self._out, gradients, strict=True) if edge is not None and one is not None
         ]
         if not given or not self._into:
             return [None] * len(self._into)
         edges, ones = zip(*given, strict=True)
-        return list(torch.autograd.grad(edges, self._into, ones, allow_unused=True))
-
-    def attributes(self) -> Iterator[Any]:
-        """What the nodes written in Python hold beside saved tensors."""
-        stack = [edge.node for edge in self._out if edge is not None]
-        seen = set[Any]()
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            yield dict(getattr(node, "__dict__", {}))
-            stack.extend(following for following, _ in node.next_functions if following is not None)
+        return list(torch.autograd.grad(edges, self._into, ones, retain_graph=keep, allow_unused=True))
 
 
 @contextlib.contextmanager
-def without_data(results: Results, instead: Instead) -> Iterator[None]:
-    """A context in which nothing traces, new tensors have no data, and hooks see what autograd saves.
+def untraced() -> Iterator[None]:
+    """A context in which ops do what they do where nothing traces: a dropout, say, is taken apart in C++."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
 
-    Args:
-        results: as in `joint_graph`.
-        instead: as in `joint_graph`.
-    """
-    with _disable_current_modes(), corrected_mode(results, instead):
-        set_tracing = torch._C._autograd._saved_tensors_hooks_set_tracing  # pyright: ignore  # no stub
-        tracing = set_tracing(False)
-        try:
-            yield
-        finally:
-            set_tracing(tracing)
+
+def is_profiled() -> bool:
+    """Whether a profiler of torch is at work: a second one would break its record."""
+    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def culprit(error: BaseException) -> Any:

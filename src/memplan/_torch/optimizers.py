@@ -1,19 +1,27 @@
 """What goes on between a backward pass and an optimizer's update.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch.nn.utils.clip_grad._clip_grads_with_norm_``, which ``clip_grad_norm_`` calls
-with the parameters, and the methods of optimizers' ``step`` that torch wraps to run its hooks (``__wrapped__``).
+with the parameters and ``torch.nn.utils`` calls ``clip_grads_with_norm_``, and the methods of optimizers' ``step`` that
+torch wraps to run its hooks (``__wrapped__``). Seen in torch 2.11 and 2.13: functions that clip are wrapped, and what
+they wrap is in the wrapper's closure.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
 
 from memplan._torch.patches import patched
+
+_CLIPPING = {
+    "_clip_grads_with_norm_": "clip_grad_norm_ or clip_grads_with_norm_",
+    "clip_grad_value_": "clip_grad_value_",
+}
+"""Functions that change gradients, and what users call them by."""
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -24,17 +32,39 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def clipping_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this with the parameters whenever gradients are clipped by their global norm."""
-    original: Any = clip_grad._clip_grads_with_norm_
+def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
+    """While open, call this with the function's name and the parameters whenever gradients are clipped."""
 
-    def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        seen(found)
-        return original(found, *args, **kwargs)
+    def watched(name: str, original: Any) -> Callable[..., Any]:
+        def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            found = _listed(parameters)
+            seen(name, found)
+            return original(found, *args, **kwargs)
 
-    with patched(clip_grad, _clip_grads_with_norm_=clip):
+        return clip
+
+    with contextlib.ExitStack() as stack:
+        for function, name in _CLIPPING.items():
+            stack.enter_context(_replaced(function, lambda original, name=name: watched(name, original)))
         yield
+
+
+@contextlib.contextmanager
+def _replaced(name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """One of ``clip_grad``'s functions replaced: inside of its wrapper, so that it does not matter who has imported it
+    already; where there is none, by its name."""
+    wrapper = getattr(clip_grad, name)
+    inner = getattr(wrapper, "__wrapped__", None)
+    cell = next((one for one in wrapper.__closure__ or () if one.cell_contents is inner), None)
+    if cell is None:
+        with patched(clip_grad, **{name: make(wrapper)}):
+            yield
+        return
+    cell.cell_contents = make(inner)
+    try:
+        yield
+    finally:
+        cell.cell_contents = inner
 
 
 @contextlib.contextmanager
@@ -44,7 +74,7 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
     def scale(self: Any, outputs: Any) -> Any:
         if self.is_enabled():
-            found = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+            found = _listed(outputs)
             seen(found)
             outputs = outputs if isinstance(outputs, torch.Tensor) else found
         return original(self, outputs)
@@ -53,9 +83,23 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
         yield
 
 
-def leaves_of(outputs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+@contextlib.contextmanager
+def backward_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
+    """While open, call this before each backward pass with the leaves that it gives gradients to."""
+    original: Any = torch.autograd.backward
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+        seen(list(leaves_of(_listed(tensors)) if inputs is None else _leaves(_listed(inputs))))
+        return original(tensors, *args, **kwargs)
+
+    with patched(torch.autograd, backward=backward):
+        yield
+
+
+def leaves_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
     """The tensors that backward from these outputs would give gradients to."""
-    stack, met = [output.grad_fn for output in outputs if output.grad_fn is not None], set[Any]()
+    stack, met = [node for node in map(_node_of, outputs) if node is not None], set[Any]()
     while stack:
         node = stack.pop()
         if node in met:
@@ -65,3 +109,22 @@ def leaves_of(outputs: list[torch.Tensor]) -> Iterator[torch.Tensor]:
         if isinstance(variable, torch.Tensor):
             yield variable
         stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def _leaves(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Of what a backward pass was asked for, the leaves."""
+    for one in inputs:
+        found = one if isinstance(one, torch.Tensor) else getattr(one.node, "variable", None)
+        if isinstance(found, torch.Tensor) and found.is_leaf:
+            yield found
+
+
+def _node_of(output: Any) -> Any:
+    """The node of the autograd graph that made a tensor, or that a gradient edge leads to."""
+    return output.grad_fn if isinstance(output, torch.Tensor) else output.node
+
+
+def _listed(tensors: Any) -> list[Any]:
+    """One tensor (or edge, which is a named tuple), or several, as a list."""
+    one = isinstance(tensors, torch.Tensor) or hasattr(tensors, "node")
+    return [tensors] if one else list(tensors)

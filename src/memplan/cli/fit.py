@@ -12,7 +12,16 @@ from memplan.cli.explain import check_writable, write
 from memplan.cli.options import Described, StepArguments, advised, describe, step_options
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
-from memplan.errors import BudgetError, DeviceError, InputError, MemplanError, StepError, TargetError, UnitError
+from memplan.errors import (
+    BudgetError,
+    DeviceError,
+    InputError,
+    MemplanError,
+    StepError,
+    TargetError,
+    UnitError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,8 +49,8 @@ proof. The second runs nothing: it predicts, keeps the plan and draws peak again
 budget that there is a plan for.
 
 \b
-Exit code: 0 done, or it fits already; 1 it does not fit; 2 bad usage, a plan for
-another model, or a step that cannot be planned.
+Exit code: 0 done, or it fits already; 1 it does not fit, or the proof fails; 2 bad usage, a plan
+for another model, or a step that cannot be planned.
 """
 _POINTS = 9
 
@@ -205,6 +214,8 @@ def _outcome(
         fitted = memplan.fit(made, *described.options.inputs, **call)
     except BudgetError as error:
         return Outcome(given.target, None, changed=False, shortfall=error)
+    except VerificationError as error:
+        return Outcome(given.target, None, error.proof, changed=False, notes=(f"{error.do}.",))
     return Outcome(given.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
 
 

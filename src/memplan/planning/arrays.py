@@ -7,7 +7,7 @@ before it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph
 from memplan.planning.peaks import Surroundings, base_level
-from memplan.planning.schedule import Choices, recomputable
+from memplan.planning.schedule import Choices, changed_at_once, copied, recomputable, taken
 
 Ints = npt.NDArray[np.int64]
 
@@ -33,7 +33,7 @@ class Give:
     freed: int
     """Bytes of the gradient that are freed by it."""
     parameter: int | None
-    """The parameter that is updated at once; None if it is not."""
+    """The parameter that may change at once, so that its last read comes first; None if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ForwardOp:
     reads: tuple[int, ...]
     """Rows of the forward values that it reads, ascending."""
     parameters: tuple[int, ...]
-    """Parameters that it reads and that are updated early."""
+    """Parameters that it reads and that may change once their gradient is given."""
     overwrites: tuple[int, ...]
     during: int
     """Bytes that its results, kept or not, and its scratch take."""
@@ -74,6 +74,8 @@ class FlatGraph:
         )
         self.encoding_of = {self.row[e.value]: at for at, e in enumerate(self.encodings) if e.value in self.row}
         self.gives: tuple[Give, ...] = ()
+        self.waits = False
+        """Whether some of them wait for the last read of a parameter."""
         self._backward_statics()
         self._forward_ops()
         self._forward_frees()
@@ -120,19 +122,19 @@ class FlatGraph:
 
     def _give_all(self, last: dict[int, int]) -> set[int]:
         """Fill ``gives``; the bases of gradients that stay."""
-        graph, bases = self.graph, [self.graph.base(gradient) for _, gradient in self.graph.gradients]
-        users = {base: bases.count(base) for base in set(bases)}
+        graph, choices = self.graph, Choices(early=self.early, held=self.held)
+        users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
+        copies = copied(graph, choices)
         drafts, kept = list[tuple[int, int, int, int, int | None]](), set[int]()
-        for (of, gradient), base in zip(graph.gradients, bases, strict=True):
-            parameter = graph.values[of].kind == "parameter"
-            early, taken = self.early and parameter, parameter and (self.early or self.held)
-            slot = max(last.get(base, 0), last.get(graph.base(of), 0) if early else 0)
-            copied = self._copied(of, gradient, users[base]) and not (self.held and parameter)
-            if not copied and not taken:
+        for of, gradient in graph.gradients:
+            base, size = graph.base(gradient), graph.values[of].own_bytes * (of in copies)
+            changed, used_up = changed_at_once(graph, choices, of), taken(graph, choices, of)
+            slot = max(last.get(base, 0), last.get(graph.base(of), 0) if changed else 0)
+            if of not in copies and not used_up:
                 kept.add(base)
-            copy = graph.values[of].bytes if copied and not taken else 0
-            transient = self.around.update_of.get(of, 0) + graph.values[of].bytes * copied if early else 0
-            drafts.append((slot, copy, transient, base, graph.base(of) if early else None))
+            early = self.early and graph.values[of].kind == "parameter"
+            transient = self.around.update_of.get(of, 0) + size if early else 0
+            drafts.append((slot, 0 if used_up else size, transient, base, graph.base(of) if changed else None))
         fixed = self.resident | self.outputs | kept
         final = {base: at for at, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
         self.gives = tuple(
@@ -142,16 +144,9 @@ class FlatGraph:
             )
             for at, (slot, copy, transient, base, parameter) in enumerate(drafts)
         )  # fmt: skip
-        self.shared_early = self.early and any(
-            users[base] > 1 and parameter is not None for _, _, _, base, parameter in drafts
-        )
+        self.waits = any(parameter is not None for *_, parameter in drafts)
+        self.shared_waits = any(users[base] > 1 and parameter is not None for *_, base, parameter in drafts)
         return kept
-
-    def _copied(self, of: int, gradient: int, users: int) -> bool:
-        graph, value = self.graph, self.graph.values[gradient]
-        base = graph.values[value.base]
-        foreign = base.kind != "result" or base.id in self.outputs or graph.maker[base.id].phase == "forward"
-        return users > 1 or foreign or value.stride != graph.values[of].stride
 
     # -- forward
 
@@ -233,12 +228,12 @@ class FlatGraph:
 
     def _is_regular(self) -> bool:
         """Whether the batch evaluator knows all that the graph has. What it does not know is rare: a gradient that is a
-        forward value or something handed in, early gradients that share memory, writes after backward ops."""
+        forward value or something handed in, gradients that wait and share memory, writes after backward ops."""
         bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)
         late = any(v not in self.row and v not in self.resident for v in sources)
-        return not (foreign or late or self.shared_early or len(self.encoding_of) < len(self.encodings))
+        return not (foreign or late or self.shared_waits or len(self.encoding_of) < len(self.encodings))
 
 
 def bytes_of(graph: JointGraph, encoding: Encoding) -> int:

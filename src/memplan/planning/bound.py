@@ -127,8 +127,9 @@ class Unavoidable:
         level = np.zeros(flat.slots + 1, dtype=np.int64)
         level[1:] = np.cumsum(flat.net)
         for give in flat.gives:
-            # In a graph that is not regular, a copy may be made later than here: it is sure at the end only.
-            level[give.slot + 1 if flat.regular else -1 :] += give.copy
+            # Where the graph is not regular or the parameter may be read again, a copy may be made later than here: it
+            # is sure at the end only.
+            level[give.slot + 1 if flat.regular and give.parameter is None else -1 :] += give.copy
             level[give.slot + 1 :] -= give.freed
         there = np.zeros(flat.slots + 1, dtype=np.int64)
         """Differences of what forward values need."""
@@ -205,7 +206,7 @@ class Relaxation:
     def _cost_of_code(self, at: int) -> float:
         encoding = self.flat.encodings[at]
         decoded = encoding.whole and self.least.read[self.flat.row[encoding.value]]
-        return encoding.encode_seconds + (encoding.decode_seconds if decoded else 0.0)
+        return encoding.use_seconds + (encoding.decode_seconds if decoded else 0.0)
 
     def _slots(self, count: int) -> list[int]:
         """The first slot, and those where most is there if all is kept."""

@@ -90,6 +90,11 @@ class Flat(nn.Module):
         self.written: tuple[str, ...] = ()
         """Names in the model of the buffers whose new values are returned after the outputs."""
 
+    @property
+    def hooked(self) -> frozenset[str]:
+        """Names in the model of parameters with hooks that run once their gradient was added to ``.grad``."""
+        return frozenset(self.paths[name] for name, one in self.named_parameters() if _torch.has_gradient_hooks(one))
+
     def _number(self, path: str) -> str:
         name = f"tensor_{len(self.paths)}"
         self.paths[name] = path
@@ -111,10 +116,12 @@ class Flat(nn.Module):
             tuple(at for at, one in enumerate(unique) if one.requires_grad and id(one) not in wanted),
         )
         taken = {_base(tensor) for tensor in (*tensors, *state.values())}
-        self.written = tuple(self._bare[0].replaced)
+        replaced = self._bare[0].replaced
+        self.written = tuple(replaced)
+        changed = {_memory(state[path]) for path in replaced}
         return (
-            *(_alone(one, taken) if id(one) in wanted else one.detach() for one in unique),
-            *(buffer.detach() for buffer in self._bare[0].replaced.values()),
+            *(_alone(one, taken) if id(one) in wanted else _before(one, changed) for one in unique),
+            *(_before(buffer, changed) for buffer in replaced.values()),
         )
 
 
@@ -124,6 +131,11 @@ def _alone(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
         return tensor.clone()
     taken.add(_base(tensor))
     return tensor
+
+
+def _before(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
+    """A tensor without a gradient, as it is now: a copy where it looks into a buffer that gets a new value."""
+    return tensor.detach().clone() if _memory(tensor) in changed else tensor.detach()
 
 
 def _base(tensor: torch.Tensor) -> int:

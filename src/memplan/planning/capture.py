@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -115,8 +116,9 @@ class SymbolicError(Exception):
 def read(joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = ()) -> Captured:
     """What was traced as a graph, with all that is known of its ops."""
     assert flat.returned is not None
-    reader = Reader(joint, flat.paths, flat.written, call.aliases)
-    graph = cast_once(without_copies(guarded(reader.graph())))
+    reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
+    graph = reader.graph()
+    graph = without_copies(guarded(cast_once(graph, reader.casts)))
     if not graph.gradients:
         raise InputError(
             "Nothing in the step needs a gradient",
@@ -167,11 +169,12 @@ class _Untraceable(Exception):
 def _trace(model: nn.Module, call: Call, around: Around, **how: Any) -> _Traced:
     place, names = Place(), _layers(model)
 
-    autocast = _torch.autocast_of_now()
+    autocast, kept = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager
     def inside() -> Iterator[None]:
-        with autocast(), around.tracing(lambda: names.get(place.module, "")), _placing(names, place):
+        layer = around.tracing(lambda: names.get(place.module, ""))
+        with _torch.casts_kept(kept) as region, autocast(), layer, _placing(names, place, region):
             yield
 
     flat = Flat(model, call, inside)
@@ -255,15 +258,16 @@ def _layers(model: nn.Module) -> dict[int, str]:
 
 
 @contextmanager
-def _placing(names: Mapping[int, str], place: Place) -> Iterator[None]:
+def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | None]) -> Iterator[None]:
     lines: dict[tuple[str, int] | None, str | None] = {}
+    calls = itertools.count()
 
     class Placing(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             frame = user_frame()
             if frame not in lines:
                 lines[frame] = format_frame(frame)
-            _torch.say_place((names.get(place.module, ""), lines[frame]))
+            _torch.say_place((names.get(place.module, ""), lines[frame]), (next(calls), region()))
             return func(*args, **(kwargs or {}))
 
     with Placing():

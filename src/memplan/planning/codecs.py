@@ -25,7 +25,7 @@ from memplan.planning.graph import Encoding, GraphOp, JointGraph, Ref, Value
 WORTHWHILE = 4096
 """Bytes that a value must at least have to be encoded."""
 
-INTEGERS = (("torch.uint8", 1 << 8), ("torch.int16", 1 << 15), ("torch.int32", 1 << 31))
+INTEGERS = (("uint8", 1 << 8), ("int16", 1 << 15), ("int32", 1 << 31))
 """Narrow integers, and the numbers below which each holds."""
 
 
@@ -105,7 +105,11 @@ def encodings(graph: JointGraph, *, bytes_per_second: float = 5e9) -> JointGraph
         maker = graph.maker.get(base)
         if value.kind != "result" or maker is None or maker.phase != "forward" or value.bytes < WORTHWHILE:
             continue
-        if not is_dense(value) or value.bytes != prod(value.shape) * itemsize(value.dtype):
+        if (
+            base in graph.irreplaceable
+            or not is_dense(value)
+            or value.bytes != prod(value.shape) * itemsize(value.dtype)
+        ):
             continue
         made = _encoding(graph, value, maker, readers[base], len(values))
         if made is not None and made[1].bytes < value.bytes:
@@ -121,7 +125,7 @@ def _encoding(
 ) -> tuple[Encoding, Value] | None:
     """The one encoding of a value, if there is one, and its encoded form."""
     piece = min(PIECE, prod(value.shape))
-    if value.dtype == "torch.bool":
+    if value.dtype == "bool":
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
         encoding = Encoding(
@@ -151,13 +155,13 @@ def _encoding(
 
 def _bits(value: Value, id: int, codec: str) -> Value:
     size = packed(prod(value.shape))
-    return Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "torch.uint8")
+    return Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8")
 
 
 def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:
     """The smallest integers that hold a value that is the indices of an op."""
     position, bound = INDICES.get(maker.target, (0, None))
-    if bound is None or value.dtype != "torch.int64" or maker.outputs[position] != value.id:
+    if bound is None or value.dtype != "int64" or maker.outputs[position] != value.id:
         return None
     arguments = arguments_of(maker.target, maker.args, maker.kwargs)
     below = bound(arguments, graph.values[arguments["self"].value].shape)
@@ -225,4 +229,4 @@ def direct_call(graph: JointGraph, encoding: Encoding, op: GraphOp, *, in_place:
 
 
 def _converted(value: int, dtype: str) -> Called:
-    return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype.removeprefix("torch."))}
+    return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype)}

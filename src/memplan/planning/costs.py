@@ -17,7 +17,11 @@ from typing import Any, Literal
 import torch
 
 from memplan.devices import Device
-from memplan.planning import roofline
+from memplan.planning import (
+    codecs,
+    kernels,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the ops that are timed
+    roofline,
+)
 from memplan.planning.graph import Encoding, GraphOp, JointGraph, Ref, Value, map_refs, refs
 from memplan.planning.roofline import Work
 from memplan.planning.schedule import recomputable
@@ -44,8 +48,8 @@ def with_costs(
     """The same graph with the seconds of its ops and encodings.
 
     What may be recomputed is measured first, the largest first. What was not measured (the time was up, the op is not
-    torch's own, or fails alone: see `unmeasured`; encodings) is estimated by roofline, times what the measured ops
-    took against theirs. A measured time holds for the process: asking for it again costs nothing.
+    torch's own, or fails alone: see `unmeasured`) is estimated by roofline, times what the measured ops took against
+    theirs. A measured time holds for the process: asking for it again costs nothing.
 
     Args:
         graph: its views cost nothing and stay so.
@@ -60,7 +64,7 @@ def with_costs(
         rates = roofline.CPU if device is None else roofline.rates_of(device)
         seconds = {key: rates.seconds(work) for key, work in sheet.works.items()}
     else:
-        unknown = [op for op in _most_wanted_first(graph, sheet) if sheet.keys[op.index] not in known]
+        unknown = [key for key in _most_wanted_first(graph, sheet) if key not in known]
         measured = _measured(graph, sheet, unknown, on, limit)
         seconds = _completed(measured | {k: s for k, s in known.items() if k in sheet.works}, sheet.works)
     return _priced(graph, sheet, {**seconds, **known})
@@ -122,9 +126,28 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _coding_keys(graph: JointGraph, encoding: Encoding) -> tuple[str, str]:
-    shown = _tensor_text(graph.values[encoding.value])
-    return f"encode {encoding.codec}({shown})", f"decode {encoding.codec}({shown})"
+def _coding_keys(graph: JointGraph, encoding: Encoding) -> tuple[str, str, str]:
+    """Of the seconds that an encoding has."""
+    shown = f"{encoding.codec}({_tensor_text(graph.values[encoding.value])})"
+    return f"encode {shown}", f"decode {shown}", f"{len(encoding.direct)} direct {shown}"
+
+
+def _coding_calls(graph: JointGraph, encoding: Encoding) -> tuple[tuple[_Timed, ...], ...]:
+    """What is timed for each of these."""
+    decoded = (_Timed(codecs.decode_call(graph, encoding)),) if encoding.whole else ()
+    direct = tuple(
+        _Timed(codecs.direct_call(graph, encoding, op, in_place=False), (op.target, op.args, op.kwargs))
+        for op in map(graph.ops.__getitem__, encoding.direct)
+    )
+    return (_Timed(codecs.encode_call(graph, encoding)),), decoded, direct
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A call, and one instead of which it is made: its time is what it takes more."""
+
+    call: codecs.Called
+    instead: codecs.Called | None = None
 
 
 @dataclass(frozen=True)
@@ -134,26 +157,31 @@ class _Sheet:
     keys: Mapping[int, str]
     """By an op's index: its signature."""
     works: Mapping[str, Work]
+    timed: Mapping[str, tuple[_Timed, ...]]
+    """What to run to measure the seconds, which add up."""
 
     @classmethod
     def of(cls, graph: JointGraph) -> _Sheet:
         writer = _Writer(graph)
-        keys, works = dict[int, str](), dict[str, Work]()
+        keys, works, timed = dict[int, str](), dict[str, Work](), dict[str, tuple[_Timed, ...]]()
         for op in graph.ops:
             if not op.is_view:
                 key = keys[op.index] = writer.signature(op)
                 if key not in works:
                     works[key] = roofline.work_of(graph, op)
+                    timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
         for one in graph.encodings:
-            works.update(dict.fromkeys(_coding_keys(graph, one), roofline.coding_of(graph, one)))
-        return cls(keys, works)
+            names = _coding_keys(graph, one)
+            works.update(zip(names, roofline.coding_of(graph, one), strict=True))
+            timed.update(zip(names, _coding_calls(graph, one), strict=True))
+        return cls(keys, works, timed)
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
         """The seconds that this graph has, by signature."""
         found = {key: graph.ops[index].seconds for index, key in self.keys.items()}
         for one in graph.encodings:
-            encode, decode = _coding_keys(graph, one)
-            found |= {encode: one.encode_seconds, decode: one.decode_seconds}
+            seconds = one.encode_seconds, one.decode_seconds, one.direct_seconds
+            found.update(zip(_coding_keys(graph, one), seconds, strict=True))
         return found
 
     def expected(self) -> dict[str, float]:
@@ -165,8 +193,8 @@ def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> J
     ops = tuple(op if op.is_view else replace(op, seconds=seconds[sheet.keys[op.index]]) for op in graph.ops)
     encodings = list[Encoding]()
     for one in graph.encodings:
-        encode, decode = _coding_keys(graph, one)
-        encodings.append(replace(one, encode_seconds=seconds[encode], decode_seconds=seconds[decode]))
+        encode, decode, direct = (seconds[key] for key in _coding_keys(graph, one))
+        encodings.append(replace(one, encode_seconds=encode, decode_seconds=decode, direct_seconds=direct))
     return replace(graph, ops=ops, encodings=tuple(encodings))
 
 
@@ -208,24 +236,24 @@ def _clock(on: str) -> _Clock:
     return _CLOCKS.setdefault((on, torch.get_num_threads()), _Clock())
 
 
-def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[GraphOp]:
-    """One op of each signature: what the planner weighs, the rest of the forward pass, the backward pass."""
+def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
+    """What to measure: what the planner weighs, encodings and the rest of the forward pass, the backward pass."""
     again, expected = recomputable(graph), sheet.expected()
-    first: dict[str, GraphOp] = {}
+    ranks = dict.fromkeys(sheet.timed, 1)
     for op in graph.ops:
         if not op.is_view:
-            first.setdefault(sheet.keys[op.index], op)
-    rank = lambda op: 2 if op.phase == "backward" else int(not any(value in again for value in op.makes))  # noqa: E731
-    return sorted(first.values(), key=lambda op: (rank(op), -expected[sheet.keys[op.index]]))
+            rank = 2 if op.phase == "backward" else int(not any(value in again for value in op.makes))
+            ranks[sheet.keys[op.index]] = rank
+    return sorted(ranks, key=lambda key: (ranks[key], -expected[key]))
 
 
-def _measured(graph: JointGraph, sheet: _Sheet, ops: list[GraphOp], on: str, limit: float) -> dict[str, float]:
-    """Seconds of these ops by signature, as far as the time goes."""
+def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit: float) -> dict[str, float]:
+    """Seconds by signature, as far as the time goes."""
     clock, end = _clock(on), time.perf_counter() + limit
-    missing = [op for op in ops if not {sheet.keys[op.index]} & (clock.seconds.keys() | clock.refused.keys())]
     with _alone(on):
-        for op in missing:
-            key = sheet.keys[op.index]
+        for key in keys:
+            if key in clock.seconds or key in clock.refused:
+                continue
             if time.perf_counter() >= end:
                 clock.refused[key] = "the time for measuring was up"  # planning anew has to cost nothing
                 continue
@@ -234,11 +262,10 @@ def _measured(graph: JointGraph, sheet: _Sheet, ops: list[GraphOp], on: str, lim
                 clock.refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
             try:
-                clock.seconds[key] = _timed(graph, op, on)
+                clock.seconds[key] = sum(_taken(graph, one, on) for one in sheet.timed[key])
             except Exception as error:  # whatever a kernel objects to in made-up arguments
                 clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
-    wanted = {sheet.keys[op.index] for op in ops}
-    return {key: seconds for key, seconds in clock.seconds.items() if key in wanted}
+    return {key: clock.seconds[key] for key in keys if key in clock.seconds}
 
 
 @contextmanager
@@ -256,14 +283,18 @@ def _alone(on: str) -> Iterator[None]:
         torch.get_device_module(device).empty_cache()
 
 
-def _timed(graph: JointGraph, op: GraphOp, on: str) -> float:
-    """Seconds of an op. The least of a few runs: other work on the machine only ever adds to it."""
-    made = dict[int, torch.Tensor]()
-    for value in set(refs((op.args, op.kwargs))):
-        made[value] = _made_up(graph.values[value], on)
-    args, kwargs = map_refs(op.args, made.__getitem__), map_refs(op.kwargs, made.__getitem__)
+def _taken(graph: JointGraph, timed: _Timed, on: str) -> float:
+    seconds = _timed(graph, timed.call, on)
+    return seconds if timed.instead is None else max(0.0, seconds - _timed(graph, timed.instead, on))
+
+
+def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
+    """Seconds of a call. The least of a few runs: other work on the machine only ever adds to it."""
+    target, args, kwargs = called
+    made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
+    args, kwargs = map_refs(args, made.__getitem__), map_refs(kwargs, made.__getitem__)
     call: Any = torch.ops
-    for name in op.target.split("."):
+    for name in target.split("."):
         call = getattr(call, name)
     wait = torch.get_device_module(torch.device(on)).synchronize
 

@@ -44,9 +44,7 @@ class _Decider:
             self.seconds[action.makes[0]] += self.graph.ops[action.op].seconds
         elif action.kind in ("encode", "decode") and action.value is not None:
             encoding = self.encodings[action.value] = known[action.value]
-            self.seconds[action.value] += (
-                encoding.encode_seconds if action.kind == "encode" else encoding.decode_seconds
-            )
+            self.seconds[action.value] += encoding.use_seconds if action.kind == "encode" else encoding.decode_seconds
 
     def _dearest(self) -> int | None:
         """Of what is kept though it could be made again, the value that takes the most time for each byte."""
@@ -64,7 +62,7 @@ class _Decider:
 
     def _may_run_again(self, value: int) -> bool:
         op = self.graph.maker[value]
-        return not (op.random or op.once or value in self.outputs)
+        return not (op.random or op.once or value in self.outputs or value in self.graph.irreplaceable)
 
     # -- values
 
@@ -124,6 +122,8 @@ class _Decider:
             return f"random: never drawn again; {needed}"
         if op.once:
             return f"its op must run once only; {needed}"
+        if value in self.graph.irreplaceable:
+            return f"held by a call that is kept as it is; {needed}"
         most = ", the most per byte of all that is kept" if value == self.dearest else ""
         return f"{needed}; making it again would take {format_seconds(op.seconds)}{most}"
 
@@ -165,7 +165,7 @@ class _Decider:
             reason = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
             found.append(Decision("in place", _STEP, "exact", size, 0.0, reason=reason, details={"reuses": reuses}))
         gradients = [of for of, _ in self.graph.gradients if values[of].kind == "parameter"]
-        size = sum(values[of].bytes for of in gradients)
+        size = sum(values[of].own_bytes for of in gradients)
         details = {"parameters": len(gradients)}
         if choices.early and gradients:
             reason = "each parameter is updated and its gradient freed as soon as nothing reads them any more"

@@ -6,8 +6,8 @@ random numbers are drawn in the same place, and the result is the same bit for b
 
 from __future__ import annotations
 
+from memplan.planning.forms import NUMBERS
 from memplan.planning.graph import GraphOp, JointGraph, Ref
-from memplan.planning.idle import NUMBERS
 from memplan.planning.rebuild import Rebuild
 
 DROPOUT = "aten.native_dropout.default"

@@ -296,7 +296,7 @@ class _Batch:
                 level = after[position] - later + encoding.encode_scratch
                 np.maximum(during[position], level, out=during[position], where=used)
                 later += used * bytes_of(flat.graph, encoding)
-                self.seconds += used * encoding.encode_seconds
+                self.seconds += used * encoding.use_seconds
 
     # -- what is made again
 
@@ -365,10 +365,11 @@ class _Batch:
                 self._give_again(give, parameter, position, place, some)
 
     def _give_again(self, at: int, parameter: int, position: Ints, place: Ints, some: Ints) -> None:
-        """An early update that had to wait for this op."""
+        """A gradient that had to wait for this op."""
         give = self.flat.gives[at]
         here = (self.parameter_last[parameter][some] == position) & (position > self._static(at))
         now, top, place = self.now.ravel(), self.top.ravel(), place[here]
+        now[place] += give.copy
         top[place] = np.maximum(top[place], now[place] + give.transient)
         now[place] -= give.freed
 
@@ -416,7 +417,7 @@ class _Batch:
     def _give(self) -> tuple[Ints, Ints]:
         """What the gradients that are given away change in each slot, and the most meanwhile."""
         flat = self.flat
-        if not flat.early:
+        if not flat.waits:
             return flat.given[:, None], flat.given_most[:, None]
         every = np.ones(self.count, dtype=bool)
         net = np.zeros((flat.slots, self.count), dtype=np.int64)

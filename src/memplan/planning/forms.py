@@ -2,7 +2,7 @@
 
 A form writes an op's first result over one of its operands and gives the same bits as the op itself. Most are the
 op's own: an ``out=`` overload, or the variant with an underscore, found by rule in torch's registry. Where there is
-none, or one that only copies, the engine goes through the operand piece by piece (memplan.rewriting.kernels). What
+none, or one that only copies, the engine goes through the operand piece by piece (memplan.planning.kernels). What
 is not in the tables here has no form: each entry is tested bit for bit.
 """
 
@@ -164,7 +164,7 @@ def _covers(value: Value, wanted: Value, values: Sequence[Value]) -> bool:
         and value.dtype == wanted.dtype
         and wanted.bytes == values[value.base].bytes == prod(wanted.shape) * itemsize(wanted.dtype) > 0
         and is_dense(wanted)
-        and not getattr(torch, wanted.dtype.removeprefix("torch.")).is_complex
+        and not getattr(torch, wanted.dtype).is_complex
     )
 
 
@@ -201,9 +201,10 @@ def is_contiguous(value: Value) -> bool:
     return True
 
 
+@cache
 def itemsize(dtype: str) -> int:
     """Bytes of one element."""
-    return getattr(torch, dtype.removeprefix("torch.")).itemsize
+    return getattr(torch, dtype).itemsize
 
 
 CROSS_ENTROPY = "memplan.cross_entropy_backward.default"
@@ -340,7 +341,7 @@ def groups(shape: Sequence[int], group: int) -> int:
     return max(1, min(group, piece(prod(shape)) * group // prod(shape[1:])))
 
 
-NUMBERS = 64
+NUMBERS = 128
 """Bytes in which torch wraps the numbers that its kernels are called with, at most."""
 
 

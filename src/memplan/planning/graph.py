@@ -8,10 +8,13 @@ What a step changes (running statistics) is listed in ``mutations`` and written 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
+
+import torch
 
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded"]
 """Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the
@@ -50,11 +53,18 @@ class Value:
     """Index of the op that makes it; None for what is handed in."""
     path: str = ""
     """Of a parameter or buffer its name in the model; of an input or tangent which one it is."""
+    hooked: bool = False
+    """Of a parameter: it has hooks that run once its gradient was added to ``.grad``, and that may change it."""
 
     @property
     def is_view(self) -> bool:
         """Whether another value owns its memory."""
         return self.base != self.id
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of a tensor of this shape in memory of its own, as its gradient is: whatever memory it shares."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +90,7 @@ class GraphOp:
     discarded: int = 0
     """Bytes of results that nobody reads: there while the op runs, freed with its end."""
     scratch: int = 0
-    """Bytes that the kernel holds beyond its results while it runs."""
+    """Bytes that the kernel holds beyond its results while it runs; below 0 where it frees what it reads as it goes."""
     overwrites: tuple[int, ...] = ()
     """Bases among its reads whose memory its first result can take over, bit for bit the same (planning.forms): the
     whole of that memory, of the same size and layout."""
@@ -96,6 +106,8 @@ class GraphOp:
     """Of a backward op: index of the forward op whose derivative it computes, where it is known."""
     scratch_into: int | None = None
     """``scratch`` where its first result takes over memory piece by piece; None: as ``scratch``."""
+    holds: tuple[int, ...] = ()
+    """Ids of values whose very memory it reads, whatever it is given: they are neither made again nor encoded."""
 
     @property
     def scratch_saved(self) -> int:
@@ -129,6 +141,13 @@ class Encoding:
     """Backward ops that read the encoded form as it is, instead of the value (a ReLU's gradient and its bits)."""
     direct_scratch: int = 0
     """Bytes that each of these holds beyond its results then, in place of its own scratch."""
+    direct_seconds: float = 0.0
+    """What its ``direct`` readers take more, together, than with the value itself."""
+
+    @property
+    def use_seconds(self) -> float:
+        """What it takes to keep the value in this form, however often it is decoded."""
+        return self.encode_seconds + self.direct_seconds
 
 
 @dataclass(frozen=True)
@@ -160,6 +179,11 @@ class JointGraph:
     def maker(self) -> dict[int, GraphOp]:
         """The op that makes each value that owns memory."""
         return {value: op for op in self.ops for value in op.makes}
+
+    @cached_property
+    def irreplaceable(self) -> frozenset[int]:
+        """Bases of what ops hold on to (see GraphOp)."""
+        return frozenset(self.base(value) for op in self.ops for value in op.holds)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,20 +6,34 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph
-from memplan.planning.schedule import Action, Choices, Schedule
+from memplan.planning.schedule import Action, Choices, Schedule, taken
+from memplan.trace.model import Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What there is on the device beside the graph's values."""
 
-    held_bytes: int = 0
-    """Bytes that are there all the time: the optimizer's state, parameters that the step does not read. Not the
-    gradients of the graph's parameters: where those are held, they are counted by the graph."""
+    state: int = 0
+    """Bytes of the optimizer's state of the parameters that get a gradient in the graph."""
     update: int = 0
     """Bytes that the optimizer holds for a moment when it updates all parameters after the backward pass."""
     update_of: Mapping[int, int] = field(default_factory=dict)
     """The same for one parameter (its value's id), where each is updated early."""
+    others: Mapping[Cause, int] = field(default_factory=dict)
+    """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are there all the time. Not the gradients of the graph's parameters: where those are held, they
+        are counted by the graph."""
+        return self.state + sum(self.others.values())
+
+    def by_cause(self) -> dict[Cause, int]:
+        """The same, by cause."""
+        found = dict(self.others)
+        found["optimizer_state"] = found.get("optimizer_state", 0) + self.state
+        return {cause: size for cause, size in found.items() if size}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,7 @@ def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) 
     """Bytes that are there from the beginning of the step to its end."""
     level = surroundings.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
     if choices.held:
-        level += sum(graph.values[of].bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
+        level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
     return level
 
 
@@ -67,28 +81,18 @@ def levels(schedule: Schedule, surroundings: Surroundings | None = None) -> Leve
     return Levels(forward, backward, update, boundary)
 
 
-class _Walk:
+class ActionBytes:
+    """What each action of a schedule takes beyond what it makes."""
+
     def __init__(self, schedule: Schedule, around: Surroundings) -> None:
         self.graph, self.choices, self.around = schedule.graph, schedule.choices, around
         self.encodings = {e.value: e for e in schedule.graph.encodings}
-        self.level = base_level(schedule.graph, schedule.choices, around)
 
-    def step(self, action: Action) -> int:
-        """Bytes while the action runs; ``level`` is what is left after it."""
-        taken = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
-        self.level += self._bytes(action.makes) - taken + self._copied(action)
-        during = self.level + self._transient(action)
-        self.level -= self._bytes(action.frees)
-        return during
-
-    def _bytes(self, values: Iterable[int]) -> int:
-        return sum(self.graph.values[value].bytes for value in values)
-
-    def _transient(self, action: Action) -> int:
+    def transient(self, action: Action) -> int:
         """What is gone again when the action ends."""
         if action.kind == "run" and action.op is not None:
             op = self.graph.ops[action.op]
-            unwanted = self._bytes(value for value in op.makes if value not in action.makes)
+            unwanted = self.owned(value for value in op.makes if value not in action.makes)
             return op.discarded + unwanted + self._scratch(action, op)
         if action.value is None:
             return 0
@@ -96,22 +100,38 @@ class _Walk:
             return self.encodings[action.value].encode_scratch
         if action.kind == "decode":
             return self.encodings[action.value].decode_scratch
-        if action.kind == "give" and self.choices.early and self._is_parameter(action.value):
-            copy = self.graph.values[action.value].bytes if action.copies else 0
-            return copy + self.around.update_of.get(action.value, 0)
+        if action.kind == "give" and self.choices.early and self.graph.values[action.value].kind == "parameter":
+            return self._copy(action) + self.around.update_of.get(action.value, 0)
         return 0
+
+    def kept_copy(self, action: Action) -> int:
+        """The copy of a gradient that the receiver keeps."""
+        if action.kind != "give" or action.value is None or taken(self.graph, self.choices, action.value):
+            return 0
+        return self._copy(action)
+
+    def owned(self, values: Iterable[int]) -> int:
+        """Of the memory that these own."""
+        return sum(self.graph.values[value].bytes for value in values)
 
     def _scratch(self, action: Action, op: GraphOp) -> int:
         if action.direct is not None:
             return self.encodings[action.direct].direct_scratch
         return op.scratch if action.into is None else op.scratch - op.scratch_saved
 
-    def _copied(self, action: Action) -> int:
-        """The copy of a gradient that the receiver keeps."""
-        if action.kind != "give" or not action.copies or action.value is None:
-            return 0
-        taken = (self.choices.early or self.choices.held) and self._is_parameter(action.value)
-        return 0 if taken else self.graph.values[action.value].bytes
+    def _copy(self, action: Action) -> int:
+        return self.graph.values[action.value].own_bytes if action.copies and action.value is not None else 0
 
-    def _is_parameter(self, value: int) -> bool:
-        return self.graph.values[value].kind == "parameter"
+
+class _Walk(ActionBytes):
+    def __init__(self, schedule: Schedule, around: Surroundings) -> None:
+        super().__init__(schedule, around)
+        self.level = base_level(schedule.graph, schedule.choices, around)
+
+    def step(self, action: Action) -> int:
+        """Bytes while the action runs; ``level`` is what is left after it."""
+        replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
+        self.level += self.owned(action.makes) - replaced + self.kept_copy(action)
+        during = self.level + self.transient(action)
+        self.level -= self.owned(action.frees)
+        return during

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
-from memplan.errors import PlanFormatError, UsageError
+from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning import plan_json
 from memplan.planning.graph import JointGraph
 from memplan.planning.plan_json import Json, Unreadable
@@ -19,8 +20,8 @@ from memplan.trace.json import write_whole
 
 FORMAT = "memplan.plan"
 SCHEMA = 1
-"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one; another lever does
-not: it is refused by name."""
+"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
+round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
 Lever = Literal["keep", "recompute", "encode", "in place", "update early", "accumulate"]
 Grade = Literal["exact", "reordered", "lossy"]
@@ -28,6 +29,10 @@ ScopeKind = Literal["value", "segment", "parameter", "step"]
 
 _CHOSEN = ("recompute", "encode")
 """The fields of Choices that hold values: names in JSON."""
+_WIDTH, _SHOWN = 120, 12
+"""Of the table that a plan prints: its columns, and the decisions about single values."""
+_NAME, _LAYER = 22, 28
+"""Columns of a value's name and of its layer, at the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,9 @@ class Plan:
     notes: tuple[str, ...] = ()
     heuristics: Mapping[str, Json] = field(default_factory=dict, hash=False)
     """What the search was told, by the name of its setting."""
+    optimizer: str | None = None
+    """The name of the optimizer whose state and update are counted; None where none is, and in plans of before this
+    field."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -156,7 +164,9 @@ class Plan:
                 do="Plan again, or read it with the memplan that wrote it",
             ) from None
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """What it comes to, in a paragraph."""
         before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
         floor = f"The least found to be enough is {format_bytes(self.floor)}, no less than "
@@ -171,6 +181,11 @@ class Plan:
             f"{format_seconds(self.seconds)} added{share}, {counts}. No plan in this budget adds less than "
             f"{format_seconds(self.lower_bound_seconds)} (gap {format_seconds(self.gap)}). {floor}"
         )
+
+    def __str__(self) -> str:
+        """The summary and, where the step is changed, a table: what is decided about the whole step, then the largest
+        of the rest, each with its reason."""
+        return "\n".join([self.summary, *([] if self.changes_nothing else _table(self.decisions))])
 
 
 def names_of(graph: JointGraph) -> dict[str, int]:
@@ -194,6 +209,63 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
         expected=f"{expected}, that of this model with these inputs",
         do="Plan this step anew",
     )
+
+
+def check_settings(plan: Plan, *, early: bool, held: bool, optimizer: Any, state: int, peak: int, budget: int) -> None:
+    """Refuse a plan for another update, for gradients held otherwise, or for less beside the step than there is now.
+
+    Args:
+        plan: a plan for this graph.
+        early: whether each parameter is to be updated early.
+        held: whether gradients are there when the step begins.
+        optimizer: a callable of the parameters, or None.
+        state: bytes of the optimizer's state.
+        peak: bytes that the plan's choices need with these settings.
+        budget: bytes that there are.
+
+    Raises:
+        UsageError: the plan was made for another ``early`` or ``held``.
+        BudgetError: the plan's choices need more than the budget with what there is now.
+    """
+    options = (
+        (plan.choices.early, early, "early=True (--early)", "an update after the backward pass (early=False)"),
+        (plan.choices.held, held, "held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)"),
+    )
+    for made, asked, yes, no in options:
+        if made != asked:
+            raise UsageError(
+                f"The plan was made for {yes if made else no}, and asked for is {yes if asked else no}",
+                expected="the same settings",
+                do=f"Ask for {yes if made else no}, or plan this step anew",
+            )
+    if peak > budget:
+        before = _with_optimizer(plan.optimizer, plan.resident.get("optimizer_state", 0))
+        now = _with_optimizer(optimizer_name(optimizer), state)
+        raise BudgetError(
+            f"The plan {'' if before == now else f'was made {before}; {now} it '}needs {format_bytes(peak)}",
+            expected=f"no more than the budget of {format_bytes(budget)}",
+            do="Plan this step anew, with this optimizer and this budget, or give the plan what it needs",
+            smallest_budget=peak,
+        )
+
+
+def optimizer_name(optimizer: Any) -> str | None:
+    """What to call a callable that makes an optimizer; None for None.
+
+    Example:
+        >>> optimizer_name(torch.optim.AdamW), optimizer_name(lambda parameters: torch.optim.AdamW(parameters))
+        ('AdamW', 'an optimizer')
+    """
+    if optimizer is None:
+        return None
+    name = getattr(getattr(optimizer, "func", optimizer), "__name__", "")  # of a functools.partial what it calls
+    return name if name.isidentifier() else "an optimizer"
+
+
+def _with_optimizer(name: str | None, state: int) -> str:
+    if name is None:
+        return f"with {format_bytes(state)} of state" if state else "without an optimizer"
+    return f"with {_plain(name)} and {format_bytes(state)} of state"
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -220,6 +292,53 @@ def format_seconds(seconds: float) -> str:
         return "0 ms"
     digits = 0 if number >= 9.95 else 1 if number >= 0.995 else 2 if number >= 0.0995 else 3
     return f"{number:.{digits}f} {unit}" if number >= 0.0005 else f"under 0.001 {unit}"
+
+
+def _table(decisions: Sequence[Decision]) -> list[str]:
+    """The lines of a table, reasons in its last column."""
+    whole = [decision for decision in decisions if decision.scope.kind == "step"]
+    rest = [decision for decision in decisions if decision.scope.kind != "step"]
+    rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
+    shown = [*whole, *rest[:_SHOWN]]
+    if not shown:
+        return []
+    rows = [("value", "layer", "bytes", "decision", "cost"), *map(_row, shown)]
+    value, layer, size, lever, cost = (max(map(len, column)) for column in zip(*rows, strict=True))
+    heads = [f"{a:<{value}}  {b:<{layer}}  {c:>{size}}  {d:<{lever}}  {e:>{cost}}  " for a, b, c, d, e in rows]
+    lines = [""]
+    for head, reason in zip(heads, ("reason", *(_plain(one.reason) for one in shown)), strict=True):
+        first, *more = textwrap.wrap(reason, _WIDTH - len(head)) or [""]
+        lines.extend([(head + first).rstrip(), *(" " * len(head) + line for line in more)])
+    left = rest[_SHOWN:]
+    if left:
+        text = f"... {len(left)} more, {format_bytes(sum(one.bytes for one in left))}: {_by_lever(left)}"
+        lines.extend(textwrap.wrap(text, _WIDTH, subsequent_indent="    "))
+    return lines
+
+
+def _row(decision: Decision) -> tuple[str, str, str, str, str]:
+    name, layer = _plain(str(decision.scope)), _plain(decision.layer)
+    return (
+        name if len(name) <= _NAME else f"{name[: _NAME - 3]}...",
+        layer if len(layer) <= _LAYER else f"...{layer[3 - _LAYER :]}",  # layers differ at their end
+        format_bytes(decision.bytes),
+        decision.lever if decision.grade == "exact" else f"{decision.lever}, {decision.grade}",
+        format_seconds(decision.seconds) if decision.seconds else "-",
+    )
+
+
+def _by_lever(decisions: Sequence[Decision]) -> str:
+    """How many decisions of each lever there are, and their bytes: the most first."""
+    groups: dict[str, list[int]] = {}
+    for decision in decisions:
+        groups.setdefault(decision.lever, []).append(decision.bytes)
+    order = sorted(groups.items(), key=lambda item: (-sum(item[1]), item[0]))
+    return ", ".join(f"{len(sizes)} {lever} ({format_bytes(sum(sizes))})" for lever, sizes in order)
+
+
+def _plain(text: str) -> str:
+    """Without what would steer a terminal: a plan can come from a stranger's file."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _values(number: int) -> str:

@@ -1,5 +1,6 @@
 """Dataclasses as JSON text, and back by their own type hints. Reading trusts nothing: a file can come from a stranger.
 
+A field with a default may be missing: a file of before it was added is read still. An unknown one is refused by name.
 Plain values only: texts, finite numbers, booleans, tuples, sets, mappings by text, dataclasses and named tuples.
 """
 
@@ -9,7 +10,7 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST = 64 << 20
@@ -117,11 +118,11 @@ def frozen(plain: Any, place: str, depth: int = DEEPEST) -> Json:
 def _from_mapping(kind: Any, plain: Any, place: str) -> Any:
     hints = get_type_hints(kind)
     given = _mapping(plain, place)
-    odd = hints.keys() ^ given.keys()
-    if odd:
-        missing = sorted(odd & hints.keys())
-        raise Unreadable(f"{place} lacks {missing[0]!r}" if missing else f"{place} has an unknown {min(odd)!r:.40}")
-    return kind(**{name: from_plain(hint, given[name], f"{place}.{name}") for name, hint in hints.items()})
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    missing, unknown = sorted(needed - given.keys()), given.keys() - hints.keys()
+    if missing or unknown:
+        raise Unreadable(f"{place} lacks {missing[0]!r}" if missing else f"{place} has an unknown {min(unknown)!r:.40}")
+    return kind(**{name: from_plain(hints[name], part, f"{place}.{name}") for name, part in given.items()})
 
 
 def _from_list(kinds: tuple[Any, ...], plain: Any, place: str) -> tuple[Any, ...]:

@@ -16,14 +16,15 @@ from memplan.planning.capture import Captured, capture
 from memplan.planning.costs import step_seconds, with_costs
 from memplan.planning.decisions import decide
 from memplan.planning.graph import RESIDENT, JointGraph
+from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
-from memplan.planning.plan import Plan, check_fingerprint, names_of
+from memplan.planning.plan import Plan, check_fingerprint, check_settings, names_of, optimizer_name
 from memplan.planning.program import program
 from memplan.planning.schedule import Schedule, schedule, with_fewest_pieces
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
 from memplan.planning.trace import timeline_of
-from memplan.planning.updates import Optimizer, bytes_beside, surroundings
+from memplan.planning.updates import Optimizer, surroundings
 from memplan.planning.validate import validate
 from memplan.trace.model import HOST
 
@@ -117,6 +118,11 @@ class Study:
         if settings.plan is not None:
             check_fingerprint(settings.plan, graph)
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
+            check_settings(
+                settings.plan, early=settings.early, held=settings.held, optimizer=settings.optimizer,
+                state=around.by_cause().get("optimizer_state", 0), peak=levels(made, around).peak,
+                budget=settings.budget,
+            )  # fmt: skip
         else:
             found = search.within(settings.budget)
             made = schedule(graph, found.choices)
@@ -136,9 +142,7 @@ class Study:
         kind = _kind(settings)
         if kind not in self._searches:
             graph = self.captured.graph
-            around = surroundings(
-                graph, settings.optimizer, early=settings.early, other_bytes=bytes_beside(self.model, graph)
-            )
+            around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
             self._searches[kind] = Search(
                 graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics
             )
@@ -149,7 +153,8 @@ class Study:
         kind = _kind(settings)
         if kind not in self._eager:
             timeline = baseline(self.model, self.call, settings.optimizer, held=settings.held)
-            self._eager[kind] = timeline.steps[-1].peak_allocated
+            around = self.search(settings).surroundings or Surroundings()
+            self._eager[kind] = timeline.steps[-1].peak_allocated + sum(around.others.values())
         return self._eager[kind]
 
     def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bound_seconds: float) -> Plan:
@@ -173,6 +178,7 @@ class Study:
             program=program(made),
             notes=self._notes(settings),
             heuristics=dataclasses.asdict(settings.heuristics),
+            optimizer=optimizer_name(settings.optimizer),
         )
 
     def _notes(self, settings: Settings) -> tuple[str, ...]:
@@ -182,6 +188,7 @@ class Study:
         if settings.device is not None:
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of the CPU's kernels")
         notes.extend(map(str, self.captured.opaque))
+        notes.extend(foreign(self.captured.graph))
         read = dict.fromkeys(self.call.name_of(condition.input) for condition in self.captured.conditions)
         if read:
             notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "
@@ -214,7 +221,7 @@ def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> di
             result[cause] = result.get(cause, 0) + value.bytes
     if settings.held:
         given = (graph.values[of] for of, _ in graph.gradients)
-        result["parameter_gradient"] = sum(value.bytes for value in given if value.kind == "parameter")
-    if around.held_bytes:
-        result["optimizer_state"] = around.held_bytes
+        result["parameter_gradient"] = sum(value.own_bytes for value in given if value.kind == "parameter")
+    for cause, size in around.by_cause().items():
+        result[cause] = result.get(cause, 0) + size
     return result

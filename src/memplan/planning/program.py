@@ -57,7 +57,7 @@ def program(schedule: Schedule) -> str:
     forward = [*_described(_FORWARD, schedule), *writer.forward()]
     backward = [*_described(_BACKWARD, schedule), *writer.backward()]
     kernels = (
-        ["import memplan.rewriting.kernels"] if any("torch.ops.memplan." in line for line in forward + backward) else []
+        ["import memplan.planning.kernels"] if any("torch.ops.memplan." in line for line in forward + backward) else []
     )
     head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import bisect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from memplan import _torch
-from memplan.errors import RecordingError, UsageError
+from memplan.errors import InputError, RecordingError, UsageError
+from memplan.planning import opaque
+from memplan.planning.casts import CAST
+from memplan.planning.forms import NUMBERS
 from memplan.planning.graph import GraphOp, JointGraph, Kind, Ref, Value, refs
-from memplan.planning.idle import NUMBERS, idle_arguments
+from memplan.planning.idle import idle_arguments
 from memplan.planning.results import TRAINING_NORM, eager_arguments
 from memplan.trace.semantics.cpu import transient_bytes
 
@@ -24,7 +27,12 @@ class Reader:
     """Reads one joint graph."""
 
     def __init__(
-        self, joint: _torch.Joint, paths: Mapping[str, str], written: Sequence[str], aliases: Sequence[int]
+        self,
+        joint: _torch.Joint,
+        paths: Mapping[str, str],
+        written: Sequence[str],
+        aliases: Sequence[int],
+        hooked: Collection[str] = (),
     ) -> None:
         """Take a graph.
 
@@ -33,12 +41,15 @@ class Reader:
             paths: by the traced module's name of a parameter or buffer, the model's.
             written: the model's names of buffers whose new values are the last outputs.
             aliases: for each input the first one that shares its memory.
+            hooked: the model's names of parameters with hooks that may change them in the backward pass.
         """
-        self.joint, self.paths, self.written, self.aliases = joint, paths, written, aliases
+        self.joint, self.paths, self.written, self.aliases, self.hooked = joint, paths, written, aliases, hooked
         self.values: list[Value] = []
         self.ops: list[GraphOp] = []
         self.constants: dict[int, torch.Tensor] = {}
         """Tensors that the graph holds itself, by the value they are."""
+        self.casts: dict[int, int] = {}
+        """By forward op that is a cast of autocast's own: the region of autocast in which it is kept."""
         self.tangents: list[int] = []
         """Which of the outputs have a tangent, in the order of the tangents."""
         self._value: dict[Any, Any] = {}
@@ -115,11 +126,22 @@ class Reader:
 
     # -- values
 
-    def _add(self, name: str, kind: Kind, tensor: torch.Tensor, op: int | None = None, path: str = "") -> int:
-        """A new value. What an op makes of memory that is known is a view; what is handed in never is."""
+    def _add(
+        self,
+        name: str,
+        kind: Kind,
+        tensor: torch.Tensor,
+        op: int | None = None,
+        path: str = "",
+        looked_into: Mapping[int, int] = {},  # read only
+    ) -> int:
+        """A new value. What an op makes of memory that is known is a view; what is handed in never is.
+
+        ``looked_into``: by storage, the base of what the op reads: several parameters can lie in one storage.
+        """
         key = _torch.storage_key(tensor.untyped_storage())
         number = len(self.values)
-        known = self._owner.setdefault(key, number)
+        known = looked_into.get(key, self._owner.setdefault(key, number))
         base = known if op is not None else number
         size = int(tensor.untyped_storage().nbytes()) if known == number else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -147,12 +169,16 @@ class Reader:
         number = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
         if role.kind == "input" and self.aliases[role.index] != role.index:
             self.values[number] = replace(self.values[number], bytes=0)
+        if role.kind == "parameter" and path in self.hooked:
+            self.values[number] = replace(self.values[number], hooked=True)
         self._value[node] = self._handed[role] = number
         if role.kind == "tangent":
             self.tangents.append(role.index)
 
     def _constant(self, node: Any) -> None:
         tensor = getattr(self.joint.module, node.target)
+        if tensor.requires_grad:
+            _refuse_unregistered(node, tensor)
         number = next((known for known, one in self.constants.items() if one is tensor), None)
         if number is None:
             number = self._add(node.name, "constant", tensor)
@@ -181,12 +207,16 @@ class Reader:
         reads = tuple(dict.fromkeys(self.values[v].base for v in refs((args, kwargs))))
         backward = _torch.is_backward(node)
         layer, where, forward = self._place(node, index, backward)
+        region = None if backward else _torch.cast_in(node)
+        if target == CAST and region is not None:
+            self.casts[index] = region
         scratch = 0 if effect is not None else self._scratch(node, target)
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
-                discarded, scratch, (), 0.0, _is_random(function), effect is not None or self._once(target, reads),
-                layer, where, forward,
+                discarded, scratch, (), 0.0, _is_random(function, args, kwargs),
+                effect is not None or self._once(target, reads), layer, where, forward,
+                holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (),
             )
         )  # fmt: skip
 
@@ -201,7 +231,7 @@ class Reader:
         discarded = 0
         for position, tensor in enumerate(results):
             if position in named and isinstance(tensor, torch.Tensor):
-                outputs.append(self._add(named[position], "result", tensor, index))
+                outputs.append(self._add(named[position], "result", tensor, index, looked_into=self._bases(node)))
             else:
                 outputs.append(None)
                 discarded += _own_bytes(tensor, self._owner)
@@ -211,6 +241,15 @@ class Reader:
             if user.args[1] >= tokens:
                 self._value[user] = outputs[user.args[1] - tokens]
         return tuple(outputs) or (None,), discarded
+
+    def _bases(self, node: Any) -> dict[int, int]:
+        """By storage: the base of the first argument that lies in it."""
+        found: dict[int, int] = {}
+        for one in node.all_input_nodes:
+            if one in self._value and isinstance(one.meta["val"], torch.Tensor):
+                key = _torch.storage_key(one.meta["val"].untyped_storage())
+                found.setdefault(key, self.values[self._value[one]].base)
+        return found
 
     def _arguments(self, found: Any) -> Any:
         if isinstance(found, torch.fx.Node):
@@ -240,14 +279,17 @@ class Reader:
         return self._forward_op[self._sequences[at]] if at < len(self._sequences) else None
 
     def _once(self, target: str, reads: tuple[int, ...]) -> bool:
-        """An opaque call holds what its derivative needs. A recomputed op would read the new value of what the step has
-        changed; a training batch norm does not mind, as its results do not depend on the running statistics."""
-        if target == _torch.OPAQUE:
+        """An opaque call holds what its derivative needs. A library's op may draw random numbers. A recomputed op would
+        read the new value of what the step has changed; a training batch norm does not mind, as its results do not
+        depend on the running statistics."""
+        if target == _torch.OPAQUE or opaque.is_foreign(target):
             return True
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
 
     def _scratch(self, node: Any, target: str) -> int:
-        return transient_bytes(target, *_values(node), node.meta["val"]) + NUMBERS
+        given = _values(node)
+        found = opaque.scratch(target, given[0])
+        return transient_bytes(target, *given, node.meta["val"]) + NUMBERS if found is None else found
 
 
 def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -271,8 +313,26 @@ def _check(function: Any, layer: str, where: str | None) -> None:
         )
 
 
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
+    """A plan would give it no gradient."""
+    layer, where = next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
+    place = ", ".join(part for part in (layer, where) if part)
+    what = "A parameter" if isinstance(tensor, torch.nn.Parameter) else "A tensor"
+    raise InputError(
+        f"{what} of shape {tuple(tensor.shape)} needs a gradient and is not registered with the model"
+        + (f" ({place})" if place else ""),
+        expected="what is trained to be a parameter of the model, or of a loss that is a module, or an input",
+        do="Register it as a parameter (nn.ParameterList instead of a list), or detach it",
+    )
+
+
+def _is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+        return False
+    names = [argument.name for argument in function._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 
 
 def _own_bytes(tensor: Any, owners: Mapping[int, int]) -> int:

@@ -84,6 +84,8 @@ def request(
     if targets and loss is None:
         raise InputError(f"{len(targets)} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
     step = made if loss is None else WithLoss(made, loss, len(targets))
+    if settings.early:
+        _check_apart(step)
     held = settings.held or accumulate > 1
     settings = replace(settings, budget=size, device=card, held=held)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
@@ -113,6 +115,35 @@ def _check_early(settings: Settings, accumulate: int, clip_norm: float | None) -
             "updates free each before the next is made",
             do="Leave one of the two out, or clip each gradient by its value in a hook",
         )
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Raises UsageError where an early update of a parameter would change another one, or a buffer."""
+    named = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if _torch.peculiarity(tensor) is None and tensor.numel()
+    }
+    places = sorted((_torch.storage_key(one.untyped_storage()), *_reach(one), name) for name, one in named.items())
+    before = (0, 0, "")
+    """Of those so far the one that ends last: storage, end, name."""
+    for storage, begin, end, name in places:
+        shares = storage == before[0] and begin < before[1]
+        if shares and (named[name].requires_grad or named[before[2]].requires_grad):
+            raise UsageError(
+                f"early=True, and {before[2]} and {name} share memory",
+                expected="parameters with memory of their own: an early update of one would change the other, which "
+                "may still be read",
+                do="Use one Parameter in both places, or leave early out",
+            )
+        before = max(before, (storage, end, name))
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes of its storage at which a tensor begins and ends."""
+    first = int(tensor.storage_offset())
+    last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def _budget(budget: Any) -> tuple[int, Device | None, tuple[str, ...]]:

@@ -7,7 +7,7 @@ at most once, and every value is freed after its last use.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -31,7 +31,8 @@ class Choices:
     """Ids of forward values that are kept in their encoded form instead. Where that serves direct readers only,
     ``recompute`` says what becomes of the value for the others."""
     early: bool = False
-    """Each parameter is updated as soon as its gradient is complete and nothing reads it any more."""
+    """Each parameter is updated as soon as its gradient is complete and nothing reads it any more. (A parameter with
+    hooks that may change it gets its gradient then in any case.)"""
     held: bool = False
     """Gradients are there before the step: each new one is added to the held one and freed."""
     in_place: bool = True
@@ -89,7 +90,7 @@ class Schedule:
             if action.kind == "run" and action.recomputed and action.op is not None:
                 total += self.graph.ops[action.op].seconds
             elif action.kind == "encode" and action.value is not None:
-                total += encodings[action.value].encode_seconds
+                total += encodings[action.value].use_seconds
             elif action.kind == "decode" and action.value is not None:
                 total += encodings[action.value].decode_seconds
         return total
@@ -105,11 +106,37 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
 
 
 def recomputable(graph: JointGraph) -> frozenset[int]:
-    """The forward values that may be made again: of an op without randomness or effect, and not returned."""
-    outputs = _outputs(graph)
+    """The forward values that may be made again: of an op without randomness or effect, not returned, not held."""
+    fixed = _outputs(graph) | graph.irreplaceable
     return frozenset(
-        value for op in graph.forward_ops if not (op.random or op.once) for value in op.makes if value not in outputs
+        value for op in graph.forward_ops if not (op.random or op.once) for value in op.makes if value not in fixed
     )
+
+
+def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
+    """Whether a value may change as soon as its gradient is given: by an early update, or by hooks of its own."""
+    value = graph.values[of]
+    return value.hooked or (choices.early and value.kind == "parameter")
+
+
+def taken(graph: JointGraph, choices: Choices, of: int) -> bool:
+    """Whether the gradient of a value is used up as soon as it is given."""
+    return graph.values[of].kind == "parameter" and (choices.early or choices.held)
+
+
+def copied(graph: JointGraph, choices: Choices) -> frozenset[int]:
+    """Values whose gradient is given as a copy: the gradient's own memory is somebody else's too, or laid out otherwise
+    than the parameter (then autograd copies it). What is added to a held gradient is not copied."""
+    outputs, users = _outputs(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
+    found = set[int]()
+    for of, gradient in graph.gradients:
+        if choices.held and graph.values[of].kind == "parameter":
+            continue
+        base = graph.values[graph.base(gradient)]
+        foreign = base.kind != "result" or base.id in outputs or graph.maker[base.id].phase == "forward"
+        if users[base.id] > 1 or foreign or graph.values[gradient].stride != graph.values[of].stride:
+            found.add(of)
+    return frozenset(found)
 
 
 @dataclass
@@ -235,32 +262,19 @@ class _Scheduler:
     # -- gradients
 
     def _with_gives(self, drafts: list[_Draft]) -> list[_Draft]:
-        """The same with each gradient given away as soon as nothing reads it and, where its parameter is updated
+        """The same with each gradient given away as soon as nothing reads it and, where its parameter may be changed
         at once, nothing reads that either."""
         last = {value: at for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
         due: dict[int, list[_Draft]] = defaultdict(list)
+        copies = copied(self.graph, self.choices)
         for of, gradient in self.graph.gradients:
             base = self.graph.base(gradient)
             at = last.get(base, 0)
-            if self._updated_early(of):
+            if changed_at_once(self.graph, self.choices, of):
                 at = max(at, last.get(self.graph.base(of), 0))
-            action = Action("give", value=of, source=gradient, copies=self._copied(of, gradient))
+            action = Action("give", value=of, source=gradient, copies=of in copies)
             due[at].append(_Draft(action, (base,), ()))
         return [one for at, draft in enumerate(drafts) for one in (draft, *due.get(at, ()))]
-
-    def _updated_early(self, of: int) -> bool:
-        return self.choices.early and self.graph.values[of].kind == "parameter"
-
-    def _copied(self, of: int, gradient: int) -> bool:
-        """Whether what is given cannot be the gradient's own memory: it is somebody else's too, or laid out otherwise
-        than the parameter (then autograd copies it). What is added to a held gradient is not copied."""
-        value, graph = self.graph.values[gradient], self.graph
-        if self.choices.held and graph.values[of].kind == "parameter":
-            return False
-        base = graph.values[value.base]
-        shared = sum(graph.base(other) == base.id for _, other in graph.gradients) > 1
-        foreign = base.kind != "result" or base.id in self.outputs or graph.maker[base.id].phase == "forward"
-        return shared or foreign or value.stride != graph.values[of].stride
 
     def _kept_gradients(self, drafts: Sequence[_Draft]) -> set[int]:
         """Bases of gradients that stay: they are in the receiver's hands, not freed after they were given."""
@@ -271,12 +285,8 @@ class _Scheduler:
             and draft.action.source is not None
             and draft.action.value is not None
             and not draft.action.copies
-            and not self._taken(draft.action.value)
+            and not taken(self.graph, self.choices, draft.action.value)
         }
-
-    def _taken(self, of: int) -> bool:
-        """Whether the gradient of a value is used up as soon as it is given."""
-        return self.graph.values[of].kind == "parameter" and (self.choices.early or self.choices.held)
 
     # -- memory
 

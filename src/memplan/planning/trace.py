@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from memplan.planning.graph import RESIDENT, Kind, Value
-from memplan.planning.peaks import Surroundings
+from memplan.planning.peaks import ActionBytes, Surroundings
 from memplan.planning.schedule import Action, Schedule
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
@@ -49,7 +49,7 @@ class _Entry:
 class _Tracer:
     def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
         self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
-        self.encodings = {e.value: e for e in self.graph.encodings}
+        self.bytes = ActionBytes(schedule, surroundings)
         self.parameters_gradients = {
             self.graph.base(gradient): self.graph.values[of].path
             for of, gradient in self.graph.gradients
@@ -93,9 +93,9 @@ class _Tracer:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
                 if value.kind == "parameter":
-                    self._born(value.bytes, "parameter_gradient", value, None, value.path)
-        if self.around.held_bytes:
-            self._born(self.around.held_bytes, "optimizer_state", None, None, "")
+                    self._born(value.own_bytes, "parameter_gradient", value, None, value.path)
+        for cause, size in self.around.by_cause().items():
+            self._born(size, cause, None, None, "")
 
     # -- storages
 
@@ -137,38 +137,26 @@ class _Tracer:
 
     def _act(self, action: Action, phase: Phase) -> None:
         start, op = self.tick, len(self.ops)
+        transient = self.bytes.transient(action)
+        frees_meanwhile = transient < 0
+        if frees_meanwhile:
+            transient += self._free(action)
         for position, value in enumerate(action.makes):
             self._make(value, op, phase, action.into if position == 0 else None)
-        self._passing(self._transient(action), op)
-        if action.kind == "give" and action.copies and action.value is not None and not self._used_up(action.value):
+        self._passing(transient, op)
+        copy = self.bytes.kept_copy(action)
+        if copy and action.value is not None:
             of = self.graph.values[action.value]
-            self._born(of.bytes, "parameter_gradient", of, op, of.path)
-        for value in action.frees:
-            self._dies(self.at.pop(value))
+            self._born(copy, "parameter_gradient", of, op, of.path)
+        if not frees_meanwhile:
+            self._free(action)
         self._note(self._name(action), phase, start, action)
 
-    def _transient(self, action: Action) -> int:
-        """What an action holds while it runs, beyond what it makes."""
-        if action.op is not None:
-            op = self.graph.ops[action.op]
-            unwanted = sum(self.graph.values[v].bytes for v in op.makes if v not in action.makes)
-            scratch = op.scratch if action.into is None else op.scratch - op.scratch_saved
-            if action.direct is not None:
-                scratch = self.encodings[action.direct].direct_scratch
-            return scratch + op.discarded + unwanted
-        if action.kind == "encode" and action.value is not None:
-            return self.encodings[action.value].encode_scratch
-        if action.kind == "decode" and action.value is not None:
-            return self.encodings[action.value].decode_scratch
-        if action.kind == "give" and self.schedule.choices.early and action.value is not None:
-            of = self.graph.values[action.value]
-            copy = of.bytes if action.copies and of.kind == "parameter" else 0
-            return copy + self.around.update_of.get(of.id, 0)
-        return 0
-
-    def _used_up(self, of: int) -> bool:
-        choices = self.schedule.choices
-        return (choices.early or choices.held) and self.graph.values[of].kind == "parameter"
+    def _free(self, action: Action) -> int:
+        """Free what the action frees: so many bytes."""
+        for value in action.frees:
+            self._dies(self.at.pop(value))
+        return sum(self.graph.values[value].bytes for value in action.frees)
 
     def _name(self, action: Action) -> str:
         if action.op is not None:

@@ -11,6 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import InputError, UsageError
 from memplan.planning.calls import is_transparent
+from memplan.planning.losses import WithLoss
 from memplan.trace.place import format_frame, user_frame
 
 _HOOKS = {
@@ -40,15 +42,40 @@ def refuse_hooks(model: nn.Module) -> None:
     Raises:
         UsageError: one has. Those with which torch's own weight norm and the like compute a weight do not count.
     """
+    inner = model.model if isinstance(model, WithLoss) else None
     for name, module in model.named_modules():
         for table, kind in _HOOKS.items():
             for hook in getattr(module, table).values() if module is not model else ():
-                if not is_transparent(hook):
+                if is_transparent(hook):
+                    continue
+                called = f"{kind}, {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+                if module is inner:
                     raise UsageError(
-                        f"The layer {name} has a {kind}, {getattr(hook, '__qualname__', type(hook).__qualname__)}",
-                        expected="hooks on the outermost module only: a planned step does not call its layers",
-                        do="Remove it, or do in forward() what it does",
+                        f"The model has a {called}, and is planned together with its loss",
+                        expected="no hooks on it: that plan goes from the inputs to the loss and calls no model",
+                        do="Remove it, do in forward() or in the loss what it does, or leave the loss out of the plan",
                     )
+                raise UsageError(
+                    f"The layer {name} has a {called}",
+                    expected="hooks on the outermost module only: a planned step does not call its layers",
+                    do="Remove it, or do in forward() what it does",
+                )
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """The outermost module's hooks do not run meanwhile, but for those that compute a weight."""
+    tables = [getattr(model, name) for name in _HOOKS]
+    before = [dict(table) for table in tables]
+    try:
+        for table, hooks in zip(tables, before, strict=True):
+            for key in [key for key, hook in hooks.items() if not is_transparent(hook)]:
+                del table[key]
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
 
 
 def is_fake(model: nn.Module) -> bool:
@@ -95,7 +122,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes = {
-            name: _Kept(vars(module), _DEEPEST, _computed(module)) for name, module in model.named_modules()
+            name: _Kept(vars(module), _DEEPEST, computed(module)) for name, module in model.named_modules()
         }
         self._torch = torch.get_rng_state()
         self._random = [(called, get(), get, put) for called, get, put in _generators()]
@@ -145,7 +172,7 @@ def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
     return format_frame(found)
 
 
-def _computed(module: nn.Module) -> frozenset[str]:
+def computed(module: nn.Module) -> frozenset[str]:
     """Attributes that torch's own modules compute from parameters in each forward: weight norm's weight."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan import _torch
 from memplan.errors import InputError, MemplanError
 from memplan.planning.graph import JointGraph, Value
 from memplan.planning.peaks import Surroundings
 from memplan.simulation.liveness import simulate
-from memplan.trace.model import HOST
+from memplan.trace.model import HOST, Cause
 from memplan.trace.record import record
 
 Optimizer = Callable[[Any], Any]
@@ -31,25 +30,31 @@ class Update:
 
 
 def surroundings(
-    graph: JointGraph, optimizer: Optimizer | None, *, early: bool = False, other_bytes: int = 0
+    model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, *, early: bool = False, held: bool = False
 ) -> Surroundings:
     """What there is beside the graph's values.
 
     Args:
+        model: what the graph was captured from. Parameters that need a gradient and get none in this graph may get one
+            in another step: they have optimizer state, and where gradients are held, theirs are.
         graph: whose parameters with a gradient are updated.
         optimizer: a callable of the parameters; None: no update is counted.
         early: each parameter is updated by itself.
-        other_bytes: what else is there all the time (parameters that the step does not read).
+        held: gradients are there when the step begins.
     """
+    idle, others = _untrained(model, graph), dict[Cause, int]()
+    if held:
+        others["parameter_gradient"] = sum(one.numel() * one.element_size() for one in idle)
     if optimizer is None:
-        return Surroundings(held_bytes=other_bytes)
+        return Surroundings(others=others)
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
-    whole = update_of(optimizer, [_shape(value) for value in parameters])
-    alone = dict[_Shape, Update]()
-    if early:
-        alone = {shape: update_of(optimizer, [shape]) for shape in dict.fromkeys(_shape(v) for v in parameters)}
+    shapes = [_shape(value) for value in parameters]
+    own = update_of(optimizer, shapes)
+    all_ = update_of(optimizer, [*shapes, *map(_shape_of, idle)]) if idle else own
+    others["optimizer_state"] = all_.state - own.state
+    alone = {shape: update_of(optimizer, [shape]) for shape in dict.fromkeys(shapes)} if early else {}
     each = {value.id: alone[_shape(value)].most for value in parameters} if early else {}
-    return Surroundings(other_bytes + whole.state, whole.most, each)
+    return Surroundings(own.state, (all_ if held else own).most, each, others)
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_Shape]) -> Update:
@@ -95,14 +100,11 @@ def _shape(value: Value) -> _Shape:
     return value.shape, value.stride, value.dtype
 
 
-def bytes_beside(model: nn.Module, graph: JointGraph) -> int:
-    """Bytes of the model's parameters and buffers that the graph does not read."""
-    read = {value.path for value in graph.values if value.kind in ("parameter", "buffer")}
-    named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-    seen = {_storage(tensor) for name, tensor in named.items() if name in read}
-    beside = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in named.values()}
-    return sum(size for storage, size in beside.items() if storage not in seen)
+def _shape_of(tensor: torch.Tensor) -> _Shape:
+    return tuple(tensor.shape), tensor.stride(), str(tensor.dtype).removeprefix("torch.")
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return _torch.storage_key(tensor.untyped_storage())
+def _untrained(model: nn.Module, graph: JointGraph) -> list[nn.Parameter]:
+    """The model's parameters that need a gradient and get none in the graph."""
+    given = {graph.values[of].path for of, _ in graph.gradients}
+    return [one for name, one in model.named_parameters() if one.requires_grad and name not in given]

@@ -28,10 +28,10 @@ class _Walk:
         self.tangents = {v.id for v in graph.values if v.kind == "tangent"}
         self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
         self.outputs = {graph.values[value].base for value in graph.outputs}
-        held = [of for of, _ in graph.gradients if plan.choices.held and graph.values[of].kind == "parameter"]
+        trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
-        self.ran, self.again, self.written, self.given = list[int](), set[int](), set[int](), set[int]()
-        self.peak = self.level = around.held_bytes + self.size(held) + self.size(self.resident)
+        self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
+        self.peak = self.level = around.held_bytes + sum(trained) * plan.choices.held + self.size(self.resident)
 
     def walk(self) -> int:
         for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
@@ -67,7 +67,7 @@ class _Walk:
         elif action.kind == "encode" and encoding is not None:
             self.check(action, (value,), (encoding.encoded,))
             self.put((encoding.encoded,), encoding.encode_scratch)
-        elif action.kind == "decode" and encoding is not None and encoding.whole:
+        elif action.kind == "decode" and encoding and encoding.whole and value not in self.graph.irreplaceable:
             self.check(action, (encoding.encoded,), (value,))
             self.put((value,), encoding.decode_scratch)
         elif (action.kind, phase) == ("write", "forward"):
@@ -112,11 +112,11 @@ class _Walk:
         shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
         foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
         self.need(action.copies or held or not (shared or foreign), "a gradient that is not its alone must be copied")
-        self.put((), self.size([of] * action.copies) + (self.around.update_of.get(of, 0) if early else 0))
+        self.put((), (copy := values[of].own_bytes * action.copies) + early * self.around.update_of.get(of, 0))
         if not (early or held):
-            self.level += self.size([of] * action.copies)
+            self.level += copy
             self.theirs |= set[int]() if action.copies else {base}
-        self.changed |= self.theirs | ({values[of].base} if early else set[int]())  # whoever has it may change it
+        self.changed |= self.theirs | {*[values[of].base] * (early or values[of].hooked)}  # who has it may change it
         self.given.add(of)
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:

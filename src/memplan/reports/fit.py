@@ -32,7 +32,7 @@ class Outcome:
 
     title: str
     plan: Plan | None
-    """None where no plan fits the budget."""
+    """None where no plan fits the budget, or where the proof failed."""
     proof: Proof | None = None
     """None where nothing ran."""
     changed: bool = True
@@ -68,7 +68,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
     if outcome.plan is not None:
         yield ""
         yield _figures(outcome.plan, outcome.proof, page, changed=outcome.changed)
-    if outcome.proof is not None and outcome.changed:
+    if outcome.proof is not None and (outcome.changed or not outcome.proof.ok):
         yield ""
         yield Text("Proof", "bold")
         yield Text(str(outcome.proof), "" if outcome.proof.ok else "bold red")
@@ -103,11 +103,13 @@ def dumps(outcome: Outcome) -> str:
 
 def _verdict(outcome: Outcome) -> Text:
     title, plan, proof = clean(outcome.title), outcome.plan, outcome.proof
-    if plan is None:
-        assert outcome.shortfall is not None, "without a plan there is a reason"
+    if outcome.shortfall is not None:
         least = format_bytes(outcome.shortfall.smallest_budget)
         return Text(f"{title} does not fit. The smallest budget that it fits is {least}.", "bold red")
-    asked = plan.budget if proof is None or proof.budget is None else proof.budget  # a plan may be made for less
+    asked = None if proof is None else proof.budget  # a plan may be made for less
+    if asked is None:
+        assert plan is not None, "without a plan there is a reason"
+        asked = plan.budget
     budget = f"the budget of {format_bytes(asked)}"
     if proof is not None and not proof.ok:
         return Text(f"{title} was NOT made to fit {budget}: the proof failed.", "bold red")
@@ -130,15 +132,22 @@ def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> T
     """Peak and time of a step, predicted and measured, without the plan and with it."""
     rows = [_bytes_row("predicted peak", plan.eager_peak, plan.peak)]
     if proof is not None:
-        rows.append(_bytes_row("measured peak", proof.reference_peak, proof.peak))
+        rows += _measured_peak(proof)
     if plan.step_seconds is not None:
         rows.append(_seconds_row("predicted time", plan.step_seconds, plan.step_seconds + plan.seconds))
     if proof is not None and proof.times is not None:
-        rows.append(_seconds_row("measured time", proof.times.before, proof.times.after, proof.times.ratio))
+        samples = "" if proof.cut is None else f", {proof.cut.samples} of {proof.cut.of} samples"
+        rows.append(_seconds_row(f"measured time{samples}", proof.times.before, proof.times.after, proof.times.ratio))
     headers = ("Of a step", "before", "after", "change") if changed else ("Of a step", "as it is")
     return page.table(
         [Column(header, tuple(row[at] for row in rows), right=at > 0) for at, header in enumerate(headers)]
     )
+
+
+def _measured_peak(proof: Proof) -> list[tuple[str, str, str, str]]:
+    if proof.cut is None:
+        return [_bytes_row("measured peak", proof.reference_peak, proof.peak)]
+    return [("measured peak", "", format_bytes(proof.peak), "")] if proof.measured else []
 
 
 def _bytes_row(label: str, before: int, after: int) -> tuple[str, str, str, str]:

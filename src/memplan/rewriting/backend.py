@@ -18,12 +18,17 @@ from memplan.rewriting.install import Planner, install
 from memplan.trace.place import format_frame
 
 _told: set[tuple[str, int]] = set()
+_ITEM = "call_method", "item"
 
 
 def memplan(
     graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend that ``torch.compile`` finds under this name.
+
+    What runs went through the same search and the same checker as in `memplan.fit`, but not through its proof: nothing
+    is compared, measured or planned again. Where Dynamo makes sizes or numbers symbolic, they are numbers again when
+    the graph is called: each set of them is captured and planned by itself, whatever was planned for larger ones.
 
     Args:
         graph: a graph that Dynamo traced.
@@ -54,13 +59,15 @@ def compiled(
 
 
 class _Lifted(nn.Module):
-    """A graph that takes its parameters among its inputs, as a module that has them."""
+    """A graph that takes its parameters among its inputs, as a module that has them, and numbers as numbers."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
+        numbers = _without_item(graph)
         self.graph = graph
         self._code = graph.code  # written when first asked for: not to be in a capture
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self._numbers = [name in numbers for name in placeholders]
         self._names = [
             f"{_plain_name(name)}_{at}" if isinstance(one, nn.Parameter) else None
             for at, (name, one) in enumerate(zip(placeholders, inputs, strict=True))
@@ -74,12 +81,29 @@ class _Lifted(nn.Module):
         for name, one in zip(self._names, inputs, strict=True):
             if name is not None and getattr(self, name) is not one:
                 setattr(self, name, one)
-        return self(*(one for name, one in zip(self._names, inputs, strict=True) if name is None))
+        named = zip(self._names, self._numbers, inputs, strict=True)
+        return self(*(one.item() if number else one for name, number, one in named if name is None))
 
     def forward(self, *inputs: Any) -> Any:
         """Call the graph with those of its inputs that are no parameters."""
         left = iter(inputs)
         return self.graph(*(next(left) if name is None else getattr(self, name) for name in self._names))
+
+
+def _without_item(graph: fx.GraphModule) -> set[str]:
+    """Make a graph take the numbers that Dynamo hands over as tensors, and that it reads by ``item()`` alone. Returns
+    the names of such inputs. Dynamo does so with a float that changes, and with all floats under ``dynamic=True``."""
+    found: set[str] = set()
+    for node in graph.graph.nodes:
+        readers = list(node.users)
+        if node.op != "placeholder" or not readers or any((one.op, one.target) != _ITEM for one in readers):
+            continue
+        for reader in readers:
+            reader.replace_all_uses_with(node)
+            graph.graph.erase_node(reader)
+        found.add(node.name)
+    graph.recompile()
+    return found
 
 
 def _plain_name(placeholder: str) -> str:

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan import _torch
 from memplan.errors import UsageError
@@ -23,14 +25,16 @@ def update_early(optimizer: torch.optim.Optimizer) -> Early:
 
     The training loop stays as it is: ``step()`` finds no gradients, runs the hooks on it, and closes the step;
     ``zero_grad()`` finds nothing to do. Learning rate schedules and ``state_dict`` work as before. What the loop does
-    to all gradients between backward and ``step()`` cannot work, since they are gone by then.
+    to all gradients between backward and ``step()`` cannot work, since they are gone by then. Nor can a backward pass
+    whose gradients of these parameters nobody wants, as that of a generator through its discriminator.
 
     Args:
         optimizer: any one that treats each parameter by itself.
 
     Raises:
-        UsageError: the optimizer needs a closure (LBFGS). Later, by the loop itself: gradients are accumulated, clipped
-            by their global norm, or scaled by a GradScaler.
+        UsageError: the optimizer needs a closure (LBFGS), or there are several processes (DDP). Later, by the loop
+            itself: gradients are accumulated, clipped, scaled by a GradScaler, discarded by ``zero_grad()``, made for
+            parameters of other optimizers as well, or left to another optimizer's ``step()``.
 
     Example:
         >>> early = update_early(optimizer)
@@ -51,6 +55,7 @@ class Early:
                 expected="an optimizer that updates each parameter from its gradient alone, without a closure",
                 do="Take another optimizer, or leave early out",
             )
+        _check_alone()
         self._optimizer = optimizer
         self._update = _torch.bare_step(optimizer)
         self._groups: dict[int, dict[str, Any]] = {}
@@ -62,6 +67,8 @@ class Early:
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._before(parameter)))
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._apply))
+        self._zero_grad, self._patches = optimizer.zero_grad, ExitStack()
+        self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._zero))
         _watching.add(self)
 
     def undo(self) -> None:
@@ -69,16 +76,49 @@ class Early:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._patches.close()
         _watching.discard(self)
 
     def updates(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is updated early."""
         return id(parameter) in self._ids
 
+    def check_backward(self, leaves: list[torch.Tensor]) -> None:
+        """Refuse a backward pass that may be another optimizer's, before it changes a parameter."""
+        if not any(map(self.updates, leaves)):
+            return
+        own = set(map(id, _parameters(self._optimizer)))
+        other = next((one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in own), None)
+        if other is not None:
+            raise UsageError(
+                f"A backward pass into parameters that {self.name} updates early, and into one of shape "
+                f"{tuple(other.shape)} that it does not have",
+                expected="gradients that are all meant for this optimizer: in a pass for another one (of a generator "
+                "through its discriminator) they would be applied here, and not discarded by zero_grad()",
+                do="For such a pass call requires_grad_(False) on the model that is not to learn, or detach() what it "
+                "is called with; give what does belong to the step to this optimizer by add_param_group(); or leave "
+                "early out",
+            )
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse ``step()`` of another optimizer of the same parameters: it would find no gradients."""
+        if optimizer is not self._optimizer and any(map(self.updates, _parameters(optimizer))):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() on parameters that another optimizer updates early, in backward",
+                expected=f"step() of the optimizer that does: {self.name}",
+                do="Use that one, for learning rate schedules and state_dict, too",
+            )
+
+    @property
+    def name(self) -> str:
+        """What to call the optimizer in a message."""
+        return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
+
     def _before(self, parameter: torch.Tensor) -> Any:
         number, held = id(parameter), weakref.ref(parameter)
 
         def check(_: torch.Tensor) -> None:
+            _check_alone()
             now = held()
             if now is not None and now.grad is not None:
                 raise UsageError(
@@ -88,9 +128,10 @@ class Early:
                 )
             if number in self._updated:
                 raise UsageError(
-                    "A second backward pass before optimizer.step()",
+                    f"A second backward pass before step() of the optimizer that updates early: {self.name}",
                     expected=_ACCUMULATED,
-                    do="Call optimizer.step() after each backward pass, or leave early out to accumulate gradients",
+                    do="Call step() of that very optimizer after each backward pass, or leave early out to accumulate "
+                    "gradients",
                 )
 
         return check
@@ -131,13 +172,34 @@ class Early:
             )
         self._updated.clear()
 
+    def _zero(self, *args: Any, **kwargs: Any) -> None:
+        if self._updated:
+            raise UsageError(
+                f"zero_grad() between a backward pass and step() of {self.name}",
+                expected="step() first: the gradients that this would discard were applied in the backward pass",
+                do="Leave early out where gradients are discarded. A backward pass that is not for this optimizer must "
+                "not reach its parameters: detach(), requires_grad_(False), or backward(inputs=...)",
+            )
+        self._zero_grad(*args, **kwargs)
+
+
+def _check_alone() -> None:
+    """Refuse several processes: a gradient would be applied before those of the others are added to it."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UsageError(
+            f"Early updates in one of {distributed.get_world_size()} processes (torch.distributed is initialized)",
+            expected="one process: under DDP each would apply its own gradient before those of the others are added",
+            do="Leave early out",
+        )
+
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class _Watching:
-    """Sees clipping and loss scaling as long as there is anything that they would break."""
+    """Sees what a loop does to gradients as long as there is anything that it would break."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -150,6 +212,8 @@ class _Watching:
             if not self._open:
                 self._patches.enter_context(_torch.clipping_seen(self._clipped))
                 self._patches.enter_context(_torch.scaling_seen(self._scaled))
+                self._patches.enter_context(_torch.backward_seen(self._backward))
+                self._patches.callback(register_optimizer_step_pre_hook(self._stepped).remove)
                 self._open = True
             self._early.add(early)
 
@@ -160,13 +224,14 @@ class _Watching:
                 self._patches.close()
                 self._open = False
 
-    def _clipped(self, parameters: list[torch.Tensor]) -> None:
+    def _clipped(self, how: str, parameters: list[torch.Tensor]) -> None:
         if self._any_of(parameters):
             raise UsageError(
-                "clip_grad_norm_ on parameters that are updated early",
-                expected="no clipping by the global norm: it is known only when all gradients are there, and each was "
-                "applied and freed before the next was made",
-                do="Leave early out, or clip each gradient by itself in a hook on its parameter",
+                f"{how} on parameters that are updated early",
+                expected="no clipping after the backward pass, and none by the global norm: each gradient was applied "
+                "and freed before the next was made",
+                do="Leave early out, or clip each gradient by itself in a hook on its parameter: "
+                "parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))",
             )
 
     def _scaled(self, losses: list[torch.Tensor]) -> None:
@@ -176,6 +241,14 @@ class _Watching:
                 expected="gradients as they are: whether to skip a step is known only when all of them are there",
                 do="Leave early out, or train in bfloat16, which needs no scaling",
             )
+
+    def _backward(self, leaves: list[torch.Tensor]) -> None:
+        for early in self._early:
+            early.check_backward(leaves)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for early in self._early:
+            early.check_step(optimizer)
 
     def _any_of(self, parameters: list[torch.Tensor]) -> bool:
         return any(early.updates(parameter) for parameter in parameters for early in self._early)

@@ -48,6 +48,10 @@ class Engine:
         """Whether a call of the shapes that were captured takes the same branches."""
         return self._captured.holds(call)
 
+    def close(self) -> None:
+        """It is not called again: its lines need not be kept for tracebacks."""
+        linecache.cache.pop(self._forward.__code__.co_filename, None)
+
     def run(self, model: nn.Module, call: Call) -> Any:
         """What ``model(...)`` returns for this call, with the planned backward pass behind it.
 
@@ -120,19 +124,39 @@ def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], ba
     written = {action.into for action in schedule.backward}
     last = _last_read(schedule)
     guarded = tuple((at, _called(value)) for at, value in enumerate(handed) if value.id in last and _changes(value))
-    groups = gives(schedule)
+    groups, reached = gives(schedule), _reached(graph)
     return Chain(
         backward,
-        groups,
+        tuple(_parts(groups, reached)),
         tuple(
             Tangent(output, value.shape, value.stride, getattr(torch, value.dtype.removeprefix("torch.")))
             for output, value in zip(captured.differentiable, tangents, strict=True)
         ),
+        reached,
         _unplanned(captured),
         frozenset(at for at, value in enumerate(schedule.saved) if value in written),
         guarded,
         tuple(_exposed(schedule, groups, [handed[at].id for at, _ in guarded], last)),
     )
+
+
+def _reached(graph: JointGraph) -> dict[int, frozenset[int]]:
+    """By value that a gradient is of: positions of the tangents that it is computed from; all, where that is none."""
+    tangents = [value.id for value in graph.values if value.kind == "tangent"]
+    among = {value: frozenset([at]) for at, value in enumerate(tangents)}
+    for op in graph.backward_ops:
+        found = frozenset[int]().union(*(among.get(graph.base(v), ()) for v in refs((op.args, op.kwargs))))
+        among.update(dict.fromkeys(op.makes, found))
+    every = frozenset(range(len(tangents)))
+    return {of: among.get(graph.base(gradient)) or every for of, gradient in graph.gradients}
+
+
+def _parts(
+    groups: tuple[tuple[int, ...], ...], reached: dict[int, frozenset[int]]
+) -> Iterable[tuple[int, tuple[int, ...]]]:
+    for number, group in enumerate(groups):
+        for among in dict.fromkeys(reached[value] for value in group):
+            yield number, tuple(value for value in group if reached[value] == among)
 
 
 def _changes(value: Value) -> bool:

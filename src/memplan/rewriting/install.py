@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import TargetError
+from memplan.errors import RecordingError, TargetError
 from memplan.planning.calls import Call, call_of
 from memplan.planning.capture import Captured
 from memplan.planning.schedule import Schedule
 from memplan.rewriting.engine import Engine
-from memplan.rewriting.keys import Keys, UnkeyedError
+from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
+from memplan.trace.structure import take_apart
 
 
 class Runnable(Protocol):
@@ -42,21 +44,95 @@ _planning = threading.local()
 _one_at_a_time = threading.RLock()
 
 
+_KINDS = 64
+"""Of calls whose plans are kept: those that were called last."""
+_VARIANTS = 8
+"""Of plans for one kind of call, where values of inputs decide which is right."""
+_ALIKE = 8
+"""Plans for calls that differ in one thing alone, before that is told."""
+
+
 def install(model: nn.Module, planner: Planner) -> Installed:
     """Make calls of a module run as planned.
 
     A call under grad mode is planned when it is the first of its kind (see keys) and runs as planned from then on;
     without anything that requires grad, under a transform or a compiler, the module runs as it is. The module keeps
-    its parameters, attributes and methods. Copies and pickles of it are not planned.
+    its parameters, attributes and methods. Copies and pickles of it are not planned. Of all kinds of calls the last
+    64 are remembered.
 
     Args:
         model: a module, or `memplan.with_loss` of one.
         planner: asked once for each kind of call. It may call the module: that runs as it is, without its own hooks.
+            Where it raises UnkeyedError, such calls run as they are.
 
     Raises:
         TargetError: the module is planned or compiled already.
     """
     return Installed(model, planner)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What calls of one kind run by."""
+
+    engine: Engine | None = None
+    """None: the model as it is."""
+    captured: Captured | None = None
+    unplanned: str = ""
+    """Why there is none."""
+
+    def suits(self, call: Call) -> bool:
+        return self.captured is None or self.captured.holds(call)
+
+
+_Kind = tuple[Key, bool]
+"""A key, and whether gradients are held."""
+
+
+class _Table:
+    """The variants of the kinds of calls; the kinds that were not called for longest are forgotten."""
+
+    def __init__(self) -> None:
+        self._variants: OrderedDict[_Kind, tuple[_Variant, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, kind: _Kind) -> tuple[_Variant, ...]:
+        """What there is for a kind."""
+        with self._lock:
+            if kind in self._variants:
+                self._variants.move_to_end(kind)
+            return self._variants.get(kind, ())
+
+    def add(self, kind: _Kind, variant: _Variant) -> None:
+        """One more of a kind."""
+        with self._lock:
+            self._variants[kind] = (*self._variants.get(kind, ()), variant)
+            self._variants.move_to_end(kind)
+            gone = [self._variants.popitem(last=False)[1] for _ in range(len(self._variants) - _KINDS)]
+        self._close([variant for variants in gone for variant in variants])
+
+    def clear(self) -> None:
+        """Forget all."""
+        gone = self.all()
+        with self._lock:
+            self._variants.clear()
+        self._close(gone)
+
+    def all(self) -> list[_Variant]:
+        """Every variant there is."""
+        with self._lock:
+            return [variant for variants in self._variants.values() for variant in variants]
+
+    def kinds(self) -> list[_Kind]:
+        """Every kind there is."""
+        with self._lock:
+            return list(self._variants)
+
+    def _close(self, gone: list[_Variant]) -> None:
+        used = {variant.engine.text for variant in self.all() if variant.engine is not None}
+        for variant in gone:
+            if variant.engine is not None and variant.engine.text not in used:
+                variant.engine.close()
 
 
 class Installed:
@@ -69,26 +145,27 @@ class Installed:
                 expected="one that runs as it is",
                 do="Call fitted.undo(), or leave out model.compile()",
             )
-        self._model = weakref.ref(model, lambda _: self._died())
+        self._model = weakref.ref(model, lambda _: self._forget())
         self._planner = planner
         self._keys = Keys(model)
-        self._engines: dict[Hashable, tuple[Engine | None, ...]] = {}
-        """By key; more than one where values of inputs decide which is right."""
+        self._table = _Table()
         self._told: set[str] = set()
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
 
     def undo(self) -> None:
         """Make the module run as it did before; calls whose backward pass is still to come are not disturbed."""
         self._restore()
+        self._forget()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The planned steps, in the order in which they were planned."""
-        return tuple(engine for engines in self._engines.values() for engine in engines if engine is not None)
+        """The planned steps that are remembered."""
+        return tuple(variant.engine for variant in self._table.all() if variant.engine is not None)
 
-    def _died(self) -> None:
-        """The model is gone: hold nothing of it any more."""
-        self._keys, self._engines, self._restore = Keys(nn.Module()), {}, lambda: None
+    def _forget(self) -> None:
+        """Hold nothing of the model any more."""
+        self._keys, self._restore, self._planner = Keys(nn.Module()), lambda: None, lambda call, held: None
+        self._table.clear()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
@@ -107,45 +184,86 @@ class Installed:
         assert model is not None
         call = call_of(args, kwargs)
         try:
-            engine = self._engine(model, call)
+            variant = self._variant(model, call)
         except UnkeyedError as error:
-            self._tell(f"a call runs unplanned because of {error}")
-            engine = None
-        return model.forward(*args, **kwargs) if engine is None else engine.run(model, call)
+            variant = _Variant(unplanned=str(error))
+        if variant.engine is not None:
+            return variant.engine.run(model, call)
+        output = model.forward(*args, **kwargs)
+        if variant.unplanned and any(tensor.requires_grad for tensor in take_apart(output)[0]):
+            self._tell(f"a call runs unplanned: {variant.unplanned}")
+        return output
 
-    def _engine(self, model: nn.Module, call: Call) -> Engine | None:
-        plain = self._keys.key(model, call)
+    def _variant(self, model: nn.Module, call: Call) -> _Variant:
         parameters = list(self._keys.parameters())
         held = any(parameter.requires_grad and parameter.grad is not None for parameter in parameters)
-        key = (plain, held)
-        found = self._found(key, call)
-        if not found and not any(tensor.requires_grad for tensor in (*parameters, *call.tensors)):
-            return None
-        if not found:
+        kind = self._keys.key(model, call), held
+        found = self._found(kind, call)
+        if found is None and not any(tensor.requires_grad for tensor in (*parameters, *call.tensors)):
+            return _Variant()
+        if found is None:
             with _one_at_a_time:
-                found = self._found(key, call)
-                if not found:
-                    found = [self._planned(model, call, held)]
-                    self._engines[key] = (*self._engines.get(key, ()), *found)
-        return found[0]
+                found = self._found(kind, call)
+                if found is None:
+                    found = self._planned(model, call, kind)
+                    self._table.add(kind, found)
+        return found
 
-    def _found(self, key: Hashable, call: Call) -> list[Engine | None]:
-        """What was planned for such a call, where that was done already."""
-        return [one for one in self._engines.get(key, ()) if one is None or one.suits(call)][:1]
+    def _found(self, kind: _Kind, call: Call) -> _Variant | None:
+        """What there is for such a call already."""
+        variants = self._table.of(kind)
+        found = next((one for one in variants if one.suits(call)), None)
+        if found is None and len(variants) >= _VARIANTS:
+            raise _undecided(call, variants)
+        return found
 
-    def _planned(self, model: nn.Module, call: Call, held: bool) -> Engine | None:
+    def _planned(self, model: nn.Module, call: Call, kind: _Kind) -> _Variant:
+        self._tell_of_alike(call, kind)
         outer = getattr(_planning, "modules", ())
         _planning.modules = (*outer, model)
         try:
-            planned = self._planner(_as_leaves(call), held)
+            planned = self._planner(_as_leaves(call), kind[1])
+        except UnkeyedError as error:
+            return _Variant(unplanned=str(error))
         finally:
             _planning.modules = outer
-        return None if planned is None else Engine(planned.captured, planned.schedule)
+        return _Variant() if planned is None else _Variant(Engine(planned.captured, planned.schedule), planned.captured)
 
-    def _tell(self, text: str) -> None:
+    def _tell_of_alike(self, call: Call, kind: _Kind) -> None:
+        """Tell of something that is another in each call: each is planned anew."""
+        found = Counter(kind[0].only_difference(key) for key, held in self._table.kinds() if held == kind[1])
+        for what, times in found.items():
+            if what is None or times + 1 < _ALIKE:
+                continue
+            number = isinstance(what, int)
+            self._tell(
+                f"{_ALIKE} calls that differ in {argument_of(call, what) if number else f'the {what}'} alone were each "
+                "planned by themselves, which takes time: "
+                + ("pass that number as a tensor" if number else "keep what changes all the time in a tensor, "
+                   "registered by register_buffer(), or out of the model and its functions"),
+                above=3,
+            )  # fmt: skip
+
+    def _tell(self, text: str, *, above: int = 0) -> None:
+        """Warn once, at the user's call: so many functions are between this one's caller and `_run`."""
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(f"memplan: {text}", stacklevel=5)
+            warnings.warn(f"memplan: {text}", stacklevel=5 + above)
+
+
+def _undecided(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:
+    read = {
+        call.name_of(condition.input): None
+        for variant in variants
+        for condition in (variant.captured.conditions if variant.captured is not None else ())
+        if not condition.holds(call.tensors)
+    }
+    return RecordingError(
+        f"Values of {', '.join(read)} decide what is computed, and otherwise in each call: {len(variants)} plans were "
+        "made for calls that are alike but for that",
+        expected="values that decide between few ways, as of a mask that is all ones or not",
+        do="Compute with tensors: torch.where() for a branch, a count that stays a tensor, without int() or item()",
+    )
 
 
 def _as_leaves(call: Call) -> Call:

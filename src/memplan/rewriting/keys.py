@@ -1,31 +1,49 @@
 """What tells one call of a model from another: a plan is made for one key and runs for no other.
 
 A graph holds what the model's Python code decided when it was captured. So a key has all that such code usually
-reads: which modules there are and whether they train, their plain attributes (a dropout's ``p``), shapes, strides,
+reads: which modules there are and whether they train, what is readable in Python (see readable), shapes, strides,
 dtypes and ``requires_grad`` of parameters, buffers and inputs, arguments that are no tensors, and autocast.
 """
 
 from __future__ import annotations
 
-import enum
-import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from memplan import _torch
 from memplan.planning.calls import Call
+from memplan.rewriting.readable import PLAIN, Found, Readable, told
 from memplan.trace.structure import TENSOR, Holder, Structure
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
-          torch.memory_format, enum.Enum)  # fmt: skip
 
 
 class UnkeyedError(Exception):
     """A call that no plan can be made for; the text says why."""
+
+
+class Key(NamedTuple):
+    """The key of a call."""
+
+    readable: Found
+    leaves: tuple[Hashable, ...]
+    """The arguments in order, tensors left out."""
+    rest: Hashable
+
+    def only_difference(self, other: Key) -> str | int | None:
+        """The one thing in which another key differs: the name of what is readable, or the place of an argument that
+        is a number. None where it is another, more than one or nothing."""
+        if self.rest != other.rest or len(self.leaves) != len(other.leaves):
+            return None
+        names: list[str | int] = [*self.readable.differing(other.readable)]
+        pairs = enumerate(zip(self.leaves, other.leaves, strict=True))
+        places = [at for at, (one, another) in pairs if one != another]
+        if not all(_is_number(key.leaves[at]) for at in places for key in (self, other)):
+            return None
+        found = names + places
+        return found[0] if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -36,8 +54,6 @@ class _Structure:
     """All but the model itself, which is not to be kept alive."""
     children: tuple[tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]], ...]
     """The dict of each module's own submodules, and what was in it."""
-    attributes: tuple[tuple[dict[str, Any], str], ...]
-    """(a module's attributes, the name of a plain one)."""
     tensors: tuple[tuple[dict[str, Any], int], ...]
     """The dicts of parameters and of buffers, and their lengths."""
 
@@ -52,43 +68,32 @@ class Keys:
     """Makes the keys of the calls of one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._structure, self._number = _structure(model), 0
-        self._last: list[Any] = []
-        self._attributes: tuple[Any, ...] = ()
+        self._structure, self._readable, self._number = _structure(model), Readable(model), 0
 
-    def key(self, model: nn.Module, call: Call) -> Hashable:
+    def key(self, model: nn.Module, call: Call) -> Key:
         """The key of a call now.
 
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
         """
         if not self._structure.holds():
-            self._structure, self._number = _structure(model), self._number + 1
-            self._last = []
+            self._structure, self._readable, self._number = _structure(model), Readable(model), self._number + 1
         structure = self._structure
         tensors = list(self._tensors())
-        return (
+        rest = (
             self._number,
             (model.training, *[module.training for module in structure.modules]),
-            self.attributes(),
             tuple([_about(tensor) for tensor in tensors]),
+            tuple([tensor is not None and _torch.has_gradient_hooks(tensor) for tensor in tensors]),
             _tied(tensors),
             tuple([_about(tensor) for tensor in call.tensors]),
             call.aliases,
-            _arguments(call.structure),
+            call.structure.spec,
             _hooks(structure),
             _autocast(),
             torch.get_default_dtype(),
         )
-
-    def attributes(self) -> tuple[Any, ...]:
-        """The plain attributes of all modules."""
-        now = [own.get(name) for own, name in self._structure.attributes]
-        # Few attributes ever change: what is the same object as in the last call is not looked at again.
-        if len(now) != len(self._last) or not all(map(operator.is_, now, self._last)):
-            self._last = [value if _is_plain(value) else None for value in now]
-            self._attributes = tuple(map(_attribute, now))
-        return self._attributes
+        return Key(self._readable.now(), _leaves(call.structure), rest)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The parameters that the model has now."""
@@ -100,34 +105,27 @@ class Keys:
             yield from own.values()
 
 
+def argument_of(call: Call, leaf: int) -> str:
+    """The argument that a leaf of a call is in, for people: ``argument scale``, ``argument 0``."""
+    args, kwargs = call.rebuild(call.tensors)
+    for name, part in (*enumerate(args), *kwargs.items()):
+        leaf -= len(_torch.tree_leaves(part))
+        if leaf < 0:
+            return f"argument {name}"
+    return "an argument"
+
+
 def _structure(model: nn.Module) -> _Structure:
     modules = tuple(model.modules())
     return _Structure(
         modules[1:],
         tuple((own, tuple(own.values())) for own in map(_torch.own_modules, modules)),
-        tuple(
-            (module.__dict__, name)
-            for module in modules
-            for name, value in _torch.own_attributes(module)
-            if _is_plain(value)
-        ),
         tuple((own, len(own)) for module in modules for own in _torch.own_tensors(module)),
     )
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it cannot change, or is a tensor: that is told by which one it is."""
-    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, (*_PLAIN, torch.Tensor))
-
-
-def _attribute(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_attribute, value))
-    return value if isinstance(value, _PLAIN) else id(value)
-
-
-def _arguments(structure: Structure) -> Hashable:
-    return structure.spec, tuple([_leaf(leaf) for leaf in structure.leaves])
+def _leaves(structure: Structure) -> tuple[Hashable, ...]:
+    return tuple([_leaf(leaf) for leaf in structure.leaves])
 
 
 def _leaf(leaf: Any) -> Hashable:
@@ -135,12 +133,19 @@ def _leaf(leaf: Any) -> Hashable:
         return TENSOR
     if isinstance(leaf, Holder):
         shell = tuple((name, _leaf(value)) for name, value in getattr(leaf.shell, "__dict__", {}).items())
-        return type(leaf.shell), shell, _arguments(leaf.inside)
+        return type(leaf.shell), shell, leaf.inside.spec, _leaves(leaf.inside)
     if isinstance(leaf, (tuple, list)):
         return type(leaf), tuple(_leaf(part) for part in leaf)
-    if not isinstance(leaf, _PLAIN):
+    if not isinstance(leaf, PLAIN):
         raise UnkeyedError(f"an argument of type {type(leaf).__name__}, neither a tensor nor plain data")
-    return type(leaf), leaf
+    return told(leaf)
+
+
+def _is_number(leaf: Hashable) -> bool:
+    """Of what `told` tells."""
+    return isinstance(leaf, tuple) and isinstance(leaf[0], type) and issubclass(leaf[0], (int, float, complex)) and (
+        leaf[0] is not bool
+    )  # fmt: skip
 
 
 def _about(tensor: torch.Tensor | None) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from memplan import _torch
+from memplan.trace.structure import TENSOR, Holder, Structure, take_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +67,65 @@ def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: 
 
 
 def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, list[Difference]]:
-    """The tensors of two outputs, one by one: how many, and the differences."""
-    ours, spec = _torch.tree_flatten(reference)
-    theirs, other = _torch.tree_flatten(candidate)
-    if spec != other:
-        return 1, [Difference("the output", step, f"is put together as {other}, not as {spec}"[:400])]
+    """The tensors of two outputs, in whatever objects they are, one by one: how many, and the differences."""
+    (tensors, one), (others, other) = take_apart(reference), take_apart(candidate)
+    if _form(one) != _form(other):
+        return 1, [Difference("the output", step, f"is put together as {_form(other)}, not as {_form(one)}"[:400])]
+    ours, theirs = list(_leaves(one, iter(tensors))), list(_leaves(other, iter(others)))
     found: list[Difference | None] = []
-    for number, (one, two) in enumerate(zip(ours, theirs, strict=True)):
+    for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         name = "the output" if len(ours) == 1 else f"output {number}"
-        if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-            found.append(difference(name, step, one, two, layout=True))
-        elif isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor) or not _same(one, two):
-            found.append(Difference(name, step, f"is {two!r:.60}, not {one!r:.60}"))
+        if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
+            found.append(difference(name, step, mine, its, layout=True))
+        elif isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor) or not _same(mine, its):
+            found.append(Difference(name, step, f"is {its!r:.60}, not {mine!r:.60}"))
     return len(ours), [one for one in found if one is not None]
 
 
-def _same(one: Any, two: Any) -> bool:
-    try:
-        return one is two or bool(one == two)
-    except Exception:  # __eq__ is the user's and can do anything
+def _form(structure: Structure) -> Any:
+    """How an output is put together, with the classes of the objects that hold its tensors."""
+    inside = tuple((type(one.shell), _form(one.inside)) for one in structure.leaves if isinstance(one, Holder))
+    return (structure.spec, inside) if inside else structure.spec
+
+
+def _leaves(structure: Structure, tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
+    """Everything in an output: tensors, what is none, and the objects that hold tensors without these."""
+    for leaf in structure.leaves:
+        if isinstance(leaf, Holder):
+            yield leaf.shell
+            yield from _leaves(leaf.inside, tensors)
+        else:
+            yield next(tensors) if leaf is TENSOR else leaf
+
+
+def _same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
+    """Whether two values that are no tensors are equal, or objects of one class with the same in them: few classes say
+    themselves when their objects are equal."""
+    if one is two or id(one) in above:
+        return True
+    if type(one) is not type(two):
         return False
+    try:
+        if bool(one == two):
+            return True
+    except Exception:  # __eq__ is the user's and can do anything
+        pass
+    if callable(one):
+        return False
+    ours, theirs = _content(one), _content(two)
+    if ours is None or theirs is None or ours.keys() != theirs.keys():
+        return False
+    return all(_same(part, theirs[key], (*above, id(one))) for key, part in ours.items())
+
+
+def _content(value: Any) -> dict[Any, Any] | None:
+    """What is in a container or an object; None where nothing can be looked into."""
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    found = dict(value) if isinstance(value, dict) else {}
+    if dataclasses.is_dataclass(value):  # which may have slots
+        found |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return found | vars(value) if hasattr(value, "__dict__") else found or None
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, DeviceError, MemplanError, UsageError, VerificationError
 from memplan.planning.losses import WithLoss
@@ -18,19 +17,18 @@ from memplan.planning.plan import Plan
 from memplan.planning.planner import Planned, Planner, Settings
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
+from memplan.planning.unseen import without_hooks
 from memplan.rewriting.early import update_early
-from memplan.rewriting.install import Installed, install
+from memplan.rewriting.install import install
 from memplan.trace.model import HOST
-from memplan.trace.spec import realize
+from memplan.trace.structure import take_apart
 from memplan.verification.fitting import Plans, say
-from memplan.verification.measured import measure_step, storage_bytes
+from memplan.verification.measured import measure_step
 from memplan.verification.proof import Proof
-from memplan.verification.states import ModuleCopy, attributes_kept, random_state_kept
-from memplan.verification.trial import Trial, Work
-from memplan.verification.verify import compare, with_times
+from memplan.verification.prover import Prover
+from memplan.verification.states import ModuleCopy, attributes_kept, copies, random_state_kept
 
 ENGINES = ("graph",)
-_STEPS = 3
 _ATTEMPTS = 4
 """How often a plan is made that keeps the budget, with less each time, before it is given up."""
 
@@ -92,7 +90,7 @@ def fit(
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
     )  # fmt: skip
     _check_place(asked.step)
-    with random_state_kept(), torch.inference_mode(False), torch.enable_grad():
+    with random_state_kept(), without_hooks(asked.step), torch.inference_mode(False), torch.enable_grad():
         return _Fitting(asked, pairs).run()
 
 
@@ -114,12 +112,11 @@ class Fitted:
     has nothing left to do."""
     notes: list[str] = field(default_factory=list)
     """What has to be said, later calls that are planned anew among it."""
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _undo: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def undo(self) -> None:
         """Make the model run as it did before. Gradients stay for an ordinary update again."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         self.changed = False
 
     def __str__(self) -> str:
@@ -134,14 +131,9 @@ class _Fitting:
     """One call of `fit`."""
 
     def __init__(self, asked: Request, pairs: int) -> None:
-        self.asked, self.pairs, self.settings = asked, pairs, asked.settings
+        self.asked, self.settings = asked, asked.settings
         self.notes = list(asked.notes)
-        args, kwargs = asked.call.rebuild(asked.call.tensors)
-        self.work = Work(
-            args, kwargs, optimizer=self.settings.optimizer, autocast=asked.autocast,
-            micro_batches=2 if self.settings.held else 1,
-        )  # fmt: skip
-        self.planner = Planner(asked.step)
+        self.planner, self.prover = Planner(asked.step), Prover(asked, pairs)
         self.handed_over = False
         if not asked.step.training:
             self.notes.append("planned in evaluation mode, as the model is: call model.train() first to train it")
@@ -151,23 +143,24 @@ class _Fitting:
         fitting = self._as_it_is()
         if fitting is not None:
             return fitting
-        tightened, lowest = self.settings, None
-        for _ in range(_ATTEMPTS):
-            planned = self._planned(tightened, lowest)
-            fitted = self._tried(planned, tightened)
+        budget, lowest = self.settings.budget, None
+        for left in reversed(range(_ATTEMPTS)):
+            planned = self._planned(budget)
+            fitted = self._tried(planned, budget)
             if fitted.proof.within_budget:
                 self.handed_over = True
                 return fitted
             fitted.undo()
-            lowest = fitted.proof.peak if lowest is None else min(lowest, fitted.proof.peak)
-            over = fitted.proof.peak - self.settings.budget
+            lowest = fitted.proof if lowest is None or fitted.proof.peak < lowest.peak else lowest
+            peak, floor = planned.plan.peak, planned.plan.floor
+            if self.settings.plan is not None or peak <= floor or not left:
+                break
             self.notes.append(
-                f"a plan for {format_bytes(tightened.budget)} was measured at {format_bytes(fitted.proof.peak)}: "
+                f"a plan for {format_bytes(budget)} was measured at {format_bytes(fitted.proof.peak)}: "
                 "planned again with so much less"
             )
-            if tightened.plan is not None:
-                break
-            tightened = replace(tightened, budget=min(tightened.budget, fitted.plan.peak) - over)
+            over = fitted.proof.peak - self.settings.budget
+            budget = max(min(budget, peak) - over, floor) if left > 1 else floor
         assert lowest is not None
         raise self._over(lowest)
 
@@ -179,93 +172,110 @@ class _Fitting:
             study = self.planner.study(self.asked.call, self.settings, key=0)
             if study.eager_peak(self.settings) > self.settings.budget:
                 return None
-            planned = study.planned(self.settings)
-        sides = [Trial(name, self.asked.step, self.asked.step, self.work) for name in ("reference", "candidate")]
-        predicted = planned.plan.eager_peak
-        proof = compare(sides[0], sides[1], 2, predicted=predicted, budget=self.settings.budget)
+            try:
+                plan = study.planned(self.settings).plan
+            except BudgetError as error:  # the step as it is takes less than any plan
+                plan = study.planned(replace(self.settings, budget=error.smallest_budget)).plan
+        proof = self.prover.as_it_is(plan)
         if not proof.within_budget:
             return None
         self.notes.append("it fits already: nothing is changed")
         loss = None if self.asked.step is self.asked.model else self.asked.step
-        return Fitted(self.asked.model, loss, planned.plan, proof, False, None, self.notes)
+        return Fitted(self.asked.model, loss, plan, proof, False, None, self.notes)
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
         with attributes_kept(self.asked.step), self.asked.under_autocast():
             yield
 
-    def _planned(self, settings: Settings, lowest: int | None) -> Planned:
-        if settings.plan is not None and settings.plan.peak > self.settings.budget:
+    def _planned(self, budget: int) -> Planned:
+        plan = self.settings.plan
+        if plan is not None and plan.peak > self.settings.budget:
             raise BudgetError(
-                f"The plan needs {format_bytes(settings.plan.peak)}",
+                f"The plan needs {format_bytes(plan.peak)}",
                 expected=f"one that needs no more than the budget of {format_bytes(self.settings.budget)}",
                 do="Give it its budget, or leave the plan out",
-                smallest_budget=settings.plan.peak,
+                smallest_budget=plan.peak,
             )
         try:
             with self._tracing():
-                return self.planner.planned(self.asked.call, settings, key=0)
-        except BudgetError:
-            if lowest is None:
-                raise
-            raise self._over(lowest) from None
+                return self.planner.planned(self.asked.call, replace(self.settings, budget=budget), key=0)
+        except BudgetError as error:
+            raise self._too_little(error) from None
 
-    def _over(self, lowest: int) -> BudgetError:
+    def _too_little(self, error: BudgetError) -> BudgetError:
+        """The error with what the step takes when it really runs by the smallest plan, or without one."""
+        floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
+        with self._tracing():
+            study = self.planner.study(self.asked.call, self.settings, key=0)
+            planned, eager = study.planned(replace(self.settings, budget=floor)), study.eager_peak(self.settings)
+        with ExitStack() as undo:
+            self._put_in_place(planned, floor, undo)
+            measured = max(floor, self.prover.peak(floor, planned) or 0)
+        least, expected = floor, error.expected
+        if measured > floor:
+            least = _with_spare(measured, floor)
+            expected = f"{expected}. That plan was measured at {format_bytes(measured)}"
+        if eager < least and not self.settings.early:
+            eager = max(eager, self.prover.peak(eager, None) or 0)
+            if eager < least:
+                least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
         return BudgetError(
-            f"The budget is {format_bytes(self.settings.budget)}, and the planned step was measured above it",
-            expected=f"at least {format_bytes(lowest)}, at which it ran",
-            do="Give that, or look for what the plan does not know: a kernel that allocates more than its results",
-            smallest_budget=lowest,
+            error.found,
+            expected=expected,
+            do=f"Give {format_bytes(least)} ({least} bytes){ways}",
+            smallest_budget=least,
+            timeline=error.timeline,
+            held_by=error.held_by,
+            lower_by=error.lower_by,
         )
 
-    def _tried(self, planned: Planned, settings: Settings) -> Fitted:
+    def _over(self, lowest: Proof) -> BudgetError:
+        least = _with_spare(lowest.peak, lowest.predicted)
+        return BudgetError(
+            f"The budget is {format_bytes(self.settings.budget)}, and the planned step was measured above it",
+            expected=f"at least {format_bytes(lowest.peak)}, at which it ran",
+            do=f"Give {format_bytes(least)} ({least} bytes), or look for what the plan does not know: a kernel that "
+            "allocates more than its results",
+            smallest_budget=least,
+        )
+
+    def _tried(self, planned: Planned, budget: int) -> Fitted:
         """The plan in place, with its proof. Whatever goes wrong, the module is as before."""
-        step = self.asked.step
-        reference = Trial("reference", step, step, self.work)  # copied before the plan is in place: runs without it
-        plans = Plans(step, settings, self._told)
-        plans.expect(planned)
-        installed = install(step, plans)
-        try:
-            with random_state_kept():  # plans what is still to be planned: this is not to be measured
-                first = Trial("first", step, step, self.work, early=settings.early)
-                first.prepare()
-                first.gradients_of_step()
-                del first
-            candidate = Trial("candidate", step, step, self.work, early=settings.early)
-            candidate.beside = storage_bytes(planned.captured.constants.values())
-            proof = compare(reference, candidate, _STEPS, predicted=planned.plan.peak, budget=self.settings.budget)
+        with ExitStack() as undo:
+            proof = self.prover.proof(planned, lambda: self._put_in_place(planned, budget, undo))
             if not proof.exact:
                 raise self._differs(proof)
-            if proof.within_budget and self.pairs:
-                proof = with_times(proof, reference, candidate, self.pairs)
-            return self._handed_over(planned, proof, installed)
-        except BaseException:
-            installed.undo()
-            raise
+            return self._handed_over(planned, proof, budget, undo)
 
-    def _handed_over(self, planned: Planned, proof: Proof, installed: Installed) -> Fitted:
-        asked, settings, undo = self.asked, self.settings, [installed.undo]
-        loss = None
+    def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
+        plans = Plans(self.asked.step, replace(self.settings, budget=budget), self._told)
+        plans.expect(planned)
+        undo.callback(install(self.asked.step, plans).undo)
+
+    def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
+        asked, settings = self.asked, self.settings
+        loss = optimizer = None
         if asked.step is not asked.model:
             loss = asked.step
             if proof.within_budget:
                 spare = replace(settings, budget=max(0, settings.budget - self._loss_bytes()), plan=None)
-                undo.append(install(asked.model, Plans(asked.model, spare, self._told)).undo)
-        optimizer = None
+                undo.callback(install(asked.model, Plans(asked.model, spare, self._told)).undo)
         if settings.early and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
-            undo.append(update_early(optimizer).undo)
-        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo)
+            undo.callback(update_early(optimizer).undo)
+        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all())
 
     def _loss_bytes(self) -> int:
         """What the loss by itself holds at the most, forward and backward: a call of the model alone leaves it room."""
         step = self.asked.step
         assert isinstance(step, WithLoss)
-        args, kwargs = realize(self.work.inputs), realize(dict(self.work.kwargs))
+        args, kwargs = self.asked.call.rebuild(copies(self.asked.call.tensors))
         cut = len(args) - step.targets
         with ModuleCopy(step).in_place(), self.asked.under_autocast():
             with torch.no_grad():
-                output = _torch.tree_map(_leaf, step.model(*args[:cut], **kwargs))
+                tensors, structure = take_apart(step.model(*args[:cut], **kwargs))
+            output = structure.rebuild([_leaf(tensor) for tensor in tensors])
 
             def backward() -> None:
                 step.loss(output, *args[cut:]).backward()
@@ -286,10 +296,15 @@ class _Fitting:
             say(text)
 
 
-def _leaf(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().clone().requires_grad_()
+def _with_spare(measured: int, predicted: int | None) -> int:
+    """A budget in which a plan will be found that keeps it, when one of a predicted peak was measured above that. Costs
+    are measured anew next time: then another plan of the same peak can be the fastest, which calls other kernels."""
+    return measured + max(0, measured - (measured if predicted is None else predicted))
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    made = tensor.detach().clone()
+    return made.requires_grad_() if made.is_floating_point() else made
 
 
 def _check_place(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from memplan.errors import ScheduleError
+from memplan.errors import BudgetError, RecordingError, ScheduleError, UsageError
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured
 from memplan.planning.peaks import Surroundings
@@ -16,9 +16,13 @@ from memplan.planning.planner import Planned, Planner, Settings
 from memplan.planning.schedule import Schedule, schedule
 from memplan.planning.shapes import Shapes, taken_over
 from memplan.planning.validate import validate
-from memplan.rewriting.keys import Keys
+from memplan.rewriting.keys import Keys, UnkeyedError
 
 _log = logging.getLogger("memplan")
+_MADE = 64
+"""Plans that are kept: the first one, which the most follows from, and the last ones."""
+_CAPTURED = 256
+"""Calls after which what is known of their shapes is learnt anew, since it grows with each."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Plans:
     def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
         self._module, self._settings, self._told = module, settings, told
         self._planner, self._keys = Planner(module), Keys(module)
-        self._shapes = Shapes(module, self._kind)
+        self._shapes, self._captured = Shapes(module, self._kind), 0
         self._expected: Planned | None = None
         self.made: list[Planned] = []
 
@@ -52,15 +56,30 @@ class Plans:
         self.made.append(planned)
 
     def __call__(self, call: Call, held: bool) -> Planned | Reused:
-        """The plan of a call. Raises BudgetError where none fits."""
+        """The plan of a call.
+
+        Raises:
+            BudgetError: none fits.
+            UnkeyedError: such a call cannot be captured.
+        """
         expected = self._expected
         if expected is not None and expected.schedule.choices.held == held:
             self._expected = None
             self._shapes.known(call)
             return expected
+        try:
+            return self._planned(call, held)
+        except BudgetError as error:
+            if not held:
+                raise
+            raise _with_gradients(error) from None
+        except (RecordingError, UsageError) as error:  # the step that was asked for was planned before: not this one
+            raise UnkeyedError(str(error)) from error
+
+    def _planned(self, call: Call, held: bool) -> Planned | Reused:
         captured = None
         if self.made:
-            captured = self._shapes.captured(call)
+            captured = self._capture(call)
             found = self._reused(captured, held)
             if found is not None:
                 return found
@@ -69,7 +88,15 @@ class Plans:
             self._shapes.known(call)
         planned = self._planner.planned(call, replace(self._settings, held=held, plan=None), captured=captured)
         self.made.append(planned)
+        if len(self.made) > _MADE:
+            del self.made[1]
         return planned
+
+    def _capture(self, call: Call) -> Captured:
+        self._captured += 1
+        if self._captured % _CAPTURED == 0:
+            self._shapes = Shapes(self._module, self._kind)
+        return self._shapes.captured(call)
 
     def _kind(self, call: Call) -> Hashable:
         """What tells a call and the module's state from others, but for the call's tensors."""
@@ -90,6 +117,19 @@ class Plans:
                 continue
             return Reused(captured, made, planned.surroundings)
         return None
+
+
+def _with_gradients(error: BudgetError) -> BudgetError:
+    """The error of a call that begins with gradients held."""
+    return BudgetError(
+        f"{error.found}, and gradients are held when the call begins",
+        expected=error.expected,
+        do=f"{error.do}; or, unless they are to be added to, free them: zero_grad(set_to_none=True)",
+        smallest_budget=error.smallest_budget,
+        timeline=error.timeline,
+        held_by=error.held_by,
+        lower_by=error.lower_by,
+    )
 
 
 def _said(call: Call, held: bool) -> str:

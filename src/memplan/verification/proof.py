@@ -18,6 +18,22 @@ KINDS = ("outputs", "gradients", "parameters", "buffers")
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What was compared where there is not enough memory to run the whole step without a plan, beside copies."""
+
+    samples: int
+    """How long the inputs' first dimension was."""
+    of: int
+    """How long it is in the whole step."""
+    needed: int
+    """Bytes that comparing the whole step would have taken."""
+    available: int
+    """Bytes that there were."""
+    measured: bool
+    """Whether the candidate, at least, ran whole and was measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class Proof:
     """A candidate step held against a reference, both on copies of the same parameters, buffers and inputs and from
     the same random state. Bytes above all are those of the allocator's own events."""
@@ -41,15 +57,23 @@ class Proof:
     resident: int
     """Bytes of parameters, buffers and inputs."""
     peak: int
-    """Bytes at the candidate's measured peak, ``resident`` included."""
+    """Bytes at the candidate's measured peak, ``resident`` included; predicted where the cut says so."""
     reference_peak: int
-    """The same of the reference."""
+    """The same of the reference; predicted where there is a cut."""
     predicted: int | None = None
     """Bytes at the peak that the plan predicts."""
     budget: int | None = None
     times: Times | None = None
     """Reference and candidate; None where they were not timed."""
     torch: str = ""
+    cut: Cut | None = None
+    """None where the whole step was compared. Else what is compared and timed is the smaller step, and bytes are
+    those of the whole one."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the peak was measured."""
+        return self.cut is None or self.cut.measured
 
     @property
     def above_resident(self) -> int:
@@ -81,7 +105,8 @@ class Proof:
         if not self.within_budget:
             assert self.budget is not None
             over = format_bytes(self.peak - self.budget)
-            found.append(f"the measured peak is {over} over the budget of {format_bytes(self.budget)}")
+            which = "measured" if self.measured else "predicted"
+            found.append(f"the {which} peak is {over} over the budget of {format_bytes(self.budget)}")
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,7 +114,7 @@ class Proof:
         return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(line for line in (self._verdict(), self._bytes(), self._seconds()) if line)
+        return "\n".join(line for line in (self._verdict(), self._compared(), self._bytes(), self._seconds()) if line)
 
     def _verdict(self) -> str:
         if not self.exact:
@@ -105,22 +130,37 @@ class Proof:
             f"the random streams"
         )
 
+    def _compared(self) -> str:
+        cut = self.cut
+        if cut is None:
+            return ""
+        return (
+            f"compared with {cut.samples} of the {cut.of} samples: with all of them that takes "
+            f"{format_bytes(cut.needed)}, and {format_bytes(cut.available)} are available"
+            + (
+                "; the planned step was measured with all"
+                if cut.measured
+                else ". Not even the planned step was run with all: its peak is as predicted"
+            )
+        )
+
     def _bytes(self) -> str:
-        parts = [f"peak {format_bytes(self.peak)} measured"]
+        parts = [f"peak {format_bytes(self.peak)} measured"] if self.measured else ["peak not measured"]
         if self.predicted is not None:
             parts.append(f"{format_bytes(self.predicted)} predicted")
         if self.budget is not None:
             parts.append(f"{format_bytes(self.budget)} budget{'' if self.within_budget else ': EXCEEDED'}")
-        parts.append(f"{format_bytes(self.reference_peak)} before")
+        parts.append(f"{format_bytes(self.reference_peak)} {'' if self.cut is None else 'predicted '}before")
         return f"{', '.join(parts)} ({format_bytes(self.resident)} of each are weights, buffers and inputs)"
 
     def _seconds(self) -> str:
         if self.times is None:
             return ""
         low, high = self.times.quartiles
+        samples = "" if self.cut is None else f" of {self.cut.samples} of the {self.cut.of} samples"
         return (
-            f"{self.times.ratio:.2f} times the time ({low:.2f} to {high:.2f}, the middle half of {self.times.pairs} "
-            f"pairs): {self.times.before:.3g} s before, {self.times.after:.3g} s now"
+            f"{self.times.ratio:.2f} times the time{samples} ({low:.2f} to {high:.2f}, the middle half of "
+            f"{self.times.pairs} pairs): {self.times.before:.3g} s before, {self.times.after:.3g} s now"
         )
 
 
@@ -135,12 +175,15 @@ def loads(text: str, source: str = "the text") -> Proof:
         data = json.loads(text)
         if data["format"] != FORMAT or data["schema"] != SCHEMA:
             raise ValueError(f"format {data['format']!r}, schema {data['schema']!r}")
+        data = {"cut": None, **data}  # which older files do not have
         fields = {field.name: data[field.name] for field in dataclasses.fields(Proof)}
         for kind in KINDS:
             fields[kind] = _compared(fields[kind])
         fields["random_streams"] = tuple(fields["random_streams"])
         if fields["times"] is not None:
             fields["times"] = Times(**fields["times"] | {"quartiles": tuple(fields["times"]["quartiles"])})
+        if fields["cut"] is not None:
+            fields["cut"] = Cut(**fields["cut"])
         return Proof(**fields)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan.trace.spec import like
 
 
 class ModuleCopy:
@@ -22,10 +23,14 @@ class ModuleCopy:
     one in the copy (tied weights stay tied). Lists, dicts and sets among the attributes are copied, too. Tensors that
     are neither parameters nor buffers stay the module's own, as a plan may know them by identity; where a run has
     written into one, its values are put back. What else a module refers to is shared.
+
+    Args:
+        module: whose copies they are.
+        shared: parameters are new leaves on the module's own memory: for runs in which nothing is updated.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._copier = copier = _Copier()
+    def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
+        self._copier = copier = _Copier(shared)
         self._module = module
         self._parts = tuple(module.modules())
         states = [_torch.own_state(part) for part in self._parts]
@@ -64,6 +69,43 @@ class ModuleCopy:
             return dict(self._module.named_buffers())
 
 
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of a call's tensors. What is one tensor, or looks into one memory, does so in the copies: otherwise they
+    would be another kind of call."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        shared = tensor.layout == torch.strided and tensor.numel() > 0
+        groups.setdefault(_torch.storage_key(tensor.untyped_storage()) if shared else id(tensor), []).append(tensor)
+    made: dict[int, torch.Tensor] = {}
+    for group in groups.values():
+        alone = {id(tensor): tensor for tensor in group}
+        if len(alone) == 1 or len({tensor.dtype for tensor in group}) > 1:
+            made.update({key: like(tensor) for key, tensor in alone.items()})
+        else:
+            made.update(_of_one_memory(alone))
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _of_one_memory(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies of tensors in one storage, of that part of it which they look into."""
+    every = list(tensors.values())
+    begin = min(one.storage_offset() for one in every)
+    end = max(one.storage_offset() + 1 + _reach(one) for one in every)
+    with torch.no_grad():
+        part = torch.as_strided(every[0], (end - begin,), (1,), begin).clone()
+        return {
+            key: torch.empty(0, dtype=one.dtype)
+            .set_(part.untyped_storage(), one.storage_offset() - begin, one.shape, one.stride())
+            .requires_grad_(one.requires_grad)
+            for key, one in tensors.items()
+        }
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How far behind its first element the last one is."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """What a module and its submodules refer to is afterwards what it was: tracing runs their Python code."""
@@ -76,9 +118,10 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Copier:
-    """Copies tensors and containers, each once."""
+    """Copies tensors and containers, each once. ``shared``: parameters keep their memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool) -> None:
+        self._in_place = shared
         self._made: dict[int, Any] = {}
         self._copied: list[Any] = []
         """What was copied: as long as it lives, no other object has its id."""
@@ -121,6 +164,8 @@ class _Copier:
         return self._made[id(value)]
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._in_place and isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), tensor.requires_grad)
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
             made = tensor.detach().clone()
         else:

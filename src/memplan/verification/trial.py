@@ -15,9 +15,10 @@ from memplan import _torch
 from memplan.errors import InputError
 from memplan.planning.losses import default_loss
 from memplan.rewriting.early import update_early
-from memplan.trace.spec import realize
+from memplan.trace.spec import Spec
+from memplan.trace.structure import take_apart
 from memplan.verification.measured import Meter, storage_bytes, timed
-from memplan.verification.states import ModuleCopy
+from memplan.verification.states import ModuleCopy, copies
 
 Optimizer = Callable[[Any], Any]
 
@@ -59,21 +60,25 @@ class Trial:
         module: of whose parameters and buffers copies are used; None where the callable has none.
         work: what is done.
         early: whether the updates happen in the backward pass.
+        updates: False for one that never updates: its parameters take no memory then.
     """
 
     def __init__(
-        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, early: bool = False
-    ) -> None:
+        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, early: bool = False,
+        updates: bool = True,
+    ) -> None:  # fmt: skip
         self.name, self.call, self.work, self.early = name, call, work, early
-        self._copy = None if module is None else ModuleCopy(module)
+        self._copy = None if module is None else ModuleCopy(module, shared=not updates)
         self.device = next((p.device.type for p in self.parameters.values()), "cpu")
         self.output: Any = None
         self.beside = 0
         """Bytes that are there all the time, beyond what it can see itself."""
         self._given: tuple[Any, Any, Any] = ((), {}, ())
+        self._tensors: list[torch.Tensor] = []
+        """Those of the inputs, keywords and targets."""
         self.update: Any = None
         parameters = list(self.parameters.values())
-        if parameters:
+        if parameters and updates:
             with self.running():  # a callable may look at the module for names or groups
                 made = work.update(parameters)
             _check_own(made, parameters)
@@ -95,14 +100,12 @@ class Trial:
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Of all parameters, and of the inputs that need one."""
         named = {name: p.grad for name, p in self.parameters.items() if p.requires_grad}
-        leaves = [leaf for leaf in _torch.tree_leaves(self._given) if isinstance(leaf, torch.Tensor)]
-        return named | {f"input {n}": leaf.grad for n, leaf in enumerate(leaves) if leaf.requires_grad}
+        return named | {f"input {n}": one.grad for n, one in enumerate(self._tensors) if one.requires_grad}
 
     @property
     def resident(self) -> int:
         """Bytes of its parameters, buffers and inputs, and of what is beside them."""
-        given = [leaf for leaf in _torch.tree_leaves(self._given) if isinstance(leaf, torch.Tensor)]
-        return self.beside + storage_bytes([*self.parameters.values(), *self.buffers.values(), *given])
+        return self.beside + storage_bytes([*self.parameters.values(), *self.buffers.values(), *self._tensors])
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -117,7 +120,10 @@ class Trial:
     def prepare(self) -> None:
         """New copies of the inputs, as a model may write into them."""
         self.output = None
-        self._given = realize(self.work.inputs), realize(dict(self.work.kwargs)), realize(self.work.targets)
+        given = (self.work.inputs, dict(self.work.kwargs), self.work.targets)
+        tensors, structure = take_apart(_torch.tree_map(_made, given))
+        self._tensors = copies(tensors)
+        self._given = structure.rebuild(self._tensors)
 
     def gradients_of_step(self, meter: Meter | None = None) -> None:
         """Forward and backward, for each micro-batch; the output of the last one is kept."""
@@ -134,6 +140,13 @@ class Trial:
             with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 
+    def rest(self) -> None:
+        """Hold no more than the next step needs, while the other side runs."""
+        self.output = None
+        self._given, self._tensors = ((), {}, ()), []
+        for parameter in self._leaves():
+            parameter.grad = None
+
     def seconds(self) -> float:
         """Of one step, with the update where the optimizer is the user's."""
         self.prepare()
@@ -148,7 +161,9 @@ class Trial:
                 self.update.step()
 
         with self.running():
-            return timed(step)
+            taken = timed(step)
+        self.rest()
+        return taken
 
     def _leaves(self) -> list[nn.Parameter]:
         return list(self.parameters.values())
@@ -159,7 +174,12 @@ class Trial:
             output = self.call(*inputs, **kwargs)
             loss = default_loss(output) if self.work.loss is None else self.work.loss(output, *targets)
         loss.backward()
-        return _torch.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+        tensors, structure = take_apart(output)
+        return structure.rebuild([tensor.detach() for tensor in tensors])
+
+
+def _made(leaf: Any) -> Any:
+    return leaf.make() if isinstance(leaf, Spec) else leaf
 
 
 def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:

@@ -86,7 +86,7 @@ def compare(
     """
     found = _Found()
     found.start(reference, candidate)
-    resident = 0
+    resident = 0, 0
     with Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
@@ -95,12 +95,14 @@ def compare(
                 before.restore()
                 side.gradients_of_step(meter)
                 found.after[side.name] = RandomState.now()
-            resident = resident or candidate.resident
+            resident = candidate.resident, reference.resident
             found.step(step, reference, candidate)
             for side in (reference, candidate):
                 side.update_step(meter)
             found.update(step, reference, candidate)
             found.after[reference.name].restore()
+            for side in (reference, candidate):
+                side.rest()
     return Proof(
         steps=steps,
         micro_batches=reference.work.micro_batches,
@@ -111,9 +113,9 @@ def compare(
         parameters=found.compared("parameters"),
         buffers=found.compared("buffers"),
         random_streams=tuple(found.streams),
-        resident=resident,
-        peak=candidate.resident + meter.measured(candidate.name).growth_peak,
-        reference_peak=reference.resident + meter.measured(reference.name).growth_peak,
+        resident=resident[0],
+        peak=resident[0] + meter.measured(candidate.name).growth_peak,
+        reference_peak=resident[1] + meter.measured(reference.name).growth_peak,
         predicted=predicted,
         budget=budget,
         torch=torch.__version__,
@@ -121,7 +123,7 @@ def compare(
 
 
 def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> Proof:
-    """The proof with the seconds of both, which have run before."""
+    """The proof with the seconds of both, which have run before and rest now."""
     return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs))
 
 

@@ -29,6 +29,12 @@ def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     return output, hidden, cell, output.new_empty(size, dtype=torch.uint8)
 
 
+def with_both_biases(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Results of ``mkldnn_rnn_layer_backward``: of fake tensors, the two biases' gradients are one and the same."""
+    *before, bias, _, hidden, cell = result
+    return *before, bias, torch.empty_like(bias), hidden, cell
+
+
 def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: int = _FLOAT) -> int:
     """Bytes of the workspace: the gates, the new gate's hidden part, and five sets of states.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.recurrent import with_workspace
+from memplan.trace.semantics.recurrent import with_both_biases, with_workspace
 
 _NO_REDUCTION = 0
 
@@ -32,6 +32,7 @@ def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
     "aten.mkldnn_rnn_layer.default": with_workspace,
+    "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
     "aten.mse_loss.default": _keeps_unreduced(2),
     "aten.smooth_l1_loss.default": _keeps_unreduced(2),
     "aten.soft_margin_loss.default": _keeps_unreduced(2),

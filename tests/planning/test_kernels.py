@@ -12,7 +12,7 @@ from allocator import allocations, peak_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import memplan.rewriting.kernels as kernels
+import memplan.planning.kernels as kernels
 from memplan.planning import forms
 from memplan.planning.codecs import DIRECT, packed
 from memplan.planning.forms import NUMBERS, PIECE
@@ -215,7 +215,8 @@ def described(arguments: tuple[Any, ...], result: Tensor) -> tuple[tuple[Any, ..
 
 def _value(number: int, one: Tensor) -> Value:
     size = one.untyped_storage().nbytes()
-    return Value(number, f"v{number}", "result", number, size, tuple(one.shape), one.stride(), str(one.dtype), 0)
+    dtype = str(one.dtype).removeprefix("torch.")
+    return Value(number, f"v{number}", "result", number, size, tuple(one.shape), one.stride(), dtype, 0)
 
 
 def memory_cases() -> list[Case]:

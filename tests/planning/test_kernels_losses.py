@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-import memplan.rewriting.kernels  # noqa: F401  # registers the ops
+import memplan.planning.kernels  # noqa: F401  # registers the ops
 from memplan import _torch
 from memplan.planning import capture as capturing
 from memplan.planning import forms
@@ -141,7 +141,17 @@ def test_it_holds_what_is_said() -> None:
     for shape in ((1024, 2048), (64, 40000), (8, 10, 64, 64)):
         given = arguments(shape, MEAN)
         values = [
-            Value(at, f"v{at}", "result", at, one.nbytes, tuple(one.shape), one.stride(), str(one.dtype), 0)
+            Value(
+                at,
+                f"v{at}",
+                "result",
+                at,
+                one.nbytes,
+                tuple(one.shape),
+                one.stride(),
+                str(one.dtype).removeprefix("torch."),
+                0,
+            )
             for at, one in enumerate((given[0], given[1], given[2], given[6], given[1]))
         ]
         args = (Ref(0), Ref(1), Ref(2), None, MEAN, -100, Ref(3))
@@ -153,7 +163,7 @@ def test_it_holds_what_is_said() -> None:
         whole = peak_of(allocations(lambda: MEMPLAN.cross_entropy_backward(*given)))  # noqa: B023
         held = peak_of(allocations(lambda: in_place(*given)))  # noqa: B023
         assert size <= whole <= size + 64
-        assert held <= said <= held + 64
+        assert held <= said <= held + forms.NUMBERS
         assert said <= min(size // 2, max(1 << 20, 2 * size // shape[0]))
 
 

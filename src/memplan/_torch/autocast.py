@@ -1,0 +1,43 @@
+"""Autocast's cache of casts while a step is traced.
+
+Seen in torch 2.11, 2.13 and 2.15: ``torch.clear_autocast_cache`` is looked up each time that an outermost autocast
+ends, and ``torch.set_autocast_cache_enabled`` is what tracing turns the cache off with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from memplan._torch.patches import patched
+
+_DEVICES = ("cpu", "cuda")
+
+
+@contextlib.contextmanager
+def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
+    """The cache is on or off, as the traced code is to find it; tracing itself finds no leaf to keep the casts of.
+
+    Yields what says in which region of autocast a cast of a parameter would be kept now in eager mode: it would until
+    the outermost autocast ends. None where it would not be.
+    """
+    thread, before, clear = threading.get_ident(), torch.is_autocast_cache_enabled(), torch.clear_autocast_cache
+    ended = 0
+
+    def cleared() -> None:
+        nonlocal ended
+        ended += threading.get_ident() == thread
+        clear()
+
+    def region() -> int | None:
+        return ended if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, _DEVICES)) else None
+
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        with patched(torch, clear_autocast_cache=cleared):
+            yield region
+    finally:
+        torch.set_autocast_cache_enabled(before)

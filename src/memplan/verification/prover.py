@@ -1,0 +1,198 @@
+"""Run a planned step beside the step as it is: all of it where there is memory for both, else for fewer samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from memplan._bytes import format_bytes
+from memplan.errors import MemplanError, UsageError
+from memplan.planning.baseline import baseline
+from memplan.planning.calls import Call
+from memplan.planning.plan import Plan
+from memplan.planning.planner import Planned
+from memplan.planning.request import Request
+from memplan.rewriting.install import Planner, install
+from memplan.verification import room
+from memplan.verification.fitting import Plans
+from memplan.verification.measured import Meter, storage_bytes
+from memplan.verification.proof import Cut, Proof
+from memplan.verification.states import attributes_kept, random_state_kept
+from memplan.verification.trial import Trial, Work
+from memplan.verification.verify import compare, with_times
+
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The same step for fewer samples."""
+
+    call: Call
+    samples: int
+    of: int
+    needed: int
+    """Bytes that running the whole step on both sides would take."""
+    free: int
+
+
+class Prover:
+    """Proves plans for one request.
+
+    Args:
+        asked: what is planned.
+        pairs: how many times both sides are timed.
+    """
+
+    def __init__(self, asked: Request, pairs: int) -> None:
+        self._asked, self._step, self._settings, self._pairs = asked, asked.step, asked.settings, pairs
+
+    def as_it_is(self, plan: Plan) -> Proof:
+        """The step beside itself, without a plan: whether it keeps the budget. ``plan`` is any of it."""
+        return self._proof(plan, None, lambda: None)
+
+    def proof(self, planned: Planned, put_in_place: Callable[[], None]) -> Proof:
+        """The planned step beside the step as it is.
+
+        Args:
+            planned: the plan.
+            put_in_place: makes calls of the step run as planned: called once, after the reference was made.
+
+        Raises:
+            UsageError: there is not enough memory, and the step cannot be proven for fewer samples.
+        """
+        return self._proof(planned.plan, planned, put_in_place)
+
+    def peak(self, predicted: int, planned: Planned | None) -> int | None:
+        """The measured peak of the step as it runs now, alone; None where there is not enough memory.
+
+        Args:
+            predicted: what it is to be, in bytes.
+            planned: the plan that is in place; None: there is none.
+        """
+        return self._measured(planned)[1] if self._has_room(predicted, room.available()) else None
+
+    def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
+        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
+        part = self._part(plan)
+        if part is None:
+            reference = self._trial("reference", self._asked.call)  # made before the plan is in place: runs without
+            put_in_place()
+            return self._beside(reference, self._asked.call, planned, predicted, budget)
+        proof = self._for_fewer(part, planned)
+        put_in_place()
+        measured = proof.exact and self._has_room(predicted, part.free)
+        resident, peak = self._measured(planned) if measured else (sum(plan.resident.values()), predicted)
+        return replace(
+            proof, resident=resident, peak=peak, reference_peak=plan.eager_peak, predicted=predicted, budget=budget,
+            cut=Cut(part.samples, part.of, part.needed, part.free, measured),
+        )  # fmt: skip
+
+    def _for_fewer(self, part: _Part, planned: Planned | None) -> Proof:
+        reference = self._trial("reference", part.call)
+        with ExitStack() as undo:
+            if planned is not None:
+                undo.callback(install(self._step, self._planner_of(part, planned)).undo)
+            return self._beside(reference, part.call, planned)
+
+    def _beside(
+        self,
+        reference: Trial,
+        call: Call,
+        planned: Planned | None,
+        predicted: int | None = None,
+        budget: int | None = None,
+    ) -> Proof:
+        if planned is None:
+            candidate = self._trial("candidate", call)
+            return compare(reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        self._warm_up(call, early=self._settings.early)
+        candidate = self._trial("candidate", call, early=self._settings.early)
+        candidate.beside = storage_bytes(planned.captured.constants.values())
+        proof = compare(reference, candidate, _STEPS, predicted=predicted, budget=budget)
+        timed = proof.ok and self._pairs
+        return with_times(proof, reference, candidate, self._pairs) if timed else proof
+
+    def _measured(self, planned: Planned | None) -> tuple[int, int]:
+        """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
+        early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
+        self._warm_up(self._asked.call, early=early, updates=updates)
+        trial = self._trial("alone", self._asked.call, early=early, updates=updates)
+        trial.beside = 0 if planned is None else storage_bytes(planned.captured.constants.values())
+        resident = 0
+        with Meter() as meter:
+            for _ in range(2):
+                trial.prepare()
+                trial.gradients_of_step(meter)
+                resident = trial.resident
+                trial.update_step(meter)
+                trial.rest()
+        return resident, resident + meter.measured(trial.name).growth_peak
+
+    def _warm_up(self, call: Call, **how: bool) -> None:
+        """Have planned what is still to be planned: that is not to be measured."""
+        with random_state_kept():
+            first = self._trial("first", call, **how)
+            first.prepare()
+            first.gradients_of_step()
+
+    def _trial(self, name: str, call: Call, *, early: bool = False, updates: bool = True) -> Trial:
+        args, kwargs = call.rebuild(call.tensors)
+        work = Work(
+            args, kwargs, optimizer=self._settings.optimizer, autocast=self._asked.autocast,
+            micro_batches=2 if self._settings.held else 1,
+        )  # fmt: skip
+        return Trial(name, self._step, self._step, work, early=early, updates=updates)
+
+    # -- what there is memory for
+
+    def _part(self, plan: Plan) -> _Part | None:
+        """What the step is compared for; None: for all samples."""
+        free, beside = room.available(), self._other_side(plan)
+        needed = plan.eager_peak + beside
+        if free is None or needed <= free:
+            return None
+        for samples, of, call in room.smaller(self._asked.call):
+            try:
+                with attributes_kept(self._step), self._asked.under_autocast():
+                    timeline = baseline(self._step, call, self._settings.optimizer, held=self._settings.held)
+            except MemplanError:  # it cannot be called with fewer
+                break
+            if timeline.steps[-1].peak_allocated + beside <= free:
+                return _Part(call, samples, of, needed, free)
+        raise UsageError(
+            f"The proof runs the step as it is beside the planned one, which takes {format_bytes(needed)}, and "
+            f"{format_bytes(free)} are available",
+            expected="so much memory, or inputs that can be cut along their first dimension, to prove fewer samples",
+            do="Free memory, or plan without a proof: memplan.plan, and torch.compile with the backend 'memplan'",
+        )
+
+    def _other_side(self, plan: Plan) -> int:
+        """Bytes of a side that waits while the other one runs, and of an optimizer that is not the user's."""
+        trained = storage_bytes(one for one in self._step.parameters() if one.requires_grad)
+        momentum = 0 if self._settings.optimizer is not None else 2 * trained
+        return sum(plan.resident.values()) + trained + momentum
+
+    def _has_room(self, peak: int, free: int | None) -> bool:
+        """Whether the step can run alone. Without updates it runs on the parameters that are there."""
+        there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters())
+        return free is None or peak - there <= free
+
+    def _planner_of(self, part: _Part, planned: Planned) -> Planner:
+        """The plan for fewer samples: by the decisions of the whole, where they can be taken over."""
+        settings = replace(self._settings, budget=planned.plan.peak, plan=None)
+        plans = Plans(self._step, settings, lambda _: None)
+        plans.made.append(planned)
+        with attributes_kept(self._step), self._asked.under_autocast():
+            found = plans(part.call, settings.held)
+            if isinstance(found, Planned):  # in so large a budget, it would keep everything
+                plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
+                found = plans(part.call, settings.held)
+        return lambda call, held: found if held == settings.held else plans(call, held)
+
+
+def _as_tight(plan: Plan, other: Plan) -> int:
+    """The budget of another plan that is as far above its floor as this one's."""
+    share = (plan.peak - plan.floor) / max(1, plan.eager_peak - plan.floor)
+    return other.floor + max(0, int(share * (other.eager_peak - other.floor)))

@@ -1,0 +1,71 @@
+"""What cannot be asked for together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import memplan
+from memplan.errors import UsageError
+
+
+def layers() -> Any:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def shared() -> Any:
+    model = layers()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def shared_with_a_buffer() -> nn.Module:
+    model = layers()
+    model.register_buffer("first", model[0].weight.data[2:])
+    return model
+
+
+def shared_with_what_is_frozen() -> nn.Module:
+    model = shared()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def slices() -> nn.Module:
+    model = layers()
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach(), model.parameters())
+    return model
+
+
+def tied() -> nn.Module:
+    model = layers()
+    model[2].weight = model[0].weight
+    return model
+
+
+def planned(model: nn.Module, *, early: bool) -> None:
+    memplan.plan(model, torch.randn(4, 8), budget="1 GiB", optimizer=torch.optim.SGD, early=early)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (shared, "0.weight and 2.weight"),
+        (shared_with_what_is_frozen, "0.weight and 2.weight"),
+        (shared_with_a_buffer, "0.weight and first"),
+    ],
+)
+def test_early_updates_of_what_shares_memory_are_refused(make: Callable[[], nn.Module], names: str) -> None:
+    with pytest.raises(UsageError, match=f"early=True, and {names} share memory"):
+        planned(make(), early=True)
+    planned(make(), early=False)
+
+
+@pytest.mark.parametrize("make", [slices, tied])
+def test_early_updates_of_parts_of_one_vector_and_of_one_parameter_are_not(make: Callable[[], nn.Module]) -> None:
+    planned(make(), early=True)

@@ -1,0 +1,108 @@
+"""What tells calls apart, and what is said about two that differ in one thing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memplan.planning.calls import call_of
+from memplan.rewriting.keys import Keys, UnkeyedError, argument_of
+from memplan.verification.states import ModuleCopy
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.names, self.table = ["a", ["b"]], {"scale": 1.0, "inner": {"x": (1, [2])}}
+        self.config, self.kinds = SimpleNamespace(scale=1.0), {1, 2}
+
+
+def key(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return Keys(net).key(net, call_of(args, kwargs))
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        (lambda net: None, True),
+        (lambda net: net[0].weight.data.mul_(2), True),
+        (lambda net: net[0].weight.register_hook(lambda gradient: gradient), True),
+        (lambda net: net[0].weight.register_post_accumulate_grad_hook(lambda weight: None), False),
+        (lambda net: net[0].weight.register_post_accumulate_grad_hook(lambda weight: None).remove(), True),
+        (lambda net: net[1].eval(), False),
+        (lambda net: setattr(net[1], "p", 0.1), False),
+        (lambda net: net.table["inner"]["x"][1].append(3), False),
+        (lambda net: setattr(net, "table", copy.deepcopy(net.table)), True),
+        (lambda net: setattr(net, "config", copy.deepcopy(net.config)), True),
+        (lambda net: setattr(net, "_new", 1), False),
+        (lambda net: net[0].requires_grad_(False), False),
+        (lambda net: setattr(net[0], "bias", None), False),
+    ],
+)
+def test_what_makes_another_key(change: Callable[[Any], Any], same: bool) -> None:
+    net = Net()
+    keys, call = Keys(net), call_of((X,), {})
+    before = keys.key(net, call)
+    change(net)
+    after = keys.key(net, call)
+    assert (after == before) is same
+    assert not same or hash(after) == hash(before)
+
+
+def test_the_keys_of_a_module_that_runs_with_copies_are_its_own() -> None:
+    net = Net()
+    keys, call = Keys(net), call_of((X,), {})
+    before = keys.key(net, call)
+    with ModuleCopy(net).in_place():
+        assert keys.key(net, call) == before
+    assert keys.key(net, call) == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ({"t": 0.1}, {"t": 0.2}, "argument t"),
+        ({"t": {"a": [1, 2]}}, {"t": {"a": [1, 3]}}, "argument t"),
+        ({"t": float("nan")}, {"t": float("nan")}, None),
+        ({"t": 0.1}, {"t": 0.1}, None),
+        ({"t": 0.1, "s": 1}, {"t": 0.2, "s": 2}, None),
+        ({"t": "a"}, {"t": "b"}, None),
+        ({"t": True}, {"t": False}, None),
+        ({"t": 0.1, "x": X}, {"t": 0.2, "x": X[:1]}, None),
+    ],
+)
+def test_the_argument_in_which_two_calls_differ(one: Any, other: Any, found: str | None) -> None:
+    net = Net()
+    keys, calls = Keys(net), [call_of((X, "kept"), kwargs) for kwargs in (one, other)]
+    place = keys.key(net, calls[0]).only_difference(keys.key(net, calls[1]))
+    assert (place if place is None else argument_of(calls[0], int(place))) == found
+
+
+def test_the_attribute_in_which_two_calls_differ() -> None:
+    net: Any = Net()
+    keys, call = Keys(net), call_of((X,), {"t": 1})
+    before = keys.key(net, call)
+    for module in net:
+        module.config = net.config
+    shared = keys.key(net, call)
+    net.config.scale = 2.0
+    changed = keys.key(net, call)
+    assert changed.only_difference(shared) == "attribute config"
+    assert changed.only_difference(before) is None
+    assert changed.only_difference(keys.key(net, call_of((X,), {"t": 2}))) == 1
+
+
+def test_what_has_no_key() -> None:
+    with pytest.raises(UnkeyedError, match="argument of type object"):
+        key(Net(), X, object())
+    with pytest.raises(UnkeyedError, match="layout"):
+        key(Net(), X.to_sparse())
