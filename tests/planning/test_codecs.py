@@ -137,23 +137,23 @@ def test_a_mask_becomes_bits_and_comes_back() -> None:
     check_direct(r, graph, encoding)
 
 
-@pytest.mark.parametrize(
-    ("shape", "target", "rest", "dtype"),
-    [
-        ((4, 64, 16, 16), "aten.max_pool2d_with_indices.default", ([2, 2], [2, 2]), torch.uint8),
-        ((2, 8, 32, 32), "aten.max_pool2d_with_indices.default", ([3, 3], [2, 2], [1, 1]), torch.int16),
-        ((1, 1, 256, 256), "aten.max_pool2d_with_indices.default", ([2, 2], [2, 2]), torch.int32),
-        ((2, 3, 16, 16, 16), "aten.max_pool3d_with_indices.default", ([2, 2, 2], [2, 2, 2]), torch.int16),
-        ((2, 64, 20, 20), "aten.adaptive_max_pool2d.default", ([7, 7],), torch.int16),
-        ((100, 200), "aten.topk.default", (50,), torch.uint8),
-        ((600, 700), "aten.max.dim", (0,), torch.int16),
-        ((700, 300), "aten.sort.default", (), torch.int16),
-        ((700, 300), "aten.argmax.default", (1,), torch.int16),
-        ((2, 8, 12, 12, 12), "aten.adaptive_max_pool3d.default", ([7, 7, 7],), torch.int16),
-        ((700, 300), "aten.argmin.default", (1,), torch.int16),
-        ((600, 700), "aten.min.dim", (1,), torch.int16),
-    ],
-)
+INDEXED: list[tuple[tuple[int, ...], str, tuple[Any, ...], torch.dtype]] = [
+    ((4, 64, 16, 16), "aten.max_pool2d_with_indices.default", ([2, 2], [2, 2]), torch.uint8),
+    ((2, 8, 32, 32), "aten.max_pool2d_with_indices.default", ([3, 3], [2, 2], [1, 1]), torch.int16),
+    ((1, 1, 256, 256), "aten.max_pool2d_with_indices.default", ([2, 2], [2, 2]), torch.int32),
+    ((2, 3, 16, 16, 16), "aten.max_pool3d_with_indices.default", ([2, 2, 2], [2, 2, 2]), torch.int16),
+    ((2, 64, 20, 20), "aten.adaptive_max_pool2d.default", ([7, 7],), torch.int16),
+    ((100, 200), "aten.topk.default", (50,), torch.uint8),
+    ((600, 700), "aten.max.dim", (0,), torch.int16),
+    ((700, 300), "aten.sort.default", (), torch.int16),
+    ((700, 300), "aten.argmax.default", (1,), torch.int16),
+    ((2, 8, 12, 12, 12), "aten.adaptive_max_pool3d.default", ([7, 7, 7],), torch.int16),
+    ((700, 300), "aten.argmin.default", (1,), torch.int16),
+    ((600, 700), "aten.min.dim", (1,), torch.int16),
+]
+
+
+@pytest.mark.parametrize(("shape", "target", "rest", "dtype"), INDEXED)
 def test_indices_become_the_smallest_integers_that_hold_them(
     shape: tuple[int, ...], target: str, rest: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
@@ -172,8 +172,7 @@ def test_indices_become_the_smallest_integers_that_hold_them(
 
 
 def test_every_op_with_indices_is_tried() -> None:
-    tried = {case[1] for case in test_indices_become_the_smallest_integers_that_hold_them.pytestmark[0].args[1]}
-    assert tried == set(codecs.INDICES)
+    assert {case[1] for case in INDEXED} == set(codecs.INDICES)
 
 
 class Stem(nn.Module):
