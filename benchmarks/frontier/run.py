@@ -76,7 +76,7 @@ def eager(case: Case) -> Training:
     return Training(subject, peer(subject, "eager"), case.mode, optimizer)
 
 
-def fitted(case: Case, subject: Subject) -> tuple[Loss, Row]:
+def fitted(case: Case, subject: Subject) -> tuple[Training, Row]:
     """The step as memplan makes it fit, and what it says about that."""
     import memplan
 
@@ -95,7 +95,8 @@ def fitted(case: Case, subject: Subject) -> tuple[Loss, Row]:
         "predicted": result.plan.peak,
         "lower_bound": result.plan.lower_bound,
     }
-    return lambda: result.loss(*subject.inputs, *subject.targets), said
+    loss = lambda: result.loss(*subject.inputs, *subject.targets)  # noqa: E731
+    return Training(subject, loss, case.mode, result.optimizer), said
 
 
 def smallest_budget(attempt: Callable[[], Any]) -> int:
@@ -144,12 +145,10 @@ def run(case: Case, pairs: int) -> Row:
     before = live_bytes()
     row: Row = {}
     if case.ours:
-        loss, row = fitted(case, subject)
+        candidate, row = fitted(case, subject)
     else:
-        loss = peer(subject, case.method)
-    early = case.ours and case.mode == "update"
-    optimizer = optimizer_of(trained(subject)) if case.mode == "update" and not early else None
-    candidate = Training(subject, loss, case.mode, optimizer)
+        optimizer = optimizer_of(trained(subject)) if case.mode == "update" else None
+        candidate = Training(subject, peer(subject, case.method), case.mode, optimizer)
     # The reference's own gradients and state come in between, and are taken off.
     row |= compare(reference, candidate)
     reference.prepare()
