@@ -59,7 +59,7 @@ from memplan._torch.joint import (
     tensors_replaced,
     view_strides,
 )
-from memplan._torch.modules import OwnState, own_state, set_own_state
+from memplan._torch.modules import OwnState, own_state, pre_hooks, set_own_state
 from memplan._torch.opaque import (
     OPAQUE,
     OPAQUE_BACKWARD,
@@ -89,6 +89,7 @@ from memplan._torch.tensors import (
     tensor_arguments,
     unwrapped,
     use_counts,
+    viewed,
 )
 from memplan._torch.values import Condition
 
@@ -166,6 +167,7 @@ __all__ = [
     "patched",
     "peculiarity",
     "place_of",
+    "pre_hooks",
     "rejections_counted",
     "say_place",
     "scaling_seen",
@@ -189,6 +191,7 @@ __all__ = [
     "use_counts",
     "version_of",
     "view_strides",
+    "viewed",
     "will_run",
     "with_symbols",
     "without_autocast",

@@ -29,6 +29,11 @@ class OwnState:
         return self.parameters, self.buffers, self.attributes
 
 
+def pre_hooks(module: nn.Module) -> list[Any]:
+    """A module's own forward pre-hooks. Seen in torch 2.11 and 2.13: ``_forward_pre_hooks``."""
+    return list(module._forward_pre_hooks.values())
+
+
 def own_state(module: nn.Module) -> OwnState:
     """What a module holds now."""
     own = vars(module)

@@ -115,6 +115,12 @@ def arguments(func: Any) -> list[Any]:
     return func._schema.arguments
 
 
+def viewed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a view looks into, as autograd knows it; else the tensor itself. Seen in torch 2.11 and 2.13:
+    ``_base``."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def is_mutable(func: Any) -> bool:
     """Whether an op writes one of its arguments."""
     return func._schema.is_mutable

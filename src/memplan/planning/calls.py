@@ -139,7 +139,7 @@ def _before(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
 
 
 def _base(tensor: torch.Tensor) -> int:
-    return id(tensor if tensor._base is None else tensor._base)
+    return id(_torch.viewed(tensor))
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -173,7 +173,7 @@ class _Bare(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, and see what it put in the place of its buffers."""
-        for hook in self.model._forward_pre_hooks.values():
+        for hook in _torch.pre_hooks(self.model):
             if is_transparent(hook):
                 hook(self.model, args)
         output = self.model.forward(*args, **kwargs)

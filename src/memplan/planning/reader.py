@@ -330,7 +330,7 @@ def _is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Whether an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
     if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
         return False
-    names = [argument.name for argument in function._schema.arguments]
+    names = [argument.name for argument in _torch.arguments(function)]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 

@@ -176,7 +176,7 @@ def computed(module: nn.Module) -> frozenset[str]:
     """Attributes that torch's own modules compute from parameters in each forward: weight norm's weight."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
-    hooks = (hook for hook in module._forward_pre_hooks.values() if is_transparent(hook))
+    hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
     return frozenset(str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
 
 
