@@ -60,6 +60,9 @@ class Fitted:
     changed: bool
     notes: list[str] = field(default_factory=lambda: ["tightened once"])
 
+    def undo(self) -> None:
+        """Nothing was done."""
+
 
 @dataclass
 class Engine:
@@ -283,6 +286,7 @@ def test_a_step_is_fitted_with_the_optimizer_early(deep: tuple[str, nn.Module], 
     result = run(target, *OPTIONS, *options)
     assert (result.exit_code, result.stderr) == (0, "")
     fitted = memplan.fit(model, "512x16", **STEP, **early, budget=budget, plan=memplan.load_plan(file), pairs=0)
+    fitted.undo()
     proof = json.loads((tmp_path / "out.json").read_text())["proof"]
     assert (proof["ok"], proof["early"], proof["optimizer"]) == (True, True, "AdamW")
     assert proof["peak"] == fitted.proof.peak <= budget < fitted.proof.reference_peak

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import operator
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -320,7 +322,8 @@ def test_optimizers_that_need_all_gradients_at_once_are_refused(training: Any) -
 
 
 def torch_now() -> list[Any]:
-    """What is replaced as long as something is updated early."""
+    """What is replaced as long as something is updated early, now that what nobody holds is gone."""
+    gc.collect()
     clip_grad = nn.utils.clip_grad
     inner = [inspect.getclosurevars(one).nonlocals["func"] for one in (
         clip_grad._clip_grads_with_norm_, clip_grad.clip_grad_value_
@@ -336,3 +339,18 @@ def test_torch_is_as_before_when_nothing_is_updated_early() -> None:
     second.undo()
     second.undo()
     assert torch_now() == before
+
+
+def test_a_model_that_is_gone_leaves_nothing_behind() -> None:
+    def train() -> weakref.ref[nn.Module]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        update_early(optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return weakref.ref(model)
+
+    before = torch_now()
+    model = train()
+    assert torch_now() == before
+    assert model() is None

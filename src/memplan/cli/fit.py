@@ -216,7 +216,9 @@ def _outcome(
         return Outcome(given.target, None, changed=False, shortfall=error)
     except VerificationError as error:
         return Outcome(given.target, None, error.proof, changed=False, notes=(f"{error.do}.",))
-    return Outcome(given.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
+    outcome = Outcome(given.target, fitted.plan, fitted.proof, changed=fitted.changed, notes=tuple(fitted.notes))
+    fitted.undo()
+    return outcome
 
 
 def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:

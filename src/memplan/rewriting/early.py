@@ -66,10 +66,11 @@ class Early:
         for parameter in _parameters(optimizer):
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._before(parameter)))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._apply))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(self._apply)))
         self._zero_grad, self._patches = optimizer.zero_grad, ExitStack()
         self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._zero))
         _watching.add(self)
+        weakref.finalize(self, _watching.tidy)
 
     def undo(self) -> None:
         """Make the optimizer update in ``step()`` again."""
@@ -194,6 +195,19 @@ def _check_alone() -> None:
         )
 
 
+def _weakly(method: Any) -> Any:
+    """A hook that does not keep its object: torch shows this kind of hook to no garbage collector, so that a model and
+    the optimizer that it would hold would stay for ever."""
+    held = weakref.WeakMethod(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        found = held()
+        if found is not None:
+            found(parameter)
+
+    return hook
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -202,7 +216,7 @@ class _Watching:
     """Sees what a loop does to gradients as long as there is anything that it would break."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage can be collected at any time
         self._early: weakref.WeakSet[Early] = weakref.WeakSet()
         self._patches = ExitStack()
         self._open = False
@@ -218,9 +232,13 @@ class _Watching:
             self._early.add(early)
 
     def discard(self, early: Early) -> None:
+        self._early.discard(early)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Stop where there is nothing to see any more."""
         with self._lock:
-            self._early.discard(early)
-            if self._open and not self._early:
+            if self._open and next(iter(self._early), None) is None:
                 self._patches.close()
                 self._open = False
 
