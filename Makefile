@@ -6,6 +6,8 @@ VENV := .venv
 CONSTRAINTS := constraints/cpu.txt
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
+# Tests run side by side, each with kernels of one thread: two of many threads each would wait for one another.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) -e
@@ -17,7 +19,7 @@ demo: $(VENV)/.examples
 	$(BIN)/memplan explain examples/unet3d.py:build $(DEMO_FLAGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_FLAGS)
 
 # pyright reads the tests too, so it needs what they import
 check: $(VENV)/.test $(VENV)/.check

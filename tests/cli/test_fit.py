@@ -172,7 +172,7 @@ def test_a_proof_that_fails_is_no_success(net: str, engine: Engine, tmp_path: Pa
     result = run(net, "--input", "2x4", "--budget", "400MiB", *files)
     assert (result.exit_code, result.stderr) == (1, "")
     words = " ".join(result.stdout.split())
-    assert "net.py:make was NOT made to fit the budget of 400.0 MiB: the proof failed." in words
+    assert "was NOT made to fit the budget of 400.0 MiB: the proof failed." in words
     assert "NOT the same: the gradient of a.weight differs by up to 1" in words
     assert "note: Please report this." in words
     written = json.loads((tmp_path / "out.json").read_text())

@@ -100,3 +100,15 @@ def test_another_batch_size_is_planned_anew(name: str, choice: str) -> None:
             total(model(*args, **kwargs)).backward()
 
     compare(cell, choice, loop, 3)
+
+
+def test_gradients_of_many_layers_come_in_few_groups() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)))
+    reference = copy.deepcopy(model)
+    plan = installed(model, CHOICES["all dropped"])
+    x = torch.randn(2, 4)
+    total(model(x)).backward()
+    total(reference(x)).backward()
+    same_state(reference, model)
+    (engine,) = plan.engines
+    assert 8 <= engine.text.count("yield given") <= 16

@@ -14,6 +14,11 @@ from typing import Literal
 
 from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph
 
+NODES = 16
+"""Moments at which gradients are given that stay in memory anyway. To autograd each is a node, which takes as long as
+a small op: two hundred would slow a network of many small layers down by a tenth. With one alone, gradients could not
+be reduced between processes while the backward pass still runs, nor a pass for the last layers end early."""
+
 ActionKind = Literal["run", "encode", "decode", "write", "receive", "give"]
 
 
@@ -166,6 +171,7 @@ class _Scheduler:
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         self.there = self.resident | set(self.tangents)
+        self.copies = copied(graph, choices)
 
     def run(self) -> Schedule:
         backward = self._backward()
@@ -173,7 +179,7 @@ class _Scheduler:
         forward = self._forward(saved)
         fixed = self.resident | self.outputs
         self._free(forward, born=(), kept=fixed | set(saved))
-        self._free(backward, born=(*saved, *self.tangents), kept=fixed | self._kept_gradients(backward))
+        self._free(backward, born=(*saved, *self.tangents), kept=fixed | self._kept_gradients())
         return Schedule(
             self.graph,
             self.choices,
@@ -263,30 +269,30 @@ class _Scheduler:
 
     def _with_gives(self, drafts: list[_Draft]) -> list[_Draft]:
         """The same with each gradient given away as soon as nothing reads it and, where its parameter may be changed
-        at once, nothing reads that either."""
+        at once, nothing reads that either. Those that stay wait for others: see NODES."""
         last = {value: at for at, draft in enumerate(drafts) for value in (*draft.reads, *draft.makes)}
-        due: dict[int, list[_Draft]] = defaultdict(list)
-        copies = copied(self.graph, self.choices)
+        ready, waiting = dict[int, int](), set[int]()
         for of, gradient in self.graph.gradients:
-            base = self.graph.base(gradient)
-            at = last.get(base, 0)
+            ready[of] = last.get(self.graph.base(gradient), 0)
             if changed_at_once(self.graph, self.choices, of):
-                at = max(at, last.get(self.graph.base(of), 0))
-            action = Action("give", value=of, source=gradient, copies=of in copies)
-            due[at].append(_Draft(action, (base,), ()))
+                ready[of] = max(ready[of], last.get(self.graph.base(of), 0))
+            elif self._stays(of):
+                waiting.add(of)
+        together = _together(sorted({ready[of] for of in waiting}))
+        due: dict[int, list[_Draft]] = defaultdict(list)
+        for of, gradient in self.graph.gradients:
+            action = Action("give", value=of, source=gradient, copies=of in self.copies)
+            at = together[ready[of]] if of in waiting else ready[of]
+            due[at].append(_Draft(action, (self.graph.base(gradient),), ()))
         return [one for at, draft in enumerate(drafts) for one in (draft, *due.get(at, ()))]
 
-    def _kept_gradients(self, drafts: Sequence[_Draft]) -> set[int]:
-        """Bases of gradients that stay: they are in the receiver's hands, not freed after they were given."""
-        return {
-            self.graph.base(draft.action.source)
-            for draft in drafts
-            if draft.action.kind == "give"
-            and draft.action.source is not None
-            and draft.action.value is not None
-            and not draft.action.copies
-            and not taken(self.graph, self.choices, draft.action.value)
-        }
+    def _stays(self, of: int) -> bool:
+        """Whether a gradient stays in the receiver's hands, in its own memory."""
+        return of not in self.copies and not taken(self.graph, self.choices, of)
+
+    def _kept_gradients(self) -> set[int]:
+        """Bases of gradients that stay: they are not freed after they were given."""
+        return {self.graph.base(gradient) for of, gradient in self.graph.gradients if self._stays(of)}
 
     # -- memory
 
@@ -327,6 +333,12 @@ def with_fewest_pieces(made: Schedule, fits: Callable[[Schedule], Sequence[bool]
     needed = {a.op for a, one in zip(actions, fits(without), strict=True) if not one and a.op is not None}
     some = schedule(made.graph, replace(made.choices, pieces=frozenset(needed)))
     return some if all(fits(some)) else made
+
+
+def _together(moments: Sequence[int]) -> dict[int, int]:
+    """For each of these moments, in order, the one at which what is ready then is given: NODES of them at most."""
+    size = max(1, -(-len(moments) // NODES))
+    return {at: moments[min(k - k % size + size, len(moments)) - 1] for k, at in enumerate(moments)}
 
 
 def _outputs(graph: JointGraph) -> set[int]:

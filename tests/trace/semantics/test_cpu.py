@@ -126,6 +126,11 @@ CONVOLUTIONS: list[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = [
     ((2, 8, 16, 16, 16), (16, 8, 3, 3, 3), {"padding": 1, "dtype": F64}),
     ((4, 16, 30, 30), (32, 8, 3, 3), {"padding": 1, "groups": 2, "dtype": F64}),
     ((4, 32, 20, 20), (32, 16, 4, 4), {"stride": 2, "padding": 1, "transposed": True, "dtype": F64}),
+    ((4, 16, 30, 30), (32, 16, 3, 3), {"padding": 1, "dtype": F64, "last": True}),
+    ((4, 16, 30, 30), (32, 16, 1, 1), {"dtype": F64, "last": True}),
+    ((4, 16, 30, 30), (32, 16, 3, 3), {"padding": 2, "dilation": 2, "dtype": F64, "last": True}),
+    ((4, 16, 30, 30), (32, 8, 3, 3), {"padding": 1, "groups": 2, "dtype": F64, "last": True}),
+    ((4, 32, 20, 20), (32, 16, 4, 4), {"stride": 2, "padding": 1, "transposed": True, "dtype": F64, "last": True}),
 ]
 
 

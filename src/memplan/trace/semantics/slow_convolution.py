@@ -11,11 +11,17 @@ from math import prod
 
 import torch
 
-from memplan.trace.semantics.layout import bytes_of, copied, space
+from memplan.trace.semantics.layout import bytes_of, copied_to, space, suggests_channels_last
 
 
 def _columns(channels: int, weight: torch.Tensor, positions: int, itemsize: int) -> int:
     return channels * prod(weight.shape[2:]) * positions * itemsize
+
+
+def _copied(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> int:
+    """Images in channels last stay so (``thnn_conv_use_channels_last`` in ATen/native/ConvUtils.h)."""
+    last = x.dim() == 4 and (suggests_channels_last(x) or suggests_channels_last(weight))
+    return sum(copied_to(one, last) for one in (x, weight, *others))
 
 
 def _skips_columns(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
@@ -35,7 +41,7 @@ def forward(
 ) -> int:
     """The columns; with groups also the slices of input and output, which are put together at the end."""
     batch, size = x.shape[0], x.element_size()
-    copies = copied(x) + copied(weight)
+    copies = _copied(x, weight)
     if transposed:
         columns = _columns(y.shape[1] // groups, weight, space(x.shape), size)
         if x.dim() < 5:
@@ -66,7 +72,7 @@ def backward(
 ) -> int:
     """Columns are live while the last result is computed; the results of a group are slices first."""
     batch, size = x.shape[0], x.element_size()
-    copies = copied(gradient) + copied(x) + copied(weight)
+    copies = _copied(x, weight, gradient)
     data = weights = 0
     if transposed:
         data = weights = _columns(gradient.shape[1] // groups, weight, space(x.shape), size)
