@@ -16,13 +16,14 @@ def flat(graph: JointGraph, *, early: bool = False, held: bool = False) -> FlatG
 
 
 @pytest.mark.parametrize("graph", [residual(4), transformer(2), unet(2)])
-def test_gradients_are_given_where_the_schedule_gives_them(graph: JointGraph) -> None:
-    for early in (False, True):
-        made, slot, expected = schedule(graph, Choices(early=early)), 0, list[int]()
+def test_gradients_that_go_are_given_where_the_schedule_gives_them(graph: JointGraph) -> None:
+    """Those that stay change no level, whenever they are given: the schedule lets them wait for one another."""
+    for early, held in ((True, False), (False, True)):
+        made, slot, expected = schedule(graph, Choices(early=early, held=held)), 0, list[int]()
         for action in made.backward:
             slot += action.kind == "run"
             expected += [slot] if action.kind == "give" else []
-        assert sorted(give.slot for give in flat(graph, early=early).gives) == expected
+        assert sorted(give.slot for give in flat(graph, early=early, held=held).gives) == expected
 
 
 def test_the_ends_of_values_are_those_of_the_schedule() -> None:
