@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from planning.graphs import residual, transformer
@@ -49,3 +50,19 @@ def test_halving_the_batch_keeps_what_does_not_follow_it() -> None:
     kinds = ("weight", "buffer", "parameter_gradient", "optimizer_state")
     fixed = sum(holder.bytes for holder in error.held_by if holder.cause in kinds)
     assert way.bytes == pytest.approx(fixed + (error.smallest_budget - fixed) / 2, abs=1)
+
+
+def test_what_cannot_be_done_is_no_way() -> None:
+    graph = residual(3)
+
+    def changed(**how: object) -> JointGraph:
+        return replace(graph, values=(replace(graph.values[0], **how), *graph.values[1:]))
+
+    def ways(of: JointGraph) -> str:
+        return " ".join(way.do for way in budget_error(schedule(of, Choices()), Surroundings(), 0).lower_by)
+
+    assert graph.values[0].kind == "input"
+    assert "batch" in ways(graph)
+    assert "bfloat16" in ways(graph)
+    assert "batch" not in ways(changed(shape=(1, 1250000), stride=(1250000, 1)))
+    assert "bfloat16" not in ways(changed(dtype="bfloat16"))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
-from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import Schedule
 from memplan.planning.trace import trace_of
@@ -15,6 +14,7 @@ from memplan.trace.model import Cause, Op, Storage, Trace
 
 _SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
 """Causes whose bytes follow the inputs' sizes."""
+_NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +91,16 @@ def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
     scaling = [storage for storage in live if storage.cause in _SCALING]
     total = sum(storage.bytes for storage in scaling)
     wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input")
-    ways = [Way("halve the batch", peak - total // 2)] if total else []
-    axes = _image_axes(floor.graph)
+    inputs = [value.shape for value in floor.graph.values if value.kind == "input"]
+    ways = list[Way]()
+    if total and inputs and inputs[0] and inputs[0][0] > 1:
+        ways.append(Way("halve the batch", peak - total // 2))
+    axes = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)
     if total and axes:
         ways.append(Way("halve the resolution", peak - total + total // 2**axes))
-    if wide:
+    if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
         ways.append(Way("run in bfloat16 (autocast)", peak - wide // 2))
     gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
     if gradients and not floor.choices.early and not floor.choices.held:
         ways.append(Way("let the optimizer update early", peak - gradients))
     return ways
-
-
-def _image_axes(graph: JointGraph) -> int:
-    """How many dimensions an image or volume among the inputs has; 0 where there is none."""
-    shapes = [value.shape for value in graph.values if value.kind == "input"]
-    return max((len(shape) - 2 for shape in shapes if len(shape) in (4, 5)), default=0)
