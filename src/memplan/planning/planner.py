@@ -169,7 +169,7 @@ class Study:
             names=names_of(graph),
             predicted=timeline_of(made, around),
             eager_peak=self.eager_peak(settings),
-            floor=search.floor().peak,
+            floor=search.floor_peak,
             lower_bound=search.lower_bound,
             seconds=made.seconds,
             step_seconds=step_seconds(graph) or None,

@@ -122,6 +122,10 @@ def frontier(
     return Search(graph, surroundings, early=early, held=held, heuristics=heuristics).frontier(points)
 
 
+def _by_peak(state: State) -> tuple[int, float]:
+    return state.peak, state.seconds
+
+
 @dataclass
 class Search:
     """Searches on one graph, for any number of budgets: what they share is worked out once."""
@@ -145,6 +149,8 @@ class Search:
         self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.known: list[State] = []
         """Good states of earlier searches: starts for the next."""
+        self._low: State | None = None
+        """Of the smallest peak, whatever it adds."""
         self._floor: State | None = None
         self._solved: dict[int, Fractions | None] = {}
 
@@ -161,8 +167,10 @@ class Search:
 
     def floor(self) -> Found:
         """As `floor`."""
-        state = self._lowest()
-        return self._found(state, state.peak)
+        if self._floor is None:
+            lowest = self._lowest()
+            self._floor = self._best(lowest.peak, lowest.column) or lowest
+        return self._found(self._floor, self._floor.peak)
 
     def frontier(self, points: int) -> list[Found]:
         """As `frontier`."""
@@ -257,24 +265,29 @@ class Search:
 
     # -- the floor
 
+    @cached_property
+    def floor_peak(self) -> int:
+        """The smallest peak that the search can reach."""
+        return self._lowest().peak
+
     def _lowest(self) -> State:
         """By halving the distance to the lower bound, from the lowest state so far; where that does not get further,
         from others."""
-        if self._floor is None:
+        if self._low is None:
             everything = np.zeros(self.evaluator.rows, dtype=bool)
             everything[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
             starts = [self.kept.column, everything, *(state.column for state in self.known)]
             zero = self._local(0)
-            best = min((zero.state(start) for start in starts), key=lambda state: (state.peak, state.seconds))
+            best = min((zero.state(start) for start in starts), key=_by_peak)
             low = self.lower_bound
             while best.peak - low > best.peak // 1000:
                 budget = low + (best.peak - low) // 2
                 tried = self._lower(budget, [best.column, *self._dynamic(budget), *starts])
-                best = min(best, tried, key=lambda state: (state.peak, state.seconds))
+                best = min(best, tried, key=_by_peak)
                 if best.peak > budget:
                     low = budget + 1
-            self._floor = self._best(best.peak, best.column) or best
-        return self._floor
+            self._low = best
+        return self._low
 
     def _lower(self, budget: int, starts: Iterable[Column]) -> State:
         """The first start that can be repaired to the budget, or the one that came nearest."""
