@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.trace.semantics.cpu import transient_bytes
+from memplan.trace.semantics.results import RESULTS
 
 aten = torch.ops.aten
 BF16, F64 = torch.bfloat16, torch.float64
@@ -286,3 +287,19 @@ def test_flash_attention(dtype: torch.dtype, batch: int, heads: int, length: int
 
 def test_an_op_that_is_not_in_the_table_takes_nothing() -> None:
     assert transient_bytes("aten.relu.default", (torch.randn(3),), {}, torch.randn(3)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("channels", "out", "groups"), [(384, 32, 1), (64, 32, 1), (96, 4, 2), (8, 8, 1)])
+def test_the_memory_of_a_transposed_convolution_of_volumes(
+    dtype: torch.dtype, batch: int, channels: int, out: int, groups: int
+) -> None:
+    """Which can be that of its input."""
+    x = torch.randn(batch, channels, 4, 4, 4, dtype=dtype)
+    weight = torch.randn(channels, out // groups, 2, 2, 2, dtype=dtype)
+    args = (x, weight, None, [2] * 3, [0] * 3, [1] * 3, True, [0] * 3, groups)
+    result = aten.convolution.default(*args)
+    predicted = RESULTS["aten.convolution.default"](args, {}, torch.empty(result.shape, dtype=dtype))
+    assert predicted.untyped_storage().nbytes() == result.untyped_storage().nbytes()
+    assert predicted.shape == result.shape

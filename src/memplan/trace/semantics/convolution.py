@@ -308,6 +308,20 @@ def _finish(work: Work, result: int, before: int) -> int:
     return max(running, work.result + result * (2 if work.last else 1))
 
 
+def resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """A transposed convolution of volumes, where oneDNN does not run: the result is made as large as the input, then
+    resized, which gives nothing back.
+
+    Source: aten/src/ATen/native/NaiveConvolutionTranspose3d.cpp, `slow_conv_transpose3d_cpu`.
+    """
+    x, weight, _, stride, _, dilation, transposed, outpad, groups = args[:9]
+    if not transposed or groups > 1 or x.dim() != 5 or x.numel() <= result.numel():
+        return result
+    if uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
+        return result
+    return result.new_empty(x.numel()).as_strided(result.shape, result.stride())
+
+
 def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``aten.convolution.default``."""
     x, weight, bias, stride, padding, dilation, transposed, outpad, groups = args[:9]

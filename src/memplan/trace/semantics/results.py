@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memplan.trace.semantics.convolution import resized
 from memplan.trace.semantics.recurrent import with_both_biases, with_workspace
 
 _NO_REDUCTION = 0
@@ -31,6 +32,7 @@ def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]
 
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
+    "aten.convolution.default": resized,
     "aten.mkldnn_rnn_layer.default": with_workspace,
     "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
     "aten.mse_loss.default": _keeps_unreduced(2),
