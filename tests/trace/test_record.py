@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -285,3 +287,33 @@ def test_guards_against_nan_are_not_taken_as_true() -> None:
 
     trace = memplan.record(build, device="cpu", steps=1)
     assert "a check for nan or inf was read and taken as False" in {a.text for a in trace.assumptions}
+
+
+def test_modules_that_are_imported_by_a_step_keep_torch_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors are hidden from the step's code, not from what it imports."""
+    (tmp_path / "imported_by_a_step.py").write_text("from torch._subclasses import FakeTensor\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[Any] = []
+
+    def build() -> Callable[[], object]:
+        def step() -> object:
+            inside: dict[str, Any] = {"__name__": "torch.fresh"}
+            exec("from torch._subclasses import FakeTensor", inside)
+            seen.append(inside["FakeTensor"])
+            seen.append(importlib.import_module("imported_by_a_step"))
+            one = torch.ones(2)
+            seen.append(isinstance(one, torch._subclasses.FakeTensor))
+            return one
+
+        return step
+
+    memplan.record(build)
+    from torch._subclasses.fake_tensor import FakeTensor as real
+
+    assert seen[0] is real
+    assert seen[1].FakeTensor is real
+    assert seen[2] is False
+    assert torch._subclasses.FakeTensor is real
+    assert "__getattr__" not in vars(torch._subclasses)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -81,6 +82,38 @@ class NoFakeTensor:
     Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
     but the path to record is the one that really runs.
     """
+
+
+@contextlib.contextmanager
+def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
+    """`torch._subclasses.FakeTensor` is another class to all but torch itself, and what runs inside of an op.
+
+    Modules that are imported meanwhile take from there what they will have for good: torch's own the class that it is,
+    and those of others get it afterwards.
+    """
+    package: Any = torch._subclasses
+    if "FakeTensor" not in vars(package):  # hidden already
+        yield
+        return
+
+    def found(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+        asking = str(sys._getframe(1).f_globals.get("__name__"))
+        return FakeTensor if asking.partition(".")[0] == "torch" or inside() else NoFakeTensor
+
+    before = set(sys.modules)
+    del package.FakeTensor
+    package.__getattr__ = found
+    try:
+        yield
+    finally:
+        del package.__getattr__
+        package.FakeTensor = FakeTensor
+        for name in set(sys.modules) - before:
+            for attribute, value in list(vars(sys.modules[name]).items()):
+                if value is NoFakeTensor:
+                    setattr(sys.modules[name], attribute, FakeTensor)
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -250,12 +283,10 @@ class FakeMode(FakeTensorMode):
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
         self._inside = True
-        shown, torch._subclasses.FakeTensor = torch._subclasses.FakeTensor, FakeTensor
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:
             return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
         finally:
-            torch._subclasses.FakeTensor = shown
             fake_tensor.FakeTensor = seen
             self._inside = False
 
@@ -267,12 +298,11 @@ class FakeMode(FakeTensorMode):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """The mode, entered for the user's code, with what goes with it. (It enters itself again for inner calls.)"""
-        hide: Any = NoFakeTensor
         with (
             patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
             # it logs a traceback of every error that it raises; whoever records answers them with one message
             patched(fake_tensor.log, disabled=True),
-            patched(torch._subclasses, FakeTensor=hide),
+            _hidden(lambda: self._inside),
             # the foreach functions are for these types alone, and a fake tensor stands for one of them
             patched(_FOREACH[0], _foreach_supported_types=[*_FOREACH[0]._foreach_supported_types, FakeTensor]),
             patched(_FOREACH[1], _foreach_supported_types=[*_FOREACH[1]._foreach_supported_types, FakeTensor]),
