@@ -32,12 +32,13 @@ def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Scores and their gradient a thread; the output's gradient where its heads are not inside its rows."""
+    """Scores and their gradient a thread, sums of rows; the output's gradient where its heads are not inside its
+    rows."""
     gradient, q, k = args[:3]
     threads = torch.get_num_threads()
     rows, columns = _rows(q.shape[2]), min(512, k.shape[2])
     wide = 8 if q.dtype is torch.float64 else 4
-    taken = threads * 2 * rows * columns * wide
+    taken = (threads * 2 * rows * columns + rows) * wide
     if q.dtype in _REDUCED:
         taken += threads * 2 * rows * columns * 2
     return taken + copied(gradient.transpose(1, 2))
