@@ -89,3 +89,17 @@ def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory
     assert validate(graph, made, None, around) == timeline_of(made, around).peak_allocated == found.peak
     evaluator = Evaluator(graph, around, early=choices.early, held=choices.held)
     assert evaluator.evaluate(evaluator.column(choices)[:, None]).peak == [found.peak]
+
+
+def test_the_gradient_of_a_single_number_stays() -> None:
+    """As ``loss.backward()`` holds it: measured so with torch's allocator in tests/rewriting/test_engine_memory.py."""
+    graph = small()
+    (tangent,) = (value for value in graph.values if value.kind == "tangent")
+    number = replace(tangent, shape=(), stride=())
+    alone = replace(graph, values=tuple(number if one is tangent else one for one in graph.values))
+    before, after = (schedule(one, Choices()) for one in (graph, alone))
+    assert before.backward == after.backward
+    assert levels(after).backward == (348, 348 + 200, 348 + 200, 348 + 30 + 40, 188)
+    assert levels(after).peak == validate(alone, after) == timeline_of(after, Surroundings()).steps[-1].peak_allocated
+    found = Evaluator(alone, Surroundings(), early=False, held=False)
+    assert found.evaluate(found.column(Choices())[:, None]).peak == [levels(after).peak]

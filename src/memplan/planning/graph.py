@@ -62,6 +62,12 @@ class Value:
         return self.base != self.id
 
     @property
+    def held(self) -> bool:
+        """Whether its bytes stay when a schedule frees it: of a single number, as a loss, ``backward()`` itself holds the
+        gradient until it returns."""
+        return self.kind == "tangent" and not self.shape
+
+    @property
     def own_bytes(self) -> int:
         """Bytes of a tensor of this shape in memory of its own, as its gradient is: whatever memory it shares."""
         return math.prod(self.shape) * getattr(torch, self.dtype).itemsize

@@ -133,5 +133,5 @@ class _Walk(ActionBytes):
         replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
         self.level += self.owned(action.makes) - replaced + self.kept_copy(action)
         during = self.level + self.transient(action)
-        self.level -= self.owned(action.frees)
+        self.level -= self.owned(value for value in action.frees if not self.graph.values[value].held)
         return during

@@ -154,9 +154,10 @@ class _Tracer:
 
     def _free(self, action: Action) -> int:
         """Free what the action frees: so many bytes."""
-        for value in action.frees:
+        freed = [value for value in action.frees if not self.graph.values[value].held]
+        for value in freed:
             self._dies(self.at.pop(value))
-        return sum(self.graph.values[value].bytes for value in action.frees)
+        return sum(self.graph.values[value].bytes for value in freed)
 
     def _name(self, action: Action) -> str:
         if action.op is not None:

@@ -136,7 +136,7 @@ class _Walk:
         kept = value in self.resident or value in self.outputs or value in self.theirs
         self.need(value in self.live and not kept, f"{self.names([value])} is not there to be freed, or has to stay")
         self.live.remove(value)
-        self.level -= self.size([value])
+        self.level -= 0 if self.values[value].held else self.size([value])
 
     def size(self, values: Iterable[int]) -> int:
         return sum(self.values[value].bytes for value in values)
