@@ -63,8 +63,8 @@ class Value:
 
     @property
     def held(self) -> bool:
-        """Whether its bytes stay when a schedule frees it: of a single number, as a loss, ``backward()`` itself holds the
-        gradient until it returns."""
+        """Whether its bytes stay when a schedule frees it: of a single number, as a loss, ``backward()`` itself holds
+        the gradient until it returns."""
         return self.kind == "tangent" and not self.shape
 
     @property
