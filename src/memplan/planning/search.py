@@ -282,18 +282,21 @@ class Search:
             low = self.lower_bound
             while best.peak - low > best.peak // 1000:
                 budget = low + (best.peak - low) // 2
-                tried = self._lower(budget, [best.column, *self._dynamic(budget), *starts])
+                tried = self._lower(budget, [best.column, *self._dynamic(budget)], starts)
                 best = min(best, tried, key=_by_peak)
                 if best.peak > budget:
                     low = budget + 1
             self._low = best
         return self._low
 
-    def _lower(self, budget: int, starts: Iterable[Column]) -> State:
-        """The first start that can be repaired to the budget, or the one that came nearest."""
+    def _lower(self, budget: int, starts: list[Column], others: list[Column]) -> State:
+        """The first start that can be repaired to the budget, or the one that came nearest. What the others come to is
+        where they start from next time."""
         local, best = self._local(budget), None
-        for start in starts:
+        for at, start in enumerate((*starts, *others), -len(starts)):
             state = local.repair(local.settled(local.state(start)), self.use.rounds)
+            if at >= 0:
+                others[at] = state.column
             if best is None or state.peak < best.peak:
                 best = state
             if state.fits:
