@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 from planning.graphs import Tape
 
 from memplan.planning.evaluate import Evaluator
@@ -92,7 +94,6 @@ def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory
 
 
 def test_the_gradient_of_a_single_number_stays() -> None:
-    """As ``loss.backward()`` holds it: measured so with torch's allocator in tests/rewriting/test_engine_memory.py."""
     graph = small()
     (tangent,) = (value for value in graph.values if value.kind == "tangent")
     number = replace(tangent, shape=(), stride=())
@@ -103,3 +104,13 @@ def test_the_gradient_of_a_single_number_stays() -> None:
     assert levels(after).peak == validate(alone, after) == timeline_of(after, Surroundings()).steps[-1].peak_allocated
     found = Evaluator(alone, Surroundings(), early=False, held=False)
     assert found.evaluate(found.column(Choices())[:, None]).peak == [levels(after).peak]
+
+
+def test_backward_holds_the_gradient_of_a_loss_until_it_returns() -> None:
+    weight, held, seen = torch.ones(3, requires_grad=True), list[weakref.ref[torch.Tensor]](), list[bool]()
+    loss = weight.sin().sum()
+    loss.register_hook(lambda gradient: held.append(weakref.ref(gradient)))
+    weight.register_hook(lambda _: seen.append(held[0]() is not None))
+    loss.backward()
+    assert seen == [True]
+    assert held[0]() is None

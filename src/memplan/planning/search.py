@@ -149,9 +149,6 @@ class Search:
         self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.known: list[State] = []
         """Good states of earlier searches: starts for the next."""
-        self._low: State | None = None
-        """Of the smallest peak, whatever it adds."""
-        self._floor: State | None = None
         self._solved: dict[int, Fractions | None] = {}
 
     def within(self, budget: int) -> Found | Infeasible:
@@ -161,20 +158,17 @@ class Search:
         if budget < self.lower_bound:
             return self._infeasible()
         state = self._best(budget)
-        if state is None and self._lowest().peak <= budget:
-            state = self._polished(budget, [self._lowest().column])
+        if state is None and self._lowest.peak <= budget:
+            state = self._polished(budget, [self._lowest.column])
         return self._infeasible() if state is None else self._found(state, budget)
 
     def floor(self) -> Found:
         """As `floor`."""
-        if self._floor is None:
-            lowest = self._lowest()
-            self._floor = self._best(lowest.peak, lowest.column) or lowest
-        return self._found(self._floor, self._floor.peak)
+        return self._found(self._cheapest, self._cheapest.peak)
 
     def frontier(self, points: int) -> list[Found]:
         """As `frontier`."""
-        low, high = self._lowest().peak, self.kept.peak
+        low, high = self._lowest.peak, self.kept.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         found, best = list[Found](), None
         for budget in budgets:
@@ -265,29 +259,33 @@ class Search:
 
     # -- the floor
 
-    @cached_property
+    @property
     def floor_peak(self) -> int:
         """The smallest peak that the search can reach."""
-        return self._lowest().peak
+        return self._lowest.peak
 
+    @cached_property
+    def _cheapest(self) -> State:
+        """Of so small a peak, the one with the fewest seconds."""
+        return self._best(self._lowest.peak, self._lowest.column) or self._lowest
+
+    @cached_property
     def _lowest(self) -> State:
-        """By halving the distance to the lower bound, from the lowest state so far; where that does not get further,
-        from others."""
-        if self._low is None:
-            everything = np.zeros(self.evaluator.rows, dtype=bool)
-            everything[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
-            starts = [self.kept.column, everything, *(state.column for state in self.known)]
-            zero = self._local(0)
-            best = min((zero.state(start) for start in starts), key=_by_peak)
-            low = self.lower_bound
-            while best.peak - low > best.peak // 1000:
-                budget = low + (best.peak - low) // 2
-                tried = self._lower(budget, [best.column, *self._dynamic(budget)], starts)
-                best = min(best, tried, key=_by_peak)
-                if best.peak > budget:
-                    low = budget + 1
-            self._low = best
-        return self._low
+        """Of the smallest peak, whatever it adds. By halving the distance to the lower bound, from the lowest state so
+        far; where that does not get further, from others."""
+        everything = np.zeros(self.evaluator.rows, dtype=bool)
+        everything[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
+        starts = [self.kept.column, everything, *(state.column for state in self.known)]
+        zero = self._local(0)
+        best = min((zero.state(start) for start in starts), key=_by_peak)
+        low = self.lower_bound
+        while best.peak - low > best.peak // 1000:
+            budget = low + (best.peak - low) // 2
+            tried = self._lower(budget, [best.column, *self._dynamic(budget)], starts)
+            best = min(best, tried, key=_by_peak)
+            if best.peak > budget:
+                low = budget + 1
+        return best
 
     def _lower(self, budget: int, starts: list[Column], others: list[Column]) -> State:
         """The first start that can be repaired to the budget, or the one that came nearest. What the others come to is
@@ -317,7 +315,7 @@ class Search:
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, bound, self._notes())
 
     def _infeasible(self) -> Infeasible:
-        lowest = self._lowest()
+        lowest = self._lowest
         choices = self.evaluator.choices(lowest.column)
         return Infeasible(lowest.peak, choices, self.lower_bound, self._notes())
 
