@@ -14,6 +14,7 @@
     - DataDependentError: a shape depends on values, which a recording does not have
     - StepError: the user's own build or step raised; the original is its ``__cause__``
   * VerificationError (also a RuntimeError): a planned step ran and was not the step that it was
+  * CompileError (also a RuntimeError): no kernels could be made of a planned step
   * BackwardError (also a RuntimeError): a backward pass that a planned step cannot run
   * ScheduleError (also an AssertionError): a planned step that memplan's own validator refuses
 
@@ -162,6 +163,10 @@ class StepError(RecordingError):
 
 class BackwardError(MemplanError, RuntimeError):
     """A backward pass that cannot be run as it was asked for; autograd refuses most of these, too."""
+
+
+class CompileError(MemplanError, RuntimeError):
+    """Inductor could not make kernels of a planned step. The model is as before."""
 
 
 class ScheduleError(MemplanError, AssertionError):

@@ -42,6 +42,7 @@ from memplan._torch.fake import (
     modules_converted_as_real,
 )
 from memplan._torch.flops import flop_formula
+from memplan._torch.inductor import compiled_as_eager, cpp_compiler
 from memplan._torch.joint import (
     ConstantChanged,
     Joint,
@@ -129,7 +130,9 @@ __all__ = [
     "casts_kept",
     "checkpoints_for_cuda",
     "clipping_seen",
+    "compiled_as_eager",
     "copied",
+    "cpp_compiler",
     "culprit",
     "default_device_replaced",
     "define_opaque",

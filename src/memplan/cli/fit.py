@@ -36,7 +36,8 @@ TARGET is path/to/file.py:callable or package.module:callable. The callable retu
 is all that is on the device at any moment of the step: weights, inputs, gradients, activations and, where an
 optimizer is named, its state and its update. Parts of the forward pass are run again, kept in a smaller form
 or worked on in place; then the planned step runs beside the original one, and all results must be the same
-bits.
+bits. With --engine inductor each half of the step becomes fused kernels, and results must be the same but for
+rounding.
 
 \b
   memplan fit examples/resnet18.py:make --input 16x3x224x224 \\
@@ -89,6 +90,10 @@ class _Files:
 @click.command("fit", help=HELP)
 @step_options
 @click.option("--budget", metavar="SIZE", help="400MiB, 8GB, or a card's name: what it has, less its context.")
+@click.option(
+    "--engine", type=click.Choice(["graph", "inductor"]), default="graph", show_default=True,
+    help="What runs the plan: torch's own kernels, or fused ones, which a C++ compiler makes first.",
+)  # fmt: skip
 @click.option("--early", is_flag=True, help="Let the optimizer update each parameter in the backward pass.")
 @click.option(
     "--accumulate", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
@@ -107,7 +112,7 @@ class _Files:
 @click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time, down to the floor.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
 def command(
-    budget: str | None, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
+    budget: str | None, engine: str, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
     top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, json_file: str | None, **given: Any,
 ) -> int:  # fmt: skip
@@ -118,6 +123,7 @@ def command(
     files = _Files(plan_file, python_file, json_file, frontier_file).checked()
     plan = None if use_plan is None else _read_plan(use_plan, budget)
     options: dict[str, Any] = {"budget": budget if budget is not None or plan is None else plan.budget}
+    options |= {"engine": engine} if engine != "graph" else {}
     options |= {"early": True} if early else {}
     options |= {"accumulate": accumulate} if accumulate > 1 else {}
     options |= {"costs": costs} if costs != "measured" else {}
@@ -274,8 +280,9 @@ def _frontier(
 
     call = _call_options(described, given)
     settings = Settings(
-        budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False), costs=options.get("costs")
-    )
+        budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False), costs=options.get("costs"),
+        engine=options.get("engine", "graph"),
+    )  # fmt: skip
     asked = request(
         made, described.options.inputs, **call, budget=options["budget"], allow="exact", clip_norm=None,
         accumulate=options.get("accumulate", 1), settings=settings, fake=True,

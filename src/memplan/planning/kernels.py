@@ -22,12 +22,14 @@ _ATEN = torch.ops.aten
 _LIBRARY = torch.library.Library("memplan", "DEF")  # lives as long as the process
 
 
-def _op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _op(
+    schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a kernel for the CPU and CUDA, and what it does to tensors without data."""
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(")[0]
-        _LIBRARY.define(schema)
+        _LIBRARY.define(schema, tags=tags)
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, kernel, key)
         torch.library.register_fake(f"memplan::{name}", fake, lib=_LIBRARY)
@@ -192,7 +194,11 @@ def _dropout_fake(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, 
     return input, torch.empty_like(input, dtype=torch.bool)
 
 
-@_op("native_dropout_(Tensor(a!) input, float p, bool? train) -> (Tensor(a!), Tensor)", _dropout_fake)
+@_op(
+    "native_dropout_(Tensor(a!) input, float p, bool? train) -> (Tensor(a!), Tensor)",
+    _dropout_fake,
+    (torch.Tag.nondeterministic_seeded,),
+)
 def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """As the CPU's kernel, which draws the whole mask at once and then multiplies by mask and scale."""
     if train is False:
@@ -206,7 +212,11 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
 # -- dropout, taken apart
 
 
-@_op("dropout_mask(Tensor self, float p) -> Tensor", lambda self, p: torch.empty_like(self, dtype=torch.bool))
+@_op(
+    "dropout_mask(Tensor self, float p) -> Tensor",
+    lambda self, p: torch.empty_like(self, dtype=torch.bool),
+    (torch.Tag.nondeterministic_seeded,),
+)
 def _dropout_mask(self: Tensor, p: float) -> Tensor:
     """What native_dropout draws on the CPU."""
     return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p)

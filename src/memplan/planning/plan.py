@@ -211,25 +211,29 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
     )
 
 
-def check_settings(plan: Plan, *, early: bool, held: bool, optimizer: Any, state: int, peak: int, budget: int) -> None:
+def check_settings(
+    plan: Plan, *, early: bool, held: bool, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
+) -> None:
     """Refuse a plan for another update, for gradients held otherwise, or for less beside the step than there is now.
 
     Args:
         plan: a plan for this graph.
         early: whether each parameter is to be updated early.
         held: whether gradients are there when the step begins.
+        fused: whether the engine ``inductor`` is to run it.
         optimizer: a callable of the parameters, or None.
         state: bytes of the optimizer's state.
         peak: bytes that the plan's choices need with these settings.
         budget: bytes that there are.
 
     Raises:
-        UsageError: the plan was made for another ``early`` or ``held``.
+        UsageError: the plan was made for another ``early`` or ``held``, or another engine.
         BudgetError: the plan's choices need more than the budget with what there is now.
     """
     options = (
         (plan.choices.early, early, "early=True (--early)", "an update after the backward pass (early=False)"),
         (plan.choices.held, held, "held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)"),
+        (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
     )
     for made, asked, yes, no in options:
         if made != asked:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
 from memplan.planning.costs import step_seconds, with_costs
 from memplan.planning.decisions import decide
+from memplan.planning.fused import Fused
+from memplan.planning.fusing import Fusing, with_fused_costs
 from memplan.planning.graph import RESIDENT, JointGraph
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
@@ -26,7 +29,11 @@ from memplan.planning.shortfall import budget_error
 from memplan.planning.trace import timeline_of
 from memplan.planning.updates import Optimizer, surroundings
 from memplan.planning.validate import validate
+from memplan.simulation.model import Timeline
 from memplan.trace.model import HOST
+
+Engine = Literal["graph", "inductor"]
+"""What runs a plan: torch's own kernels one by one, or fused ones that Inductor makes of each half."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Settings:
     heuristics: Heuristics = field(default_factory=Heuristics)
     plan: Plan | None = None
     """A plan whose choices are taken, instead of a search's."""
+    engine: Engine = "graph"
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Planned:
     schedule: Schedule
     surroundings: Surroundings
     plan: Plan
+    fused: Fused | None = None
+    """What is compiled, for the engine ``inductor``."""
 
 
 class Planner:
@@ -100,7 +110,17 @@ def planned(model: nn.Module, call: Call, settings: Settings) -> Planned:
     return Planner(model).planned(call, settings)
 
 
-_Kind = tuple[int, bool, bool]
+_Kind = tuple[int, bool, bool, Engine]
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What a plan is held against."""
+
+    predicted: Timeline
+    floor: int
+    lower: int
+    seconds: float
 
 
 class Study:
@@ -109,20 +129,18 @@ class Study:
     def __init__(self, model: nn.Module, call: Call, captured: Captured) -> None:
         self.model, self.call, self.captured = model, call, captured
         self._searches: dict[_Kind, Search] = {}
+        self._fusings: dict[_Kind, Fusing] = {}
         self._eager: dict[_Kind, int] = {}
 
     def planned(self, settings: Settings) -> Planned:
         """The plan for one budget. Raises BudgetError."""
+        if settings.engine == "inductor":
+            return self._fused(settings)
         graph, search = self.captured.graph, self.search(settings)
-        around = search.surroundings or Surroundings()
+        around = search.around
         if settings.plan is not None:
-            check_fingerprint(settings.plan, graph)
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
-            check_settings(
-                settings.plan, early=settings.early, held=settings.held, optimizer=settings.optimizer,
-                state=around.by_cause().get("optimizer_state", 0), peak=levels(made, around).peak,
-                budget=settings.budget,
-            )  # fmt: skip
+            self._check(settings.plan, settings, levels(made, around).peak)
         else:
             found = search.within(settings.budget)
             made = schedule(graph, found.choices)
@@ -131,49 +149,91 @@ class Study:
             bound = found.lower_bound_seconds
         made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
         validate(graph, made, budget=settings.budget, surroundings=around)
-        return Planned(self.captured, made, around, self._plan(settings, made, around, bound))
+        bounds = _Bounds(timeline_of(made, around), search.floor_peak, search.lower_bound, bound)
+        return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
+
+    def _fused(self, settings: Settings) -> Planned:
+        """The same, for fused kernels."""
+        fusing, search = self._fusing(settings), self.search(settings)
+        if settings.plan is not None:
+            found = fusing.candidate(settings.plan.choices)
+            self._check(settings.plan, settings, found.peak)
+        else:
+            found = fusing.within(settings.budget)
+            if found is None:
+                lowest = fusing.lowest()
+                raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
+        validate(search.graph, found.schedule, surroundings=search.around)
+        # Whatever is fused, weights and inputs are there at the end, with the gradients that stay.
+        least = found.timeline.events[-1][1]
+        bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), least, 0.0)
+        plan = self._plan(settings, found.schedule, search.around, bounds)
+        captured = replace(self.captured, graph=search.graph)
+        return Planned(captured, found.schedule, search.around, plan, found.fused)
+
+    def _check(self, plan: Plan, settings: Settings, peak: int) -> None:
+        """Refuse a plan that is for something else."""
+        around = self.search(settings).around
+        check_fingerprint(plan, self.captured.graph)
+        check_settings(
+            plan, early=settings.early, held=settings.held, fused=settings.engine == "inductor",
+            optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
+            budget=settings.budget,
+        )  # fmt: skip
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
         """Plans from all kept to the floor."""
-        return self.search(settings).frontier(points)
+        found = self.search(settings).frontier(points)
+        if settings.engine == "graph":
+            return found
+        fusing = self._fusing(settings)
+        return [replace(one, peak=fusing.candidate(one.choices).peak) for one in found]
 
     def search(self, settings: Settings) -> Search:
         """The search that all budgets share."""
         kind = _kind(settings)
         if kind not in self._searches:
             graph = self.captured.graph
+            if settings.engine == "inductor":
+                graph = with_fused_costs(graph)
             around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
             self._searches[kind] = Search(
                 graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics
             )
         return self._searches[kind]
 
+    def _fusing(self, settings: Settings) -> Fusing:
+        kind = _kind(settings)
+        if kind not in self._fusings:
+            self._fusings[kind] = Fusing(self.search(settings))
+        return self._fusings[kind]
+
     def eager_peak(self, settings: Settings) -> int:
         """Predicted bytes of the step without a plan."""
         kind = _kind(settings)
         if kind not in self._eager:
             timeline = baseline(self.model, self.call, settings.optimizer, held=settings.held)
-            around = self.search(settings).surroundings or Surroundings()
+            around = self.search(settings).around
             self._eager[kind] = timeline.steps[-1].peak_allocated + sum(around.others.values())
         return self._eager[kind]
 
-    def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bound_seconds: float) -> Plan:
-        graph, search = self.captured.graph, self.search(settings)
+    def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
+        graph = self.captured.graph
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
             device=HOST if settings.device is None else settings.device.name,
             budget=settings.budget,
-            decisions=decide(graph, made),
+            decisions=decide(made.graph, made),
             choices=made.choices,
             names=names_of(graph),
-            predicted=timeline_of(made, around),
+            predicted=bounds.predicted,
             eager_peak=self.eager_peak(settings),
-            floor=search.floor_peak,
-            lower_bound=search.lower_bound,
+            floor=bounds.floor,
+            lower_bound=bounds.lower,
             seconds=made.seconds,
             step_seconds=step_seconds(graph) or None,
-            lower_bound_seconds=bound_seconds,
+            lower_bound_seconds=bounds.seconds,
             resident=_resident(graph, settings, around),
             program=program(made),
             notes=self._notes(settings),
@@ -208,7 +268,7 @@ def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:
 
 
 def _kind(settings: Settings) -> _Kind:
-    return id(settings.optimizer), settings.early, settings.held
+    return id(settings.optimizer), settings.early, settings.held, settings.engine
 
 
 def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> dict[str, int]:

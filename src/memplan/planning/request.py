@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from memplan.devices.model import Device
 from memplan.errors import DeviceError, InputError, TargetError, UnitError, UsageError
 from memplan.planning.calls import Call, call_of
 from memplan.planning.losses import WithLoss
-from memplan.planning.planner import Settings
+from memplan.planning.planner import Engine, Settings
 from memplan.planning.unseen import is_fake
 from memplan.trace.model import HOST
 from memplan.trace.step import StepOptions
@@ -70,6 +70,7 @@ def request(
     Raises:
         UsageError: one of its kinds, for each argument that cannot be.
     """
+    _check_engine(settings.engine)
     _check_early(settings, accumulate, clip_norm)
     if allow != LOSSLESS:
         raise UsageError(f"allow={allow!r}", expected="'exact', the one grade that there is", do="Leave it out")
@@ -90,6 +91,19 @@ def request(
     settings = replace(settings, budget=size, device=card, held=held)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
     return Request(made, step, call_of(args, keywords), options.autocast, settings, notes)
+
+
+def _check_engine(engine: str) -> None:
+    if engine not in get_args(Engine):
+        raise UsageError(
+            f"engine={engine!r}", expected=" or ".join(map(repr, get_args(Engine))), do="Leave it out"
+        )  # fmt: skip
+    if engine == "inductor" and _torch.cpp_compiler() is None:
+        raise UsageError(
+            "engine='inductor', and no C++ compiler was found",
+            expected="one that Inductor can call: g++, clang++, or what the environment's CXX names",
+            do="Install one, or leave engine out: 'graph' runs torch's own kernels and needs none",
+        )
 
 
 def _check_early(settings: Settings, accumulate: int, clip_norm: float | None) -> None:

@@ -44,6 +44,8 @@ class Choices:
     """Results take over the memory of values that die, where an op allows it."""
     pieces: frozenset[int] | None = None
     """Ops that do so piece by piece (they have a ``scratch_into``), which can be slower; None: all that can."""
+    fused: bool = False
+    """The engine ``inductor`` runs it: each half as fused kernels, not op by op."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.use = self.heuristics or Heuristics()
+        self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, early=self.early, held=self.held)
         self.flat = self.evaluator.flat
         self.drops = len(self.flat.droppable)

@@ -10,6 +10,7 @@ from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import Schedule
 from memplan.planning.trace import trace_of
 from memplan.simulation.liveness import live_at, simulate
+from memplan.simulation.model import Timeline
 from memplan.trace.model import Cause, Op, Storage, Trace
 
 _SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
@@ -44,27 +45,31 @@ class Way:
         return f"{self.do} (about {format_bytes(self.bytes)})"
 
 
-def budget_error(floor: Schedule, surroundings: Surroundings, budget: int) -> BudgetError:
+def budget_error(
+    floor: Schedule, surroundings: Surroundings, budget: int, predicted: Timeline | None = None
+) -> BudgetError:
     """The error that says so.
 
     Args:
         floor: the schedule with the smallest peak that was found.
         surroundings: what there is beside it.
         budget: bytes that were asked for.
+        predicted: what the step holds, where that is not what its single ops hold: fused kernels.
     """
     trace = trace_of(floor, surroundings)
     timeline = simulate(trace)
+    least = timeline.peak_allocated if predicted is None else predicted.peak_allocated
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     holders = tuple(_holder(trace, storage) for storage in live)
-    ways = tuple(sorted(_ways(floor, live, timeline.peak_allocated), key=lambda way: way.bytes))
-    peak = format_bytes(timeline.peak_allocated)
+    ways = tuple(sorted(_ways(floor, live, least), key=lambda way: way.bytes))
+    peak = format_bytes(least)
     return BudgetError(
         f"The budget is {format_bytes(budget)}",
         expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes "
         + ", ".join(str(holder) for holder in holders[:3]),
         do=f"Give {peak}" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
-        smallest_budget=timeline.peak_allocated,
-        timeline=timeline,
+        smallest_budget=least,
+        timeline=predicted or timeline,
         held_by=holders,
         lower_by=ways,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memplan.planning.plan import Plan
-from memplan.planning.planner import Planner, Settings
+from memplan.planning.planner import Engine, Planner, Settings
 from memplan.planning.request import request
 from memplan.planning.search import Heuristics
 from memplan.trace.session import undisturbed
@@ -25,6 +25,7 @@ def plan(
     autocast: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     allow: str = "exact",
+    engine: Engine = "graph",
     early: bool = False,
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -41,6 +42,7 @@ def plan(
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of this machine's.
         allow: ``"exact"``: only what leaves the result as it is, bit for bit.
+        engine: what is to run it: ``"graph"``, torch's kernels one by one, or ``"inductor"``, fused ones.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
         clip_norm: the global norm that gradients are clipped at, where they are: then no update can be early.
@@ -57,7 +59,9 @@ def plan(
         >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB"))
         A step on cpu in the budget of 6.0 GiB: predicted peak 9.1 GiB -> 6.0 GiB, 41 ms added (3.1 %), ...
     """
-    settings = Settings(0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), costs=costs)
+    settings = Settings(
+        0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, engine=engine,
+    )  # fmt: skip
     with undisturbed(), torch.inference_mode(False), torch.enable_grad():
         asked = request(
             model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,

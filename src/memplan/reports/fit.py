@@ -117,7 +117,8 @@ def _verdict(outcome: Outcome) -> Text:
         return Text(f"{title} fits {budget} already: nothing was changed.", "bold green")
     if proof is None:
         return Text(f"{title} can be made to fit {budget}; nothing was run.", "bold green")
-    return Text(f"{title} fits {budget} now, and its result is the same.", "bold green")
+    rounding = "" if proof.exact else " but for rounding"
+    return Text(f"{title} fits {budget} now, and its result is the same{rounding}.", "bold green")
 
 
 def _sentences(error: BudgetError) -> Iterator[str]:

@@ -1,10 +1,14 @@
-"""The engine ``graph``: runs a schedule's aten kernels in the planned order, as a call of the model."""
+"""A schedule as a call of the model: what runs it, and the planned backward pass behind its outputs.
+
+The engine ``graph`` runs the schedule's program, aten kernels in the planned order; ``inductor`` runs what was compiled
+of both halves (memplan.rewriting.compiled).
+"""
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,19 +25,34 @@ _STATISTICS = slice(3, 5)
 """A training norm's arguments that its results do not depend on: the running statistics."""
 
 
+class Functions(Protocol):
+    """The two functions of a planned step, as `memplan.planning.program` describes them."""
+
+    def forward(self, inputs: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, and what is saved."""
+        ...
+
+    def backward(
+        self, inputs: list[Any], saved: list[torch.Tensor], tangents: list[torch.Tensor]
+    ) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """Lists of gradients."""
+        ...
+
+
 class Engine:
     """A planned step, ready to run: any number of times, from any thread."""
 
-    def __init__(self, captured: Captured, schedule: Schedule) -> None:
+    def __init__(self, captured: Captured, schedule: Schedule, functions: Functions | None = None) -> None:
         """Compile the schedule.
 
         Args:
             captured: what the schedule is of.
             schedule: what to run. That it is right is for the validator to say.
+            functions: what runs it; None: its program.
         """
         graph = captured.graph
         self.text = program(schedule)
-        """The program that runs, as Python."""
+        """The program, as Python: what runs, or what was fused."""
         self._captured = captured
         self._handed = tuple(value for value in graph.values if value.kind in RESIDENT)
         self._owners = _Owners([value.path for value in self._handed if value.kind in ("parameter", "buffer")])
@@ -41,8 +60,9 @@ class Engine:
         self._receivers = {
             of: at for at, value in enumerate(self._handed) for of, _ in graph.gradients if of == value.id
         }
-        self._forward, backward = _compiled(self.text)
-        self._chain = _chain(captured, schedule, self._handed, backward)
+        functions = functions or _Program(self.text)
+        self._forward, self._close = functions.forward, getattr(functions, "close", lambda: None)
+        self._chain = _chain(captured, schedule, self._handed, functions.backward)
 
     def suits(self, call: Call) -> bool:
         """Whether a call of the shapes that were captured takes the same branches."""
@@ -50,7 +70,7 @@ class Engine:
 
     def close(self) -> None:
         """It is not called again: its lines need not be kept for tracebacks."""
-        linecache.cache.pop(self._forward.__code__.co_filename, None)
+        self._close()
 
     def run(self, model: nn.Module, call: Call) -> Any:
         """What ``model(...)`` returns for this call, with the planned backward pass behind it.
@@ -109,13 +129,19 @@ def _split(path: str) -> tuple[str, str]:
     return owner, name
 
 
-def _compiled(text: str) -> tuple[Callable[[list[Any]], tuple[list[Any], list[Any]]], Any]:
+class _Program:
     """The two functions of a program. Its lines show in tracebacks."""
-    name = f"<memplan plan {hash(text) & 0xFFFFFFFFFFFF:012x}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    found: dict[str, Any] = {}
-    exec(compile(text, name, "exec"), found)
-    return found["forward"], found["backward"]
+
+    def __init__(self, text: str) -> None:
+        self._name = f"<memplan plan {hash(text) & 0xFFFFFFFFFFFF:012x}>"
+        linecache.cache[self._name] = (len(text), None, text.splitlines(keepends=True), self._name)
+        found: dict[str, Any] = {}
+        exec(compile(text, self._name, "exec"), found)
+        self.forward, self.backward = found["forward"], found["backward"]
+
+    def close(self) -> None:
+        """Its lines are not needed any more."""
+        linecache.cache.pop(self._name, None)
 
 
 def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], backward: Any) -> Chain:

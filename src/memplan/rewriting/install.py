@@ -17,7 +17,9 @@ from memplan import _torch
 from memplan.errors import RecordingError, TargetError
 from memplan.planning.calls import Call, call_of
 from memplan.planning.capture import Captured
+from memplan.planning.fused import Fused, fused
 from memplan.planning.schedule import Schedule
+from memplan.rewriting.compiled import compiled
 from memplan.rewriting.engine import Engine
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
 from memplan.trace.structure import take_apart
@@ -34,6 +36,11 @@ class Runnable(Protocol):
     @property
     def schedule(self) -> Schedule:
         """What runs when."""
+        ...
+
+    @property
+    def fused(self) -> Fused | None:
+        """The parts that are compiled, where that is known already."""
         ...
 
 
@@ -227,7 +234,7 @@ class Installed:
             return _Variant(unplanned=str(error))
         finally:
             _planning.modules = outer
-        return _Variant() if planned is None else _Variant(Engine(planned.captured, planned.schedule), planned.captured)
+        return _Variant() if planned is None else _Variant(_engine(planned), planned.captured)
 
     def _tell_of_alike(self, call: Call, kind: _Kind) -> None:
         """Tell of something that is another in each call: each is planned anew."""
@@ -249,6 +256,13 @@ class Installed:
         if text not in self._told:
             self._told.add(text)
             warnings.warn(f"memplan: {text}", stacklevel=5 + above)
+
+
+def _engine(planned: Runnable) -> Engine:
+    functions = None
+    if planned.schedule.choices.fused:
+        functions = compiled(planned.fused or fused(planned.schedule))
+    return Engine(planned.captured, planned.schedule, functions)
 
 
 def _undecided(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:

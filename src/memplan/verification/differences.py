@@ -73,13 +73,24 @@ def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, 
         return 1, [Difference("the output", step, f"is put together as {_form(other)}, not as {_form(one)}"[:400])]
     ours, theirs = list(_leaves(one, iter(tensors))), list(_leaves(other, iter(others)))
     found: list[Difference | None] = []
-    for number, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
-        name = "the output" if len(ours) == 1 else f"output {number}"
+    for name, mine, its in zip(_output_names(len(ours)), ours, theirs, strict=True):
         if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
             found.append(difference(name, step, mine, its, layout=True))
         elif isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor) or not _same(mine, its):
             found.append(Difference(name, step, f"is {its!r:.60}, not {mine!r:.60}"))
     return len(ours), [one for one in found if one is not None]
+
+
+def named_outputs(output: Any) -> dict[str, torch.Tensor]:
+    """The tensors of an output, by the names that differences have."""
+    tensors, structure = take_apart(output)
+    leaves = list(_leaves(structure, iter(tensors)))
+    named = zip(_output_names(len(leaves)), leaves, strict=True)
+    return {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+
+
+def _output_names(number: int) -> list[str]:
+    return ["the output"] if number == 1 else [f"output {at}" for at in range(number)]
 
 
 def _form(structure: Structure) -> Any:

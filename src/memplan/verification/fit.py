@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, DeviceError, MemplanError, UsageError, VerificationError
+from memplan.errors import BudgetError, DeviceError, MemplanError, VerificationError
 from memplan.planning.losses import WithLoss
 from memplan.planning.plan import Plan
-from memplan.planning.planner import Planned, Planner, Settings
+from memplan.planning.planner import Engine, Planned, Planner, Settings
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
 from memplan.planning.unseen import without_hooks
@@ -28,7 +28,6 @@ from memplan.verification.proof import Proof
 from memplan.verification.prover import Prover
 from memplan.verification.states import ModuleCopy, attributes_kept, copies, random_state_kept
 
-ENGINES = ("graph",)
 _ATTEMPTS = 4
 """How often a plan is made that keeps the budget, with less each time, before it is given up."""
 
@@ -44,7 +43,7 @@ def fit(
     autocast: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     allow: str = "exact",
-    engine: str = "graph",
+    engine: Engine = "graph",
     early: bool = False,
     accumulate: int = 1,
     clip_norm: float | None = None,
@@ -62,7 +61,9 @@ def fit(
         budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of this machine's.
-        allow, engine: ``"exact"``, nothing that changes a bit; ``"graph"``, aten kernels in planned order.
+        allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding.
+        engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler makes
+            first: faster, and the same but for rounding, which is held against float64.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
         clip_norm: the global norm that gradients are clipped at, where they are: then no update can be early.
@@ -82,9 +83,7 @@ def fit(
         >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
         >>> fitted.loss(images, labels).backward()
     """
-    if engine not in ENGINES:
-        raise UsageError(f"engine={engine!r}", expected=f"{' or '.join(map(repr, ENGINES))}", do="Leave it out")
-    settings = Settings(0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics())
+    settings = Settings(0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), engine=engine)
     asked = request(
         model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
@@ -152,7 +151,8 @@ class _Fitting:
                 return fitted
             fitted.undo()
             lowest = fitted.proof if lowest is None or fitted.proof.peak < lowest.peak else lowest
-            peak, floor = planned.plan.peak, planned.plan.floor
+            peak = planned.plan.peak
+            floor = planned.plan.floor if self.settings.engine == "graph" else 0  # else it is only the least so far
             if self.settings.plan is not None or peak <= floor or not left:
                 break
             self.notes.append(
@@ -160,14 +160,14 @@ class _Fitting:
                 "planned again with so much less"
             )
             over = fitted.proof.peak - self.settings.budget
-            budget = max(min(budget, peak) - over, floor) if left > 1 else floor
+            budget = floor if left == 1 and floor else max(min(budget, peak) - over, floor)
         assert lowest is not None
         raise self._over(lowest)
 
     def _as_it_is(self) -> Fitted | None:
         """The answer where the step fits without a plan, predicted and measured; None where it does not."""
-        if self.settings.plan is not None or self.settings.early:
-            return None
+        if self.settings.plan is not None or self.settings.early or self.settings.engine != "graph":
+            return None  # they are asked for whether it fits or not
         with self._tracing():
             study = self.planner.study(self.asked.call, self.settings, key=0)
             if study.eager_peak(self.settings) > self.settings.budget:
@@ -244,7 +244,7 @@ class _Fitting:
         """The plan in place, with its proof. Whatever goes wrong, the module is as before."""
         with ExitStack() as undo:
             proof = self.prover.proof(planned, lambda: self._put_in_place(planned, budget, undo))
-            if not proof.exact:
+            if not proof.same:
                 raise self._differs(proof)
             return self._handed_over(planned, proof, budget, undo)
 
@@ -285,7 +285,7 @@ class _Fitting:
     def _differs(self, proof: Proof) -> MemplanError:
         return VerificationError(
             f"The planned step is {str(proof).splitlines()[0]}",
-            expected="the step as it is, bit for bit",
+            expected=f"the step as it is, {'bit for bit' if proof.grade == 'exact' else 'but for rounding'}",
             do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
             proof=proof,
         )

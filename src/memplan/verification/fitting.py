@@ -11,6 +11,7 @@ from torch import nn
 from memplan.errors import BudgetError, RecordingError, ScheduleError, UsageError
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured
+from memplan.planning.fused import Fused
 from memplan.planning.peaks import Surroundings
 from memplan.planning.planner import Planned, Planner, Settings
 from memplan.planning.schedule import Schedule, schedule
@@ -32,6 +33,7 @@ class Reused:
     captured: Captured
     schedule: Schedule
     surroundings: Surroundings
+    fused: Fused | None = None
 
 
 class Plans:

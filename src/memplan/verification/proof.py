@@ -9,8 +9,10 @@ from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan.errors import UsageError
+from memplan.planning.plan import Grade
 from memplan.verification.differences import Compared, Difference
 from memplan.verification.measured import Times
+from memplan.verification.rounding import Rounded
 
 FORMAT = "memplan.proof"
 SCHEMA = 1
@@ -66,6 +68,12 @@ class Proof:
     times: Times | None = None
     """Reference and candidate; None where they were not timed."""
     torch: str = ""
+    grade: Grade = "exact"
+    """What was asked for: the same bits, or the same but for rounding (``reordered``)."""
+    rounded: tuple[Rounded, ...] = ()
+    """Where rounding is allowed: how far every tensor is from the truth."""
+    truth: str = ""
+    """What that is: the same step in float64, or, where it does not run in that, the step as it is (reference)."""
     cut: Cut | None = None
     """None where the whole step was compared. Else what is compared and timed is the smaller step, and bytes are
     those of the whole one."""
@@ -81,9 +89,14 @@ class Proof:
         return self.peak - self.resident
 
     @property
-    def exact(self) -> bool:
-        """Whether everything was the same, bit for bit."""
+    def same(self) -> bool:
+        """Whether nothing differed, or nothing by more than rounding where the grade allows that."""
         return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything was compared bit for bit, and the same."""
+        return self.same and self.grade == "exact"
 
     @property
     def within_budget(self) -> bool:
@@ -114,20 +127,38 @@ class Proof:
         return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(line for line in (self._verdict(), self._compared(), self._bytes(), self._seconds()) if line)
+        return "\n".join(
+            line
+            for line in (self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds())
+            if line
+        )
 
     def _verdict(self) -> str:
-        if not self.exact:
+        if not self.same:
             wrong = [text for text in self.failures if "the budget" not in text]
             more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             return f"NOT the same: {'; '.join(wrong[:4])}{more}"
         gradients = "" if self.early else f"{_several(self.gradients.tensors, 'gradient')}, "
         each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        rounding = self.grade == "reordered"
+        head = "the same but for rounding" if rounding else "the same bit for bit"
+        updated = "" if rounding and not self.early else f"{_several(self.parameters.tensors, 'updated parameter')}, "
         return (
-            f"the same bit for bit over {_several(self.steps, 'step')}{each} with {self.optimizer}"
+            f"{head} over {_several(self.steps, 'step')}{each} with {self.optimizer}"
             f"{', applied early' if self.early else ''}: {_several(self.outputs.tensors, 'output')}, {gradients}"
-            f"{_several(self.parameters.tensors, 'updated parameter')}, {_several(self.buffers.tensors, 'buffer')}, "
-            f"the random streams"
+            f"{updated}{_several(self.buffers.tensors, 'buffer')}, the random streams"
+        )
+
+    def _rounding(self) -> str:
+        """The worst of the gradients, where rounding was allowed."""
+        judged = [one for one in self.rounded if one.kind == "gradients"] or list(self.rounded)
+        if not judged:
+            return ""
+        worst = max(judged, key=lambda one: one.error / one.allowed if one.allowed else one.error)
+        return (
+            f"farthest from {'float64' if self.truth == 'float64' else 'the step as it is'}, of what is allowed: "
+            f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
+            f"{worst.reference:.2g} and {worst.allowed:.2g} is allowed"
         )
 
     def _compared(self) -> str:
@@ -175,10 +206,11 @@ def loads(text: str, source: str = "the text") -> Proof:
         data = json.loads(text)
         if data["format"] != FORMAT or data["schema"] != SCHEMA:
             raise ValueError(f"format {data['format']!r}, schema {data['schema']!r}")
-        data = {"cut": None, **data}  # which older files do not have
+        data = {"cut": None, "grade": "exact", "rounded": (), "truth": "", **data}  # which older files do not have
         fields = {field.name: data[field.name] for field in dataclasses.fields(Proof)}
         for kind in KINDS:
             fields[kind] = _compared(fields[kind])
+        fields["rounded"] = tuple(Rounded(**one) for one in fields["rounded"])
         fields["random_streams"] = tuple(fields["random_streams"])
         if fields["times"] is not None:
             fields["times"] = Times(**fields["times"] | {"quartiles": tuple(fields["times"]["quartiles"])})

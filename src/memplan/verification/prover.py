@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
+from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import MemplanError, UsageError
 from memplan.planning.baseline import baseline
@@ -20,7 +22,7 @@ from memplan.verification.measured import Meter, storage_bytes
 from memplan.verification.proof import Cut, Proof
 from memplan.verification.states import attributes_kept, random_state_kept
 from memplan.verification.trial import Trial, Work
-from memplan.verification.verify import compare, with_times
+from memplan.verification.verify import Sides, compare, compare_rounded, with_times
 
 _STEPS = 3
 
@@ -77,12 +79,12 @@ class Prover:
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
         part = self._part(plan)
         if part is None:
-            reference = self._trial("reference", self._asked.call)  # made before the plan is in place: runs without
+            sides = self._sides(self._asked.call)  # made before the plan is in place: they run without
             put_in_place()
-            return self._beside(reference, self._asked.call, planned, predicted, budget)
+            return self._beside(sides, self._asked.call, planned, predicted, budget)
         proof = self._for_fewer(part, planned)
         put_in_place()
-        measured = proof.exact and self._has_room(predicted, part.free)
+        measured = proof.same and self._has_room(predicted, part.free)
         resident, peak = self._measured(planned) if measured else (sum(plan.resident.values()), predicted)
         return replace(
             proof, resident=resident, peak=peak, reference_peak=plan.eager_peak, predicted=predicted, budget=budget,
@@ -90,15 +92,23 @@ class Prover:
         )  # fmt: skip
 
     def _for_fewer(self, part: _Part, planned: Planned | None) -> Proof:
-        reference = self._trial("reference", part.call)
+        sides = self._sides(part.call)
         with ExitStack() as undo:
             if planned is not None:
                 undo.callback(install(self._step, self._planner_of(part, planned)).undo)
-            return self._beside(reference, part.call, planned)
+            return self._beside(sides, part.call, planned)
+
+    def _sides(self, call: Call) -> Sides:
+        """The step as it is; for fused kernels also what tells their rounding from errors."""
+        reference = self._trial("reference", call)
+        if self._settings.engine == "graph":
+            return Sides(reference)
+        compiled = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
+        return Sides(reference, self._trial("float64", call, wide=True), compiled)
 
     def _beside(
         self,
-        reference: Trial,
+        sides: Sides,
         call: Call,
         planned: Planned | None,
         predicted: int | None = None,
@@ -106,13 +116,16 @@ class Prover:
     ) -> Proof:
         if planned is None:
             candidate = self._trial("candidate", call)
-            return compare(reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+            return compare(sides.reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
         self._warm_up(call, early=self._settings.early)
         candidate = self._trial("candidate", call, early=self._settings.early)
         candidate.beside = storage_bytes(planned.captured.constants.values())
-        proof = compare(reference, candidate, _STEPS, predicted=predicted, budget=budget)
+        if sides.truth is None:
+            proof = compare(sides.reference, candidate, _STEPS, predicted=predicted, budget=budget)
+        else:
+            proof = compare_rounded(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
         timed = proof.ok and self._pairs
-        return with_times(proof, reference, candidate, self._pairs) if timed else proof
+        return with_times(proof, sides.reference, candidate, self._pairs) if timed else proof
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
         """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
@@ -130,20 +143,23 @@ class Prover:
                 trial.rest()
         return resident, resident + meter.measured(trial.name).growth_peak
 
-    def _warm_up(self, call: Call, **how: bool) -> None:
+    def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
         """Have planned what is still to be planned: that is not to be measured."""
         with random_state_kept():
-            first = self._trial("first", call, **how)
+            first = self._trial("first", call, early=early, updates=updates)
             first.prepare()
             first.gradients_of_step()
 
-    def _trial(self, name: str, call: Call, *, early: bool = False, updates: bool = True) -> Trial:
+    def _trial(
+        self, name: str, call: Call, *, early: bool = False, updates: bool = True, wide: bool = False,
+        instead: Callable[..., Any] | None = None,
+    ) -> Trial:  # fmt: skip
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=self._asked.autocast,
             micro_batches=2 if self._settings.held else 1,
         )  # fmt: skip
-        return Trial(name, self._step, self._step, work, early=early, updates=updates)
+        return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
 
     # -- what there is memory for
 
@@ -151,6 +167,8 @@ class Prover:
         """What the step is compared for; None: for all samples."""
         free, beside = room.available(), self._other_side(plan)
         needed = plan.eager_peak + beside
+        if self._settings.engine != "graph":
+            needed = 2 * plan.eager_peak + 4 * beside  # float64, while the others wait
         if free is None or needed <= free:
             return None
         for samples, of, call in room.smaller(self._asked.call):

@@ -27,10 +27,11 @@ class ModuleCopy:
     Args:
         module: whose copies they are.
         shared: parameters are new leaves on the module's own memory: for runs in which nothing is updated.
+        wide: what is of floating point is in float64, each tensor in memory of its own.
     """
 
-    def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
-        self._copier = copier = _Copier(shared)
+    def __init__(self, module: nn.Module, *, shared: bool = False, wide: bool = False) -> None:
+        self._copier = copier = _Copier(shared, wide)
         self._module = module
         self._parts = tuple(module.modules())
         states = [_torch.own_state(part) for part in self._parts]
@@ -118,10 +119,10 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Copier:
-    """Copies tensors and containers, each once. ``shared``: parameters keep their memory."""
+    """Copies tensors and containers, each once. ``shared``: parameters keep their memory; ``wide``: in float64."""
 
-    def __init__(self, shared: bool) -> None:
-        self._in_place = shared
+    def __init__(self, shared: bool, wide: bool) -> None:
+        self._in_place, self._wide = shared, wide
         self._made: dict[int, Any] = {}
         self._copied: list[Any] = []
         """What was copied: as long as it lives, no other object has its id."""
@@ -136,7 +137,7 @@ class _Copier:
     def attribute(self, value: Any) -> Any:
         """What stands for any other attribute."""
         if isinstance(value, torch.Tensor):
-            if id(value) in self._made or (value.is_leaf and value.requires_grad):
+            if id(value) in self._made or (value.is_leaf and value.requires_grad) or self._wide:
                 return self._once(value, self._tensor)
             self._shared[id(value)] = value, _torch.version_of(value), value.detach().clone()
             return value
@@ -166,7 +167,9 @@ class _Copier:
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._in_place and isinstance(tensor, nn.Parameter):
             return nn.Parameter(tensor.detach(), tensor.requires_grad)
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if self._wide and tensor.is_floating_point():
+            made = tensor.detach().to(torch.float64)
+        elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
             made = tensor.detach().clone()
         else:
             storage = tensor.untyped_storage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,14 +61,16 @@ class Trial:
         work: what is done.
         early: whether the updates happen in the backward pass.
         updates: False for one that never updates: its parameters take no memory then.
+        wide: whatever is of floating point is in float64, without autocast.
     """
 
     def __init__(
         self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, early: bool = False,
-        updates: bool = True,
+        updates: bool = True, wide: bool = False,
     ) -> None:  # fmt: skip
-        self.name, self.call, self.work, self.early = name, call, work, early
-        self._copy = None if module is None else ModuleCopy(module, shared=not updates)
+        self.name, self.call, self.early, self._wide = name, call, early, wide
+        self.work = replace(work, autocast=None) if wide else work
+        self._copy = None if module is None else ModuleCopy(module, shared=not updates, wide=wide)
         self.device = next((p.device.type for p in self.parameters.values()), "cpu")
         self.output: Any = None
         self.beside = 0
@@ -122,7 +124,7 @@ class Trial:
         self.output = None
         given = (self.work.inputs, dict(self.work.kwargs), self.work.targets)
         tensors, structure = take_apart(_torch.tree_map(_made, given))
-        self._tensors = copies(tensors)
+        self._tensors = [_widened(one) for one in copies(tensors)] if self._wide else copies(tensors)
         self._given = structure.rebuild(self._tensors)
 
     def gradients_of_step(self, meter: Meter | None = None) -> None:
@@ -133,6 +135,13 @@ class Trial:
             for _ in range(self.work.micro_batches):
                 self.output = None
                 self.output = self._forward_backward()
+
+    def begin_as(self, other: Trial) -> None:
+        """Take over the other side's parameters and buffers: the next step begins where its does."""
+        with torch.no_grad():
+            for mine, theirs in ((self.parameters, other.parameters), (self.buffers, other.buffers)):
+                for name, tensor in mine.items():
+                    tensor.copy_(theirs[name])
 
     def update_step(self, meter: Meter | None = None) -> None:
         """The optimizer's update, which a meter counts only where the optimizer is the user's."""
@@ -176,6 +185,12 @@ class Trial:
         loss.backward()
         tensors, structure = take_apart(output)
         return structure.rebuild([tensor.detach() for tensor in tensors])
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().to(torch.float64).requires_grad_(tensor.requires_grad)
 
 
 def _made(leaf: Any) -> Any:

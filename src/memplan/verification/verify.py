@@ -11,9 +11,10 @@ from torch import nn
 
 from memplan.errors import InputError, TargetError, UsageError
 from memplan.trace.step import StepOptions
-from memplan.verification.differences import Compared, Difference, difference, output_differences
+from memplan.verification.differences import Compared, Difference, difference, named_outputs, output_differences
 from memplan.verification.measured import Meter, compare_times
 from memplan.verification.proof import KINDS, Proof
+from memplan.verification.rounding import Rounded, floating, rounded, serious
 from memplan.verification.states import RandomState, random_state_kept
 from memplan.verification.trial import Trial, Work
 
@@ -75,7 +76,13 @@ def verify(
 
 
 def compare(
-    reference: Trial, candidate: Trial, steps: int, *, predicted: int | None = None, budget: int | None = None
+    reference: Trial,
+    candidate: Trial,
+    steps: int,
+    *,
+    predicted: int | None = None,
+    budget: int | None = None,
+    rounding: Rounding | None = None,
 ) -> Proof:
     """Run both sides step by step. Random streams move on: the caller puts them back.
 
@@ -83,25 +90,28 @@ def compare(
         reference, candidate: sides that have not run yet.
         steps: how many.
         predicted, budget: bytes, for the proof.
+        rounding: what tells rounding from errors, where the bits may be others. Then each step begins where the
+            reference's does, and parameters are not compared: they follow from the gradients.
     """
-    found = _Found()
+    found = _Found(rounding)
     found.start(reference, candidate)
+    sides = (reference, candidate) if rounding is None else rounding.around(reference, candidate)
     resident = 0, 0
     with Meter() as meter:
         for step in range(steps):
             before = RandomState.now()
-            for side in (reference, candidate):
+            for side in sides:
                 side.prepare()
                 before.restore()
                 side.gradients_of_step(meter)
                 found.after[side.name] = RandomState.now()
             resident = candidate.resident, reference.resident
             found.step(step, reference, candidate)
-            for side in (reference, candidate):
+            for side in sides if candidate.early else (reference, candidate):
                 side.update_step(meter)
             found.update(step, reference, candidate)
             found.after[reference.name].restore()
-            for side in (reference, candidate):
+            for side in sides:
                 side.rest()
     return Proof(
         steps=steps,
@@ -119,7 +129,51 @@ def compare(
         predicted=predicted,
         budget=budget,
         torch=torch.__version__,
+        grade="exact" if rounding is None else "reordered",
+        rounded=tuple(found.rounded),
+        truth="" if rounding is None else rounding.truth.name,
     )
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a planned step is held against."""
+
+    reference: Trial
+    """The step as it is."""
+    truth: Trial | None = None
+    """In float64."""
+    compiled: Trial | None = None
+    """By `torch.compile`, without a plan."""
+
+
+def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: int | None, budget: int | None) -> Proof:
+    """As `compare`, for a candidate whose additions are in another order than the reference's.
+
+    The rounding of the step as it is is allowed; where the candidate's is larger, also that of `torch.compile`. A model
+    that does not run in float64 is held against the step as it is, and then `torch.compile` says what rounding is.
+    """
+    truth, compiled = sides.truth, sides.compiled
+    assert truth is not None
+    assert compiled is not None
+    first: Proof | None = None
+    try:
+        first = compare(
+            sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=Rounding(truth)
+        )  # fmt: skip
+    except Exception:  # the model's own code runs, which may insist on a dtype
+        truth = sides.reference
+    if first is not None and (first.same or first.random_streams):
+        return first
+    for side in (candidate, truth, compiled):
+        side.begin_as(sides.reference)
+    rounding = Rounding(truth, (compiled,))
+    try:
+        return compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
+    except Exception:  # what torch.compile cannot do says nothing of the candidate
+        if first is None:
+            raise
+        return first
 
 
 def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> Proof:
@@ -127,12 +181,33 @@ def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> 
     return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs))
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """The sides that tell rounding from errors."""
+
+    truth: Trial
+    """In float64."""
+    others: tuple[Trial, ...] = ()
+    """Other ways to run the step whose rounding is taken for granted, beside the reference."""
+
+    @property
+    def sides(self) -> tuple[Trial, ...]:
+        """All of them."""
+        return (self.truth, *self.others)
+
+    def around(self, *sides: Trial) -> tuple[Trial, ...]:
+        """Those that are compared, and these, each once."""
+        return tuple(dict.fromkeys((*sides, *self.sides)))
+
+
 @dataclass
 class _Found:
     """What differs so far. After the first step that differs nothing is compared: what comes later follows from it."""
 
+    rounding: Rounding | None = None
     tensors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     differences: dict[str, list[Difference]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    rounded: list[Rounded] = field(default_factory=list)
     streams: list[str] = field(default_factory=list)
     after: dict[str, RandomState] = field(default_factory=dict)
     """By side: where the random streams are when its backward pass has ended."""
@@ -154,30 +229,53 @@ class _Found:
         if self._stopped:
             return
         number, differences = output_differences(step, reference.output, candidate.output)
-        self.tensors["outputs"] += number
-        self.differences["outputs"] += differences
+        self._add("outputs", step, (reference, candidate), lambda side: named_outputs(side.output), differences, number)
         if not candidate.early:
-            self._named("gradients", step, reference.gradients, candidate.gradients)
-        self._named("buffers", step, reference.buffers, candidate.buffers)
+            self._named("gradients", step, reference, candidate)
+        self._named("buffers", step, reference, candidate)
         self.streams += self.after[reference.name].differing(self.after[candidate.name])
 
     def update(self, step: int, reference: Trial, candidate: Trial) -> None:
         """After both updates."""
         if self._stopped:
             return
-        self._named("parameters", step, reference.parameters, candidate.parameters)
+        if self.rounding is None or candidate.early:
+            self._named("parameters", step, reference, candidate)
+        if self.rounding is not None:
+            for side in (candidate, *self.rounding.sides):
+                side.begin_as(reference)
         self._stopped = bool(self.streams or any(self.differences.values()))
 
     def compared(self, kind: str) -> Compared:
         """All of one kind."""
         return Compared(self.tensors[kind], tuple(self.differences[kind]))
 
-    def _named(self, kind: str, step: int, reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> None:
-        for name in reference.keys() | candidate.keys():
-            one = difference(name, step, reference.get(name), candidate.get(name))
-            self.tensors[kind] += 1
-            self.differences[kind] += [] if one is None else [one]
-        self.differences[kind].sort(key=lambda one: one.name)
+    def _named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
+        ours, theirs = getattr(reference, kind), getattr(candidate, kind)
+        names = ours.keys() | theirs.keys()
+        found = [difference(name, step, ours.get(name), theirs.get(name)) for name in names]
+        differences = [one for one in found if one is not None]
+        self._add(kind, step, (reference, candidate), lambda side: getattr(side, kind), differences, len(names))
+
+    def _add(
+        self,
+        kind: str,
+        step: int,
+        sides: tuple[Trial, Trial],
+        named: Callable[[Trial], Mapping[str, Any]],
+        differences: list[Difference],
+        number: int,
+    ) -> None:
+        """Note differences; without those that are rounding, where that is allowed."""
+        self.tensors[kind] += number
+        if self.rounding is not None:
+            reference, candidate = sides
+            others = [floating(named(side)) for side in (reference, *self.rounding.others)]
+            truth, ours = floating(named(self.rounding.truth)), floating(named(candidate))
+            judged = rounded(kind, step, truth, others, ours)
+            self.rounded += judged
+            differences = serious(differences, judged)
+        self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda one: one.name)
 
 
 def _modules(reference: Any, candidate: Any) -> tuple[nn.Module | None, nn.Module | None]:

@@ -1,0 +1,264 @@
+"""Functions of tensors as fused kernels: traced into core ops, lowered by Inductor.
+
+Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
+``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
+``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
+``torch._inductor.virtualized.V``, ``preserve_node_ordering`` in ``torch._inductor.fx_passes.control_dependencies``,
+``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
+``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
+(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``torch._inductor.exc`` and
+``torch._inductor.cpp_builder.get_cpp_compiler``.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from memplan._torch.patches import patched
+
+Boxed = Callable[[list[Any]], Sequence[Tensor]]
+"""Empties the list that it is given, so that what is in it can be freed as it goes."""
+
+_COPY = torch.ops.aten.copy_.default
+
+
+@dataclass(frozen=True)
+class Lowerable:
+    """A function of tensors as a graph of core ops."""
+
+    graph: fx.GraphModule
+    examples: tuple[Tensor, ...]
+    """What it is called with, without data."""
+    mode: Any
+    """The fake mode of the examples."""
+    backward: bool
+    """Whether it is of the backward pass, which Inductor fuses otherwise."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as core ops, none of which changes what it was given."""
+
+    graph: fx.GraphModule
+    mode: Any
+    written: tuple[int, ...]
+    """Arguments that the function copies into: what is to be copied follows its results."""
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have no data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def fake_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any) -> Tensor:
+    """A tensor without data."""
+    with mode:
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+
+
+def traced(
+    function: Callable[..., Sequence[Tensor]],
+    examples: Sequence[Tensor],
+    mode: Any,
+    own: Mapping[Any, Callable[..., Any]],
+) -> Traced:
+    """Trace a function of tensors into the ops that Inductor makes kernels of.
+
+    Args:
+        function: takes tensors, gives tensors. It may copy into those that it is given.
+        examples: tensors of ``mode``.
+        mode: of `fake_mode`.
+        own: by op that Inductor does not know, what stands for it.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    for module in ("compile_fx", "lowering"):  # some of the table looks into these without importing them
+        importlib.import_module(f"torch._inductor.{module}")
+    with _settings(), mode:
+        graph = make_fx(function, decomposition_table={**select_decomp_table(), **own})(*examples)
+    nodes = list(graph.graph.nodes)
+    inputs, output = [node for node in nodes if node.op == "placeholder"], nodes[-1]
+    written: dict[int, Any] = {}
+    for node in nodes:
+        if node.op == "call_function" and node.target is _COPY and node.args[0] in inputs:
+            written[inputs.index(node.args[0])] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            graph.graph.erase_node(node)
+    output.args = ((*output.args[0], *written.values()),)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Traced(graph, mode, tuple(written))
+
+
+def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """Arguments, ops, and results with what is to be copied after them."""
+    nodes = list(of.graph.graph.nodes)
+    results: Any = nodes[-1].args[0]
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    return inputs, [node for node in nodes if node.op not in ("placeholder", "output")], list(results)
+
+
+def read_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What nodes read that is none of them, in the order of its first use."""
+    own = set(nodes)
+    return list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in own))
+
+
+def lowerable(of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], *, backward: bool) -> Lowerable:
+    """Some ops of a traced function as a function of what they read of others (`read_by`).
+
+    Args:
+        of: the function.
+        nodes: what is computed, in its order.
+        makes: which of them are returned.
+        backward: see `Lowerable`.
+    """
+    graph, twins, taken = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
+    for node in taken:
+        twins[node] = graph.placeholder(node.name)
+        twins[node].meta = dict(node.meta)
+    for node in nodes:
+        twins[node] = graph.node_copy(node, lambda one: twins[one])
+    _keep_layouts(graph.output(tuple(twins[node] for node in makes)))
+    module = fx.GraphModule(of.graph, graph)
+    _keep_random_order(module)
+    return Lowerable(module, tuple(node.meta["val"] for node in taken), of.mode, backward)
+
+
+def _keep_layouts(output: fx.Node) -> None:
+    """Results are laid out as traced: what reads them was made for that."""
+    results: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    output.meta["original_output_strides"] = [tuple(one.meta["val"].stride()) for one in results]
+
+
+def _keep_random_order(module: fx.GraphModule) -> None:
+    """Have each op that draws random numbers wait for the one before it: Inductor orders ops as memory or fusion asks,
+    and each would draw the numbers of another."""
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    seeded = torch.Tag.nondeterministic_seeded
+    nodes = [node for node in module.graph.nodes if seeded in getattr(node.target, "tags", ())]
+    preserve_node_ordering(module.graph, {node: OrderedSet([before]) for before, node in pairwise(nodes)})
+    module.recompile()
+
+
+def kernels_of(part: Lowerable) -> Boxed:
+    """Compile a function. Kernels that were compiled before, in whatever process, are found in Inductor's cache."""
+    return _lowered(part)
+
+
+def code_of(part: Lowerable) -> str:
+    """The Python code that calls a function's kernels, and their sources; none of them is compiled. Empty where there
+    is nothing to compute."""
+    from torch._inductor.graph import GraphLowering
+
+    found = list[str]()
+
+    class Nothing:
+        def call(self, *_: Any) -> None: ...
+
+    def instead(self: Any) -> Any:
+        found.append(self.codegen()[0].value)
+        return Nothing()
+
+    with patched(GraphLowering, compile_to_module=instead), _uncached():
+        _lowered(part)
+    return "".join(found)
+
+
+def _lowered(part: Lowerable) -> Any:
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    graph = copy.deepcopy(part.graph)  # lowering rewrites it
+    with _settings(), V.set_fake_mode(part.mode):
+        return compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Random numbers are drawn as in eager mode, by the same kernels from the same state and in the same order; tensors
+    are laid out as traced."""
+    from torch._inductor import config
+
+    with config.patch(fallback_random=True, layout_optimization=False):
+        yield
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    from torch._inductor import config
+
+    with config.patch(fx_graph_cache=False):
+        yield
+
+
+def without_kernels(part: Lowerable, code: str) -> Boxed:
+    """What `code_of` wrote, to be run on tensors without data: it allocates and frees, its own kernels do nothing."""
+    from torch._inductor import async_compile
+
+    if not code:
+        return lambda given: part.graph(*given)
+
+    class Idle:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: None
+
+    found: dict[str, Any] = {}
+    with patched(async_compile, AsyncCompile=Idle):
+        exec(compile(code, "<fused code>", "exec"), found)
+    found |= {name: _nothing for name, value in found.items() if value is None}
+    found |= {
+        "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "reinterpret_tensor": _reinterpreted,
+        "assert_size_stride": _nothing,
+        "assert_alignment": _nothing,
+    }
+    return found["call"]
+
+
+def _reinterpreted(one: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
+    return one.as_strided(size, stride, one.storage_offset() + offset)
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under `torch.compile`, random numbers drawn as in eager mode."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    made: Any = torch.compile(run)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _settings():
+            return made(*args, **kwargs)
+
+    return call
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would call; None where there is none."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return None

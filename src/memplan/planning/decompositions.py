@@ -1,0 +1,60 @@
+"""The ops of a planned step that are not torch's, in terms of torch's: what Inductor can fuse.
+
+Each computes what the kernel of that name computes (memplan.planning.kernels), but for rounding. What packs bits is not
+among them: it runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """By op, the function that it is replaced by when a step is traced."""
+    from memplan.planning import kernels  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
+
+    ops: Any = torch.ops.memplan
+    return {
+        ops.dropout.default: lambda x, mask, scale: x * mask * scale,
+        ops.unpack_bits.default: _unpacked,
+        ops.threshold_backward_bits.default: _threshold_backward,
+        ops.leaky_relu_backward_bits.default: _leaky_relu_backward,
+        ops.native_dropout_backward_bits.default: lambda x, bits, scale: x * _like(bits, x) * scale,
+        ops.masked_fill_bits.default: lambda x, bits, value: torch.where(_like(bits, x), value, x),
+        ops.cross_entropy_backward.default: _cross_entropy_backward,
+    }
+
+
+def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Flags in the order of memory, seen in the order of dimensions."""
+    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
+    flags = (bits[:, None] & weights).ne(0).view(-1)[: prod(size)]
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
+    place = [order.index(dim) for dim in range(len(size))]
+    return flags.view([size[dim] for dim in order]).permute(place)
+
+
+def _like(bits: Tensor, tensor: Tensor) -> Tensor:
+    return _unpacked(bits, tensor.shape, tensor.stride())
+
+
+def _threshold_backward(grad_output: Tensor, bits: Tensor, threshold: float) -> Tensor:
+    return torch.where(_like(bits, grad_output), grad_output, 0.0)
+
+
+def _leaky_relu_backward(grad_output: Tensor, bits: Tensor, slope: float, is_result: bool) -> Tensor:
+    return torch.where(_like(bits, grad_output), grad_output, grad_output * slope)
+
+
+def _cross_entropy_backward(grad_output: Tensor, log_probs: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    backward = _ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward
+    gradient = backward(grad_output, log_probs, target, *rest)
+    return _ATEN._log_softmax_backward_data(gradient, log_probs, 1, log_probs.dtype)

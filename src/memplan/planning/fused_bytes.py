@@ -1,0 +1,88 @@
+"""What a step of fused kernels holds while it runs: its generated code, run on tensors without data.
+
+The code says what is allocated and freed, and which of torch's kernels are called: they count with what they hold. The
+code's own kernels hold nothing beyond what is allocated for them. So fusion is not modelled: it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from memplan._torch import inductor
+from memplan.planning.fused import Fused, Halves
+from memplan.planning.graph import RESIDENT, Value
+from memplan.planning.peaks import Surroundings
+from memplan.planning.schedule import taken
+from memplan.simulation.liveness import simulate
+from memplan.simulation.model import Timeline
+from memplan.trace.model import HOST
+from memplan.trace.record import record
+
+
+def fused_timeline(of: Fused, codes: Mapping[str, str], around: Surroundings) -> Timeline:
+    """Bytes over time of a step, from what is handed in to the optimizer's update.
+
+    Args:
+        of: what runs.
+        codes: by name of a part, what `inductor.code_of` wrote for it.
+        around: what there is beside the graph's values.
+    """
+    step = _Step(of, codes, around)
+    with torch.autocast(HOST, enabled=False):
+        return simulate(record(step.build, device=HOST, steps=1))
+
+
+class _Step:
+    def __init__(self, of: Fused, codes: Mapping[str, str], around: Surroundings) -> None:
+        self.graph, self.choices, self.around = of.schedule.graph, of.schedule.choices, around
+        self.halves = Halves(of, lambda part: inductor.without_kernels(part.lowerable, codes[part.name]))
+        self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
+        self.beside: list[Tensor] = []
+        self.handed: list[Tensor] = []
+
+    def build(self) -> Callable[[], None]:
+        """Make what is there all the time."""
+        values = self.graph.values
+        there = {value.id: _made(value) for value in values if value.kind in RESIDENT and not value.is_view}
+        self.handed = [_seen(value, there[value.base]) for value in values if value.kind in RESIDENT]
+        self.beside = [_bytes(self.around.held_bytes)]
+        if self.choices.held:
+            trained = [values[of] for of, _ in self.graph.gradients if values[of].kind == "parameter"]
+            self.beside += [_bytes(value.own_bytes) for value in trained]
+        return self.step
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """What the engine does, and who receives the gradients."""
+        outputs, saved = self.halves.forward(list(self.handed))
+        tangents = [_made(value) for value in self.tangents]
+        stay: list[Tensor] = [one for one, value in zip(tangents, self.tangents, strict=True) if value.held]
+        for given in self.halves.backward(list(self.handed), saved, tangents):
+            stay += [gradient for value, gradient in given if not self._used_up(value)]
+            given.clear()
+        if not self.choices.early:
+            _bytes(self.around.update)
+        del outputs, stay
+
+    def _used_up(self, value: int) -> bool:
+        """Whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
+        if not taken(self.graph, self.choices, value):
+            return False
+        if self.choices.early:
+            _bytes(self.around.update_of.get(value, 0))
+        return True
+
+
+def _made(value: Value) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype))
+
+
+def _seen(value: Value, base: Tensor) -> Tensor:
+    return base.as_strided(value.shape, value.stride) if value.is_view else base
+
+
+def _bytes(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)

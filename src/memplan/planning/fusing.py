@@ -1,0 +1,121 @@
+"""A budget -> a step of fused kernels within it: planned op by op, judged by the code that is generated for it.
+
+The search counts every op's results, and knows nothing of fusion. What it finds is traced and lowered, and the bytes of
+the generated code decide: over the budget, the search aims lower by as much; with room left, higher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from memplan._torch import inductor
+from memplan.planning import forms
+from memplan.planning.fused import Fused, Part, as_fused, fused, lowering
+from memplan.planning.fused_bytes import fused_timeline
+from memplan.planning.graph import GraphOp, JointGraph
+from memplan.planning.schedule import Choices, Schedule
+from memplan.planning.search import Infeasible, Search
+from memplan.simulation.model import Timeline
+
+FUSED_SHARE = 0.1
+"""What running a pointwise op again costs beside another in one kernel, of what it costs by itself: it reads and writes
+nothing of its own."""
+_AIMS = 4
+"""Candidates at most: each is lowered, which takes seconds."""
+_CLOSE = 0.02
+"""Room that is left alone: its share of what can be saved."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Choices, and what comes of them."""
+
+    fused: Fused
+    codes: Mapping[str, str]
+    """By part of it, the code that Inductor writes."""
+    timeline: Timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs when."""
+        return self.fused.schedule
+
+    @property
+    def peak(self) -> int:
+        """Predicted, in bytes."""
+        return self.timeline.peak_allocated
+
+
+class Fusing:
+    """Steps of fused kernels for one graph, for any number of budgets.
+
+    Args:
+        search: on a graph with the costs of `with_fused_costs`.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._known: dict[Choices, Candidate] = {}
+
+    @property
+    def known(self) -> tuple[Candidate, ...]:
+        """All that were looked at, in their order."""
+        return tuple(self._known.values())
+
+    def candidate(self, choices: Choices) -> Candidate:
+        """What comes of some choices."""
+        made = as_fused(self._search.graph, choices)
+        if made.choices not in self._known:
+            of = fused(made)
+            codes = {part.name: _code_of(part) for part in of.parts}
+            timeline = fused_timeline(of, codes, self._search.around)
+            self._known[made.choices] = Candidate(of, codes, timeline)
+        return self._known[made.choices]
+
+    def within(self, budget: int) -> Candidate | None:
+        """The fastest that keeps the budget, of a few that are looked at; None: not even the floor keeps it."""
+        aim, best, seen = budget, None, set[Choices]()
+        for _ in range(_AIMS):
+            found = self._search.within(aim)
+            if found.choices in seen:
+                break
+            seen.add(found.choices)
+            one = self.candidate(found.choices)
+            if one.peak <= budget:
+                best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
+                if not found.choices.recompute | found.choices.encode or self._is_close(one, budget):
+                    break
+            elif best is not None or isinstance(found, Infeasible):
+                break
+            aim += budget - one.peak
+        return best or self._lowest(budget)
+
+    def lowest(self) -> Candidate:
+        """The least that there is: the floor of the search."""
+        floor = self.candidate(self._search.floor().choices)
+        return min((floor, *self.known), key=lambda one: one.peak)
+
+    def _lowest(self, budget: int) -> Candidate | None:
+        lowest = self.lowest()
+        return lowest if lowest.peak <= budget else None
+
+    def _is_close(self, one: Candidate, budget: int) -> bool:
+        return budget - one.peak <= _CLOSE * (self._search.kept.peak - self._search.lower_bound)
+
+
+def _code_of(part: Part) -> str:
+    with lowering(part):
+        return inductor.code_of(part.lowerable)
+
+
+def with_fused_costs(graph: JointGraph) -> JointGraph:
+    """The graph with what its ops cost when they run again in fused kernels."""
+    return replace(graph, ops=tuple(_cheaper(op) for op in graph.ops))
+
+
+def _cheaper(op: GraphOp) -> GraphOp:
+    pointwise = torch.Tag.pointwise in getattr(forms.overload(op.target), "tags", ())
+    return replace(op, seconds=op.seconds * FUSED_SHARE) if pointwise else op

@@ -1,0 +1,118 @@
+"""Whether two steps differ by rounding alone: both held against the same step in float64.
+
+A candidate whose additions are in another order has other bits. Its error is measured against float64, and so is that
+of the step as it is: ``FACTOR`` times the latter is allowed, and ``SLACK`` roundings of the largest gradient of the
+same module, which is what is left of a gradient that is zero in truth (a bias before a normalisation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memplan.verification.differences import Difference
+
+FACTOR = 2.0
+SLACK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """How far a tensor is from float64, in L2."""
+
+    kind: str
+    """What it is: outputs, gradients, parameters or buffers."""
+    name: str
+    step: int
+    """Of the steps that were compared, counted from 0."""
+    error: float
+    """The candidate's."""
+    reference: float
+    """The largest of the steps that it may be held against."""
+    norm: float
+    """The tensor's own."""
+    allowed: float
+
+    @property
+    def within(self) -> bool:
+        """Whether it is rounding; False for a nan."""
+        return self.error <= self.allowed
+
+    @property
+    def relative(self) -> float:
+        """The candidate's error, of the norm."""
+        return self.error / self.norm if self.norm else 0.0 if self.error == 0 else float("inf")
+
+
+def rounded(
+    kind: str,
+    step: int,
+    truth: Mapping[str, torch.Tensor],
+    references: Sequence[Mapping[str, torch.Tensor]],
+    candidate: Mapping[str, torch.Tensor],
+) -> list[Rounded]:
+    """The errors of a candidate's tensors of floating point.
+
+    Args:
+        kind, step: what they are, and of which step.
+        truth: the tensors in float64, by name: what is before the last dot is the module.
+        references: the same as other ways to run the step have them.
+        candidate: the same as the candidate has them.
+    """
+    alike = {name for name, one in candidate.items() if name in truth and one.shape == truth[name].shape}
+    alike = {name for name in alike if all(name in one and one[name].shape == truth[name].shape for one in references)}
+    norms = {name: _norm(tensor) for name, tensor in truth.items()}
+    largest: dict[str, float] = {}
+    for name, norm in norms.items():
+        module = name.rpartition(".")[0]
+        largest[module] = max(largest.get(module, 0.0), norm)
+    found = list[Rounded]()
+    for name, exact in sorted(truth.items()):
+        if name not in alike:
+            continue  # which is said elsewhere
+        error = distance(exact, candidate[name])
+        reference = max(distance(exact, one[name]) for one in references)
+        slack = SLACK * torch.finfo(candidate[name].dtype).eps * largest[name.rpartition(".")[0]]
+        found.append(Rounded(kind, name, step, error, reference, norms[name], FACTOR * reference + slack))
+    return found
+
+
+def serious(differences: Sequence[Difference], judged: Sequence[Rounded]) -> list[Difference]:
+    """The differences that are more than rounding, in words."""
+    of = {one.name: one for one in judged}
+    left = [one for one in differences if one.max_abs is None or not (one.name in of and of[one.name].within)]
+    return [_told(one, of.get(one.name)) for one in left]
+
+
+def _told(one: Difference, judged: Rounded | None) -> Difference:
+    if judged is None or one.max_abs is None:
+        return one
+    norm = judged.norm or 1.0
+    return replace(
+        one,
+        what=f"is {judged.error / norm:.3g} from float64 (relative, in L2), and {judged.allowed / norm:.3g} is allowed",
+    )
+
+
+def distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The L2 norm of what two tensors differ by, in float64. Infinities of the same sign do not differ."""
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, two = one.detach().to(wide), two.detach().to(wide)
+    return float(torch.where(one == two, 0.0, one - two).norm())
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    finite = torch.nan_to_num(tensor.detach(), nan=0.0, posinf=0.0, neginf=0.0)
+    return float(finite.norm())
+
+
+def floating(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of floating point that are there."""
+    return {
+        name: one
+        for name, one in named.items()
+        if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex())
+    }
