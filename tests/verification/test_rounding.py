@@ -1,0 +1,74 @@
+"""Rounding is told from errors by float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from memplan.verification.differences import Difference
+from memplan.verification.rounding import FACTOR, SLACK, distance, rounded, serious
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def judged(candidate: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor) -> bool:
+    (one,) = rounded("gradients", 0, {"a.weight": truth}, [{"a.weight": reference}], {"a.weight": candidate})
+    return one.within
+
+
+def test_a_sum_in_another_order_is_rounding_and_a_lost_term_is_none() -> None:
+    torch.manual_seed(0)
+    terms = torch.randn(4096, 64, dtype=torch.float64)
+    narrow = terms.float()
+    reference = narrow.sum(0)
+    other = narrow.flip(0).view(64, 64, 64).sum(0).sum(0)
+    assert not torch.equal(other, reference)
+    assert judged(other, reference, terms.sum(0))
+    assert not judged(narrow[1:].sum(0), reference, terms.sum(0))
+    assert not judged(other * 1.001, reference, terms.sum(0))
+
+
+def test_what_is_zero_in_truth_may_be_roundings_of_the_module_s_largest_gradient() -> None:
+    truth = {"a.weight": torch.full((100,), 10.0).double(), "a.bias": torch.zeros(4).double()}
+    reference = {"a.weight": torch.full((100,), 10.0), "a.bias": torch.zeros(4)}
+    norm = 100.0  # of the weight's
+    for share, within in ((0.9, True), (1.1, False)):
+        bias = torch.tensor([share * SLACK * EPS * norm, 0, 0, 0])
+        found = {one.name: one for one in rounded("gradients", 0, truth, [reference], reference | {"a.bias": bias})}
+        assert found["a.bias"].within is within
+    alone = {"b.bias": torch.tensor([SLACK * EPS])}
+    (one,) = rounded("gradients", 0, {"b.bias": torch.zeros(1).double()}, [{"b.bias": torch.zeros(1)}], alone)
+    assert not one.within  # a module without another gradient has nothing that it could be rounding of
+
+
+def test_the_allowance_is_twice_the_error_of_the_worst_reference() -> None:
+    truth, near, far = torch.zeros(9).double(), torch.full((9,), 1.0), torch.full((9,), 2.0)
+    for factor, within in ((0.99, True), (1.01, False)):
+        candidate = {"x": torch.full((9,), 2.0 * FACTOR * factor)}
+        (one,) = rounded("gradients", 0, {"x": truth}, [{"x": near}, {"x": far}], candidate)
+        assert (one.within, one.reference) == (within, 6.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_is_no_rounding(bad: float) -> None:
+    one = torch.ones(3)
+    assert not judged(torch.tensor([1.0, bad, 1.0]), one, one.double())
+
+
+def test_infinities_that_belong_there_do_not_differ() -> None:
+    masked = torch.tensor([-math.inf, 1.0])
+    assert distance(masked.double(), masked) == 0.0
+    assert judged(masked, masked, masked.double())
+
+
+def test_only_what_is_more_than_rounding_is_told() -> None:
+    truth, reference = {"x": torch.ones(2).double()}, {"x": torch.ones(2)}
+    differs = Difference("x", 0, "differs", 1e-8, 1e-8)
+    shape = Difference("x", 0, "has the shape (3,), not (2,)")
+    near = rounded("gradients", 0, truth, [reference], {"x": torch.ones(2) * (1 + EPS)})
+    far = rounded("gradients", 0, truth, [reference], {"x": torch.ones(2) * 1.5})
+    assert serious([differs], near) == []
+    assert [one.what.partition(" (")[0] for one in serious([differs], far)] == ["is 0.5 from float64"]
+    assert serious([shape], near) == [shape]
