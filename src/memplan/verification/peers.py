@@ -82,7 +82,7 @@ def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = 
 
 @contextmanager
 def _in_place(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules called in here run these. They are the same objects each time: Dynamo compiles for each other one anew."""
+    """Modules called in here run these: the same objects each time, as Dynamo compiles anew for another one."""
     with ExitStack() as undo:
         for module, forward in forwards.items():
             undo.enter_context(_torch.patched(module, forward=forward))
