@@ -80,6 +80,9 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
     if outcome.frontier is not None:
         yield ""
         yield frontiers.table(outcome.frontier, page)
+        if outcome.frontier.peers:
+            yield ""
+            yield frontiers.peers_table(outcome.frontier, page)
 
 
 def dumps(outcome: Outcome) -> str:
