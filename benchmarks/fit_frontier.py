@@ -54,6 +54,7 @@ from benchmarks.frontier.run import THREADS, run  # noqa: E402
 
 PAIRS, QUICK_PAIRS = 5, 2
 LIMIT_SECONDS = 1800
+REFUSED = "refused: "
 
 
 class Bench:
@@ -61,6 +62,8 @@ class Bench:
 
     def __init__(self, shards: Shards, *, quick: bool, again: str | None, methods: Sequence[str] = ("*",)) -> None:
         self.shards, self.quick, self.again, self.methods = shards, quick, again, methods
+        self.refused: dict[tuple[str, str], str] = {}
+        """By engine and grade: why memplan does not take them."""
 
     def chosen(self, case: Case) -> bool:
         """Whether its method is among those to run."""
@@ -73,8 +76,12 @@ class Bench:
         if found is None and not self.chosen(case):
             return {"error": "not asked for"}
         if found is None:
-            found = self.shards.write(case, self._measured(case))
+            kind = (case.engine, case.allow)
+            measured = {"error": self.refused[kind]} if case.ours and kind in self.refused else self._measured(case)
+            found = self.shards.write(case, measured)
             print(line(found), flush=True)
+        if case.ours and found.get("error", "").startswith(REFUSED):
+            self.refused[case.engine, case.allow] = found["error"]
         return found
 
     def _measured(self, case: Case) -> Row:
@@ -126,6 +133,18 @@ def line(row: Row) -> str:
     return text + (f", predicted {row['predicted'] / 1e6:.1f}" if "predicted" in row else "")
 
 
+def child(case: Case, pairs: int, plain: Row | None) -> Row:
+    """The result of a case in this process; an engine or a grade that memplan does not have is no failure."""
+    from memplan.errors import BudgetError, UsageError
+
+    try:
+        return run(case, pairs, plain)
+    except BudgetError:
+        raise
+    except UsageError as error:
+        return {"error": f"{REFUSED}{error}"}
+
+
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
@@ -143,7 +162,7 @@ def main() -> int:
     shards = Shards(RESULTS / "fit_frontier")
     if options.child:
         case = Case(**json.loads(options.child))
-        print(json.dumps(run(case, options.pairs, shards.read(Case(case.model, case.mode, PLAIN)))))
+        print(json.dumps(child(case, options.pairs, shards.read(Case(case.model, case.mode, PLAIN)))))
         return 0
     models = options.models.split(",")
     if unknown := [name for name in models if name not in MODELS]:

@@ -142,8 +142,11 @@ class Frontier:
         return found
 
     def _complaints_of_lossy(self) -> list[str]:
-        name = f"{self.model}, {self.mode}"
-        return [text for row in self.lossy for text in (*_over(name, row), *_slower(name, row))]
+        name, megabytes = f"{self.model}, {self.mode}", LOSSY_MEGABYTES.get((self.model, self.mode))
+        found = [text for row in self.lossy for text in (*_over(name, row), *_slower(name, row))]
+        if megabytes is not None and not any(row["method"].endswith(f"{megabytes}MB") for row in self.lossy):
+            found.append(f"{name}: no lossy plan in {megabytes} MB")
+        return found
 
 
 def _over(name: str, row: Row) -> list[str]:

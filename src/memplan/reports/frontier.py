@@ -158,7 +158,7 @@ def draw(frontier: Frontier) -> Figure:
     if frontier.budget is not None and frontier.budget <= largest:
         axes.axvline(frontier.budget / unit, linestyle="--", color="gray", label="budget")
     axes.set_xlabel(f"{'' if shown else 'predicted '}peak ({unit_name})")
-    axes.set_ylabel("predicted seconds of a step" if base else "predicted seconds added")
+    axes.set_ylabel(f"{'' if shown else 'predicted '}seconds {'of a step' if base else 'added'}")
     axes.set_title(clean(frontier.title).replace("$", r"\$"))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -101,8 +101,10 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def _find_blocks(module: nn.Module, found: dict[int, nn.Module], seen: set[int]) -> None:
-    children = [child for child in module.children() if id(child) not in seen]
-    seen.update(map(id, children))
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    children = list(module.children())
     alike: dict[type, list[nn.Module]] = {}
     for child in children:
         if _is_part(child):
