@@ -83,6 +83,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
         if outcome.frontier.peers:
             yield ""
             yield frontiers.peers_table(outcome.frontier, page)
+            yield from map(Text, frontiers.why_not(outcome.frontier))
 
 
 def dumps(outcome: Outcome) -> str:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
-_REASON = 60
-"""Characters of why a peer did not run."""
 _LOOKS = {
     "eager": {"marker": "s", "color": "tab:red"},
     "compiled": {"marker": "^", "color": "tab:purple"},
@@ -109,13 +107,18 @@ def peers_table(frontier: Frontier, page: Page) -> Table:
     )
 
 
+def why_not(frontier: Frontier) -> list[str]:
+    """Of each peer that did not run, the reason."""
+    return [f"{one.peer.name} did not run: {clean(one.failed)}" for one in frontier.peers if one.failed is not None]
+
+
 def _added(one: PeerResult) -> str:
     return "" if one.times is None else f"{100 * (one.times.ratio - 1):+.0f} %"
 
 
 def _gradients(one: PeerResult) -> str:
     if one.failed is not None:
-        return f"did not run: {clean(one.failed)}"[:_REASON]
+        return "did not run"
     if not one.compared:
         return "not compared"
     return "right" if one.worst is None else f"WRONG by {one.worst:.0%}"
