@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .models import MODELS
-from .peers import peers
+from .peers import PLAIN, group_of, peers
 
 Mode = Literal["fresh", "held", "update"]
 """``fresh``: no gradients before the step. ``held``: they are there, and are added to. ``update``: an optimizer
@@ -18,9 +19,14 @@ Row = dict[str, Any]
 
 FIT = "fit-"
 FLOOR = "fit-floor"
+INDUCTOR, LOSSY = "inductor-", "lossy-"
+"""After ``fit-``: the engine, where it is not `graph`, and then the grade, where it is not `exact`."""
+INDUCTOR_FLOOR = f"{FIT}{INDUCTOR}floor"
 FRACTIONS = tuple(round(0.1 * tenth, 1) for tenth in range(9, 0, -1))
-UPDATED = ("gpt", "gpt_dropout")
+UPDATED = ("gpt", "gpt_dropout", "resnet18")
 """Models that are run in mode ``update`` too."""
+LOSSY_MEGABYTES: dict[tuple[str, Mode], int] = {("resnet18", "fresh"): 120, ("resnet18", "update"): 76}
+"""What lossy plans are to do with, above what is resident; in mode ``update`` the optimizer is early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,8 @@ class Case:
     model: str
     mode: Mode
     method: str
-    """A peer's name, or ``fit-`` and what its budget is: ``0.8`` of eager's total, a peer's peak, or the ``floor``."""
+    """A peer's name, or ``fit-``, ``inductor-`` and ``lossy-`` where they are, and what its budget is: ``0.8`` of
+    eager's total, a peer's peak, so many ``MB``, or the ``floor``."""
     budget: int | None = None
 
     @property
@@ -42,6 +49,21 @@ class Case:
     def ours(self) -> bool:
         """Whether memplan makes it fit."""
         return self.method.startswith(FIT)
+
+    @property
+    def engine(self) -> str:
+        """Of ours: which one runs it."""
+        return "inductor" if self.method.startswith(f"{FIT}{INDUCTOR}") else "graph"
+
+    @property
+    def allow(self) -> str:
+        """Of ours: what its levers may change."""
+        return "lossy" if self.method.removeprefix(FIT).removeprefix(INDUCTOR).startswith(LOSSY) else "exact"
+
+    @property
+    def beside(self) -> str:
+        """Of ours: the peer whose peak is its budget, if it is one's."""
+        return self.method.removeprefix(FIT).removeprefix(INDUCTOR).removeprefix(LOSSY)
 
 
 class Shards:
@@ -69,15 +91,21 @@ class Shards:
         draft.replace(path)
         return row
 
-    def remove(self, pattern: str) -> None:
-        """Delete the results whose file names match."""
-        for path in self.folder.glob(pattern):
-            path.unlink()
+    def remove(self, model: str, mode: Mode, unwanted: Callable[[Case], bool]) -> None:
+        """Delete results of a model in a mode."""
+        for path in self.folder.glob(f"{model}.{mode}.*.json"):
+            if unwanted(Case(model, mode, path.name.removeprefix(f"{model}.{mode}.").removesuffix(".json"))):
+                path.unlink()
 
     def rows(self, model: str) -> list[Row]:
         """Every result of a model that is no error, by name of the file."""
         found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{model}.*.json")))
         return [row for row in found if "error" not in row]
+
+    def failed(self, model: str) -> list[Row]:
+        """What could not be measured of a model, with the reason."""
+        found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{model}.*.json")))
+        return [row for row in found if "error" in row]
 
 
 def modes_of(model: str) -> tuple[Mode, ...]:
@@ -104,10 +132,42 @@ def front(rows: list[Row]) -> list[Row]:
 
 
 def fit_cases(model: str, mode: Mode, peers_rows: list[Row], smallest: int) -> list[Case]:
-    """Budgets of 0.9, 0.8 ... of eager's total, and the peaks of per-block checkpointing and of the best peers."""
+    """Budgets of 0.9, 0.8 ... of eager's total, the peaks of per-block checkpointing and of the best eager peers."""
     eager = next(row for row in peers_rows if row["method"] == "eager")
     budgets = {f"{fraction}": int(fraction * eager["total"]) for fraction in FRACTIONS}
-    others = [row for row in peers_rows if row is not eager]
+    others = [row for row in peers_rows if row is not eager and group_of(row["method"]) == "eager"]
     best = front([eager, *others])
     budgets |= {row["method"]: row["total"] for row in others if row in best or row["method"].startswith("per_")}
     return [Case(model, mode, f"{FIT}{name}", budget) for name, budget in budgets.items() if budget >= smallest]
+
+
+def right(row: Row) -> bool:
+    """Whether a result's gradients are those of the step, as far as they were compared."""
+    return row.get("gradients") != "wrong"
+
+
+def compiled_cases(model: str, mode: Mode, peers_rows: list[Row], smallest: int) -> list[Case]:
+    """For the engine `inductor`: the peaks of torch.compile as it is, and of the compiled peers that are right and that
+    none of them beats in both peak and time. Who is ahead of these is ahead of all."""
+    rows = [row for row in peers_rows if group_of(row["method"]) == "compiled" and right(row)]
+    best = front(rows)
+    return [
+        Case(model, mode, f"{FIT}{INDUCTOR}{row['method']}", row["total"])
+        for row in rows
+        if row["total"] >= smallest and (row in best or row["method"] == PLAIN)
+    ]
+
+
+def lossy_cases(model: str, mode: Mode, peers_rows: list[Row]) -> list[Case]:
+    """The peaks of the peers in bfloat16, and `LOSSY_MEGABYTES`, for either engine."""
+    eager = next(row for row in peers_rows if row["method"] == "eager")
+    budgets = {row["method"]: row["total"] for row in peers_rows if group_of(row["method"]) == "lossy"}
+    megabytes = LOSSY_MEGABYTES.get((model, mode))
+    if megabytes is not None:
+        budgets[f"{megabytes}MB"] = eager["resident"] + 1_000_000 * megabytes
+    engines = ("", INDUCTOR)
+    return [
+        Case(model, mode, f"{FIT}{engine}{LOSSY}{name}", budget)
+        for engine in engines
+        for name, budget in budgets.items()
+    ]

@@ -7,26 +7,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import FLOOR, Row
-from .peers import SEQUENTIAL
+from .cases import FLOOR, Case, Row, right
+from .peers import PLAIN, SEQUENTIAL, group_of
 from .report import MB, TITLES, Frontier
 
 COLUMNS = 3
+IN_A_LINE = 7
+"""Names in a line of the legend, at most."""
+WRONG = "wrong gradients"
 LOOKS = {
     "eager": {"fmt": "s", "color": "black"},
     "checkpoint per block": {"fmt": "o", "color": "tab:red"},
     "checkpoint per layer": {"fmt": "D", "color": "tab:brown"},
     "checkpoint_sequential": {"fmt": ".", "color": "tab:orange"},
+    "torch.compile": {"fmt": "^", "color": "tab:purple"},
+    "its memory budgets": {"fmt": "v", "color": "tab:purple", "markersize": 4},
+    "compile, checkpoint per block": {"fmt": "D", "color": "tab:purple", "markersize": 4},
+    WRONG: {"fmt": "x", "color": "red"},
+    "bf16 autocast": {"fmt": "P", "color": "tab:gray"},
     "memplan.fit": {"fmt": "-o", "color": "tab:blue", "markersize": 4},
+    "memplan.fit, inductor": {"fmt": "-o", "color": "tab:green", "markersize": 4},
+    "memplan.fit, lossy": {"fmt": "-d", "color": "tab:cyan", "markersize": 4},
 }
 
 
-def kind(method: str) -> str:
-    """Under which name a method stands in the legend."""
+def kind(row: Row) -> str:
+    """Under which name a result stands in the legend."""
+    method, case = row["method"], Case(row["model"], row["mode"], row["method"])
+    if not right(row):
+        return WRONG
+    if case.ours:
+        return "memplan.fit" + (", lossy" if case.allow == "lossy" else ", inductor" if case.engine != "graph" else "")
     if method.startswith(SEQUENTIAL):
         return "checkpoint_sequential"
-    names = {"eager": "eager", "per_block": "checkpoint per block", "per_layer": "checkpoint per layer"}
-    return names.get(method, "memplan.fit")
+    if group_of(method) == "lossy":
+        return "bf16 autocast"
+    names = {
+        "eager": "eager",
+        "per_block": "checkpoint per block",
+        "per_layer": "checkpoint per layer",
+        PLAIN: "torch.compile",
+        "compile-per_block": "compile, checkpoint per block",
+    }
+    return names.get(method, "its memory budgets")
 
 
 def draw(frontiers: Sequence[Frontier], path: Path) -> None:
@@ -45,8 +68,11 @@ def draw(frontiers: Sequence[Frontier], path: Path) -> None:
         panel.axis("off")
     legends = [panel.get_legend_handles_labels() for panel in panels]
     handles = {label: handle for pair in legends for handle, label in zip(*pair, strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=len(handles), frameon=False)
-    figure.tight_layout(rect=(0, 0.3 / (3.2 * height), 1, 1))
+    lines = math.ceil(len(handles) / IN_A_LINE)
+    figure.legend(
+        handles.values(), handles.keys(), loc="lower center", ncols=math.ceil(len(handles) / lines), frameon=False
+    )
+    figure.tight_layout(rect=(0, 0.3 * lines / (3.2 * height), 1, 1))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
@@ -54,8 +80,8 @@ def draw(frontiers: Sequence[Frontier], path: Path) -> None:
 def fill(panel: Any, frontier: Frontier) -> None:
     """One model."""
     groups: dict[str, list[Row]] = {}
-    for row in (*frontier.peers, *frontier.ours):
-        groups.setdefault(kind(row["method"]), []).append(row)
+    for row in frontier.everything:
+        groups.setdefault(kind(row), []).append(row)
     for name, look in LOOKS.items():
         rows = groups.get(name, [])
         if rows:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .cases import FIT, FLOOR, Mode, Row, Shards, modes_of
+from .cases import (
+    FIT,
+    FLOOR,
+    INDUCTOR,
+    INDUCTOR_FLOOR,
+    LOSSY,
+    LOSSY_MEGABYTES,
+    Case,
+    Mode,
+    Row,
+    Shards,
+    modes_of,
+    right,
+)
 from .models import MODELS, TITLES
+from .peers import PLAIN, group_of
 
 MB = 1_000_000
 ERROR, HALF = 0.01, 0.5
+INDUCTOR_ERROR = 0.05
 PICTURE = "fit_frontier.png"
 
 
@@ -28,15 +44,51 @@ class Frontier:
         """The result of a method."""
         return next((row for row in self.rows if row["method"] == method), None)
 
+    def _sorted(self, wanted: Callable[[Row, Case], bool]) -> list[Row]:
+        """Results from the least bytes on."""
+        rows = (row for row in self.rows if wanted(row, Case(row["model"], row["mode"], row["method"])))
+        return sorted(rows, key=lambda row: row["total"])
+
     @cached_property
     def ours(self) -> list[Row]:
-        """Results of memplan.fit, from the least bytes on."""
-        return sorted((row for row in self.rows if row["method"].startswith(FIT)), key=lambda row: row["total"])
+        """Results of memplan.fit, engine `graph`."""
+        return self._sorted(lambda _, case: case.ours and case.engine == "graph" and case.allow == "exact")
+
+    @cached_property
+    def inductor(self) -> list[Row]:
+        """Results of memplan.fit, engine `inductor`."""
+        return self._sorted(lambda _, case: case.ours and case.engine == "inductor" and case.allow == "exact")
+
+    @cached_property
+    def lossy(self) -> list[Row]:
+        """Results of memplan.fit with lossy levers, either engine."""
+        return self._sorted(lambda _, case: case.ours and case.allow == "lossy")
 
     @cached_property
     def peers(self) -> list[Row]:
-        """Results of the others, from the least bytes on."""
-        return sorted((row for row in self.rows if not row["method"].startswith(FIT)), key=lambda row: row["total"])
+        """Results of eager mode and checkpoints."""
+        return self._sorted(lambda row, case: not case.ours and group_of(row["method"]) == "eager")
+
+    @cached_property
+    def compiled(self) -> list[Row]:
+        """Results of torch.compile whose gradients are right."""
+        return self._sorted(lambda row, case: not case.ours and group_of(row["method"]) == "compiled" and right(row))
+
+    @cached_property
+    def wrong(self) -> list[Row]:
+        """Results whose gradients are wrong."""
+        return self._sorted(lambda row, _: not right(row))
+
+    @cached_property
+    def lossy_peers(self) -> list[Row]:
+        """Results of autocast."""
+        return self._sorted(lambda row, case: not case.ours and group_of(row["method"]) == "lossy")
+
+    @property
+    def everything(self) -> list[Row]:
+        """All results, kind by kind."""
+        compiled = [row for row in self.wrong if row not in (*self.ours, *self.inductor)]
+        return [*self.peers, *self.compiled, *compiled, *self.lossy_peers, *self.ours, *self.inductor, *self.lossy]
 
     @property
     def share_of_added_time(self) -> float | None:
@@ -72,7 +124,41 @@ class Frontier:
                 found.append(f"{name}: the floor is above the lowest peak of a peer")
             if closed is not None and closed < HALF:
                 found.append(f"{name}: {closed:.0%} of the distance to the lower bound closed")
+            found += self._complaints_of_inductor()
+        return found + self._complaints_of_lossy()
+
+    def _complaints_of_inductor(self) -> list[str]:
+        name, found = f"{self.model}, {self.mode}", list[str]()
+        for row in self.inductor:
+            found += _over(name, row)
+            if abs(error := row["predicted"] / row["total"] - 1) > INDUCTOR_ERROR:
+                found.append(f"{name}, {row['method']}: the predicted peak is {error:+.2%} off")
+            if not right(row):
+                found.append(f"{name}, {row['method']}: gradients are wrong ({row['worst']:.1%} in {row['worst_in']})")
+            found += _slower(name, row)
+        floor = self.row(INDUCTOR_FLOOR)
+        if floor is not None and self.compiled and floor["total"] >= self.compiled[0]["total"]:
+            found.append(f"{name}: the compiled floor is not below the lowest peak of a compiled peer")
         return found
+
+    def _complaints_of_lossy(self) -> list[str]:
+        name, megabytes = f"{self.model}, {self.mode}", LOSSY_MEGABYTES.get((self.model, self.mode))
+        found = [text for row in self.lossy for text in (*_over(name, row), *_slower(name, row))]
+        if megabytes is not None and not any(row["method"].endswith(f"{megabytes}MB") for row in self.lossy):
+            found.append(f"{name}: no lossy plan in {megabytes} MB")
+        return found
+
+
+def _over(name: str, row: Row) -> list[str]:
+    within = row["total"] <= row["given"]
+    return [] if within else [f"{name}, {row['method']}: {row['total']:,} bytes measured, {row['given']:,} given"]
+
+
+def _slower(name: str, row: Row) -> list[str]:
+    """Whether it takes more time than the peer whose peak it was given, by more than the spread."""
+    times = row.get("beside")
+    slower = times is not None and times["quartiles"][0] > 1
+    return [f"{name}, {row['method']}: {times['ratio']:.2f} times as long as that peer"] if slower else []
 
 
 def frontiers(shards: Shards) -> list[Frontier]:
@@ -103,6 +189,38 @@ def share(number: float | None) -> str:
     return "-" if number is None else f"{number:.0%}"
 
 
+def lowest(rows: Sequence[Row]) -> Row | None:
+    return rows[0] if rows else None
+
+
+def pair(row: Row | None) -> str:
+    return "-" if row is None else f"{above(row)}, {added(row)}"
+
+
+def against(frontier: Frontier, row: Row | None, kind: str) -> Row | None:
+    """Ours with the peak of a peer as its budget."""
+    return None if row is None else frontier.row(f"{FIT}{kind}{row['method']}")
+
+
+def wrong(frontier: Frontier) -> str:
+    rows = frontier.wrong
+    return f"{len(rows)} of {len(rows) + len(frontier.compiled)}, up to {worst(rows)}" if rows else "-"
+
+
+def worst(rows: Sequence[Row]) -> str:
+    return f"{max(row['worst'] for row in rows):.0%}"
+
+
+def gradients(row: Row) -> str:
+    """What became of a result's gradients, in words."""
+    if row["gradients_equal"]:
+        return "equal"
+    said = row.get("gradients", "differ")
+    if said == "wrong":
+        return f"**wrong gradients** ({row['worst']:.0%} in {row['worst_in']})"
+    return said if "gradient_error" not in row else f"{said}, {row['gradient_error']:.1e} off"
+
+
 Cell = Callable[[Frontier], str]
 SUMMARY: dict[str, Cell] = {
     "step": lambda f: TITLES[f.model],
@@ -114,6 +232,27 @@ SUMMARY: dict[str, Cell] = {
     "lower bound": lambda f: megabytes(floor["lower_bound"] - floor["resident"]) if (floor := f.row(FLOOR)) else "-",
     "distance closed": lambda f: share(f.closed),
 }
+COMPILED: dict[str, Cell] = {
+    "step": lambda f: TITLES[f.model],
+    "torch.compile": lambda f: pair(f.row(PLAIN)),
+    "fit at its peak": lambda f: pair(against(f, f.row(PLAIN), INDUCTOR)),
+    "lowest compiled peer": lambda f: pair(lowest(f.compiled)),
+    "fit at that peak": lambda f: pair(against(f, lowest(f.compiled), INDUCTOR)),
+    "fit, floor": lambda f: pair(f.row(INDUCTOR_FLOOR)),
+    "peers with wrong gradients": wrong,
+}
+LOSSY_CELLS: dict[str, Cell] = {
+    "step": lambda f: TITLES[f.model],
+    **{
+        head: functools.partial(lambda f, name: pair(f.row(name)), name=name)
+        for head, name in (
+            ("autocast", "autocast"),
+            ("fit at its peak", f"{FIT}{LOSSY}autocast"),
+            ("autocast, checkpoint per block", "autocast-per_block"),
+            ("fit at that peak", f"{FIT}{LOSSY}autocast-per_block"),
+        )
+    },
+}
 DETAILS: dict[str, Callable[[Row], str]] = {
     "mode": lambda row: row["mode"],
     "method": lambda row: row["method"],
@@ -122,7 +261,7 @@ DETAILS: dict[str, Callable[[Row], str]] = {
     "above": lambda row: megabytes(row["above"]),
     "predicted": lambda row: f"{row['predicted'] / row['total'] - 1:+.2%}" if "predicted" in row else "",
     "time": lambda row: f"{row['ratio']:.3f} [{row['quartiles'][0]:.3f}, {row['quartiles'][1]:.3f}]",
-    "gradients": lambda row: "equal" if row["gradients_equal"] else "differ",
+    "gradients": gradients,
     "buffers": lambda row: "equal" if row["buffers_equal"] else "differ",
     "fit, s": lambda row: f"{row['fit_seconds']:.1f}" if "fit_seconds" in row else "",
 }
@@ -163,6 +302,8 @@ def short(found: Sequence[Frontier]) -> list[str]:
             f"**{len(ours)} budgets: {over} exceeded, largest error of the predicted peak {max(errors):.2%}, "
             f"gradients and buffers bitwise equal to eager's in {equal}.**",
         ]
+    lines += compiled(fresh)
+    lines += lossy_targets(found)
     early = [frontier for frontier in found if frontier.mode == "update" and frontier.row(FLOOR)]
     for frontier in early:
         text = f"{TITLES[frontier.model]}, with AdamW's update: eager {above(frontier.row('eager'))} MB"
@@ -170,20 +311,66 @@ def short(found: Sequence[Frontier]) -> list[str]:
     return lines
 
 
-def full(found: Sequence[Frontier]) -> list[str]:
+def compiled(fresh: Sequence[Frontier]) -> list[str]:
+    """The table of the compiled peers and of the engine `inductor`, where there are any."""
+    there = [frontier for frontier in fresh if frontier.compiled or frontier.inductor]
+    if not there:
+        return []
+    rows = [[cell(frontier) for cell in COMPILED.values()] for frontier in there]
+    text = (
+        "Beside `torch.compile` and its `activation_memory_budget` (0.9 to 0.0), with `engine='inductor'`. Peers with "
+        "wrong gradients, held against float64, are not counted."
+    )
+    return ["", text, "", *table(list(COMPILED), rows, 1)]
+
+
+def lossy_targets(found: Sequence[Frontier]) -> list[str]:
+    """A line for each step that lossy plans are to do with so many megabytes."""
+    lines: list[str] = []
+    for frontier in found:
+        megabytes = LOSSY_MEGABYTES.get((frontier.model, frontier.mode))
+        names = [f"{FIT}{engine}{LOSSY}{megabytes}MB" for engine in ("", INDUCTOR)]
+        rows = [row for row in map(frontier.row, names) if row is not None]
+        if rows:
+            fastest = min(rows, key=lambda row: row["ratio"])
+            early = ", with the optimizer early" if frontier.mode == "update" else ""
+            peers = "".join(f", {row['method'].replace('_', ' ')} {pair(row)}" for row in frontier.lossy_peers)
+            lines += ["", f"{TITLES[frontier.model]}, lossy{early}: {pair(fastest)}{peers}."]
+    return lines
+
+
+def lossy(fresh: Sequence[Frontier]) -> list[str]:
+    """The table of the peers in bfloat16 and of lossy plans, where there are any."""
+    there = [frontier for frontier in fresh if frontier.lossy_peers or frontier.lossy]
+    rows = [[cell(frontier) for cell in LOSSY_CELLS.values()] for frontier in there]
+    return ["", "In bfloat16, with `allow='lossy'`:", "", *table(list(LOSSY_CELLS), rows, 1)] if rows else []
+
+
+def unmeasured(failed: Sequence[Row]) -> list[str]:
+    """What has no figures, and why."""
+    if not failed:
+        return []
+    rows = [[TITLES[row["model"]], row["mode"], row["method"], row["error"].replace("|", "/")] for row in failed]
+    return ["", "## Not measured", "", *table(["step", "mode", "method", "because"], rows, 4)]
+
+
+def full(found: Sequence[Frontier], failed: Sequence[Row] = ()) -> list[str]:
     """Everything that was measured."""
-    lines = ["# Peak against time", "", *short(found), "", f"![Peak against time]({PICTURE})", ""]
+    fresh = [frontier for frontier in found if frontier.mode == "fresh"]
+    lines = ["# Peak against time", "", *short(found), *lossy(fresh), "", f"![Peak against time]({PICTURE})", ""]
     lines += [
         "In mode `held` gradients are there before the step and count as resident; in mode `update` AdamW's update is "
         "a part of it. `total` and `above`, with and without what is resident, are measured, in MB; `predicted` is by "
         "how much the plan's peak is off; `time` is relative to eager, median and quartiles; `gradients` (parameters "
-        "in mode `update`) and `buffers` are compared bit by bit with eager's after one step.",
+        "in mode `update`) and `buffers` are compared bit by bit with eager's after one step. Gradients that are not "
+        "equal are held against float64: `right` where the error (L2, of each parameter) is at most twice that of "
+        "eager mode or of torch.compile and 64 eps of the largest gradient.",
     ]
     for model in dict.fromkeys(frontier.model for frontier in found):
-        rows = [row for frontier in found if frontier.model == model for row in (*frontier.peers, *frontier.ours)]
+        rows = [row for frontier in found if frontier.model == model for row in frontier.everything]
         cells = [[cell(row) for cell in DETAILS.values()] for row in rows]
         lines += ["", f"## {TITLES[model]}", "", *table(list(DETAILS), cells, 2)]
-    return lines
+    return [*lines, *unmeasured(failed)]
 
 
 def write(shards: Shards, folder: Path) -> list[str]:
@@ -194,11 +381,14 @@ def write(shards: Shards, folder: Path) -> list[str]:
     there = {(frontier.model, frontier.mode) for frontier in found if frontier.row(FLOOR)}
     missing = [f"{model}, {mode}: no floor measured" for model in MODELS for mode in modes_of(model)
                if (model, mode) not in there]  # fmt: skip
+    missing += [f"{model}: no compiled floor measured" for model in MODELS
+                if not any(frontier.row(INDUCTOR_FLOOR) for frontier in found if frontier.model == model)]  # fmt: skip
     quick = sum(row.get("quick", False) for frontier in found for row in frontier.rows)
     complaints = [*missing, *(text for frontier in found for text in frontier.complaints())]
     if quick:
         complaints.append(f"{quick} results are quick ones")
-    for name, lines in (("fit_frontier.md", full(found)), ("fit_frontier_short.md", short(found))):
+    failed = [row for model in MODELS for row in shards.failed(model)]
+    for name, lines in (("fit_frontier.md", full(found, failed)), ("fit_frontier_short.md", short(found))):
         (folder / name).write_text("\n".join([*lines, ""]), encoding="utf-8")
     from .picture import draw
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import FLOOR, Case, Mode, Row
+from memplan.verification.gradients import GradientErrors, gradient_errors, same_numbers
+
+from .cases import FLOOR, INDUCTOR_FLOOR, Case, Mode, Row
 from .measure import live_bytes, pairs_of, peak_above, storage_bytes
 from .models import MODELS, Subject
-from .peers import Loss, peer
+from .peers import PLAIN, Loss, group_of, peer
 
 THREADS = 2
 
@@ -83,9 +85,11 @@ def fitted(case: Case, subject: Subject) -> tuple[Training, Row]:
     options: dict[str, Any] = {"targets": subject.targets, "loss": subject.loss, "device": "cpu", "pairs": 0}
     if case.mode == "update":
         options |= {"optimizer": optimizer_of, "early": True}
+    options |= {"engine": case.engine} if case.engine != "graph" else {}
+    options |= {"allow": case.allow} if case.allow != "exact" else {}
     budget = case.budget
     if budget is None:
-        assert case.method == FLOOR, "every other case of ours has a budget"
+        assert case.method in (FLOOR, INDUCTOR_FLOOR), "every other case of ours has a budget"
         budget = smallest_budget(lambda: memplan.fit(subject.model, *subject.inputs, budget=1, **options))
     start = time.perf_counter()
     result = memplan.fit(subject.model, *subject.inputs, budget=budget, **options)
@@ -134,8 +138,66 @@ def compare(reference: Training, candidate: Training) -> Row:
     }
 
 
-def run(case: Case, pairs: int) -> Row:
-    """Peak, time and equality of one case."""
+def seen(training: Training) -> tuple[dict[str, Tensor | None], float, bool]:
+    """Gradients and loss of one step from a fixed random state, and whether it drew random numbers."""
+    training.prepare()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    loss = training.loss()
+    loss.backward()
+    gradients = {name: one.grad for name, one in training.subject.model.named_parameters() if one.requires_grad}
+    return gradients, float(loss.detach()), not torch.equal(before, torch.get_rng_state())
+
+
+def in_float64(case: Case, name: str) -> Training:
+    """The step in float64, as a peer does it."""
+    subject = MODELS[case.model]()
+    subject.model.double()
+    subject.inputs, subject.targets = (
+        tuple(one.double() if one.is_floating_point() else one for one in tensors)
+        for tensors in (subject.inputs, subject.targets)
+    )
+    return Training(subject, peer(subject, name), "fresh")
+
+
+def judged(case: Case, reference: Training, candidate: Training, plain: GradientErrors | None) -> Row:
+    """The gradients of both held against float64, with the same random numbers.
+
+    What is compiled as it is draws other ones than eager mode: then the float64 step is compiled, too, which draws
+    those. ``plain`` are the errors of torch.compile without a budget, which others may have twice.
+    """
+    found, loss, _ = seen(candidate)
+    eager, _, random = seen(reference)
+    compiled = random and group_of(case.method) == "compiled"
+    exact, true, _ = seen(in_float64(case, "eager"))
+    base = gradient_errors(eager, exact)
+    if compiled:
+        exact, true, _ = seen(in_float64(case, PLAIN))
+    if random and not same_numbers(loss, true):
+        return {"gradients": "not comparable"}
+    errors = gradient_errors(found, exact)
+    own = errors if case.method == PLAIN else plain
+    wrong = errors.over(*(one for one in (base, own) if one is not None))
+    row: Row = {"error": errors.relative, "eager_error": base.relative}
+    row = {f"gradient_{name}": float(f"{value:.4g}") for name, value in row.items()}
+    if case.method == PLAIN:
+        row["gradient_errors"] = {name: float(f"{value:.4g}") for name, value in errors.errors.items()}
+    if (group_of(case.method) if not case.ours else case.allow) == "lossy":
+        return row | {"gradients": "lossy"}
+    if not wrong:
+        return row | {"gradients": "right"}
+    worst = max(wrong, key=wrong.__getitem__)
+    return row | {"gradients": "wrong", "wrong": len(wrong), "worst": float(f"{wrong[worst]:.4g}"), "worst_in": worst}
+
+
+def run(case: Case, pairs: int, plain: Row | None = None) -> Row:
+    """Peak, time and equality of one case.
+
+    Args:
+        case: which.
+        pairs: how often both steps are timed.
+        plain: the result of torch.compile without a budget, if there is one.
+    """
     torch.set_num_threads(THREADS)
     reference = eager(case)
     subject = MODELS[case.model]()
@@ -159,4 +221,17 @@ def run(case: Case, pairs: int) -> Row:
     row |= {"resident": base + state, "kept": kept - state, "total": base + kept + above}
     row["above"] = row["total"] - row["resident"]
     row |= pairs_of((reference.prepare, reference.step), (candidate.prepare, candidate.step), pairs)
+    if case.ours and group_of(case.beside) != "eager":
+        row["beside"] = beside(case, candidate, pairs)
+    if case.mode == "fresh" and not row["gradients_equal"]:
+        errors = (plain or {}).get("gradient_errors")
+        row |= judged(case, reference, candidate, None if errors is None else GradientErrors(errors))
     return row | {"torch": str(torch.__version__), "threads": THREADS}
+
+
+def beside(case: Case, candidate: Training, pairs: int) -> Row:
+    """Our step's time by turns with that of the peer whose peak is its budget."""
+    subject = MODELS[case.model]()
+    other = Training(subject, peer(subject, case.beside), case.mode)
+    taken = pairs_of((other.prepare, other.step), (candidate.prepare, candidate.step), pairs)
+    return {name: taken[name] for name in ("ratio", "quartiles", "ratios")}

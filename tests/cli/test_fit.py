@@ -20,6 +20,8 @@ from memplan.cli import fit as fit_command
 from memplan.cli import main
 from memplan.errors import BudgetError, StepError, UsageError, VerificationError
 from memplan.planning.plan import Plan
+from memplan.verification import peer_trials
+from memplan.verification.peers import EAGER, Peer
 from memplan.verification.proof import Proof
 
 MODELS = """
@@ -235,6 +237,20 @@ def test_the_frontier_of_a_model(net: str, engine: Engine, tmp_path: Path) -> No
     assert points[-1]["peak"] > 4096 * 64 * 4 + 4096 * 4 * 4
 
 
+def test_peers_are_measured_where_they_are_asked_for(
+    net: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(peer_trials, "peers", lambda **_: (EAGER, Peer("again", checkpointed=True)))
+    file = tmp_path / "out.json"
+    options = ["--target", "64:int64<3", "--loss", "cross_entropy", "--budget", "1GiB", "--json", file]
+    result = run(net, "--input", "64x4", *options, "--frontier", tmp_path / "out.svg", "--peers")
+    assert result.exit_code == 0, result.stderr
+    peers = json.loads(file.read_text())["frontier"]["peers"]
+    assert [(one["name"], one["gradients"]) for one in peers] == [("eager", "right"), ("again", "right")]
+    assert "Peers, measured" in result.stdout
+
+
 # -- the whole way, with nothing in anything's place
 
 STEP = {"targets": "512:int64<8", "loss": nn.functional.cross_entropy}
@@ -329,6 +345,8 @@ def test_a_card_is_a_budget(net: str, engine: Engine) -> None:
         ([], "no budget. Expected one: --budget 400MiB, or a plan's own with --use-plan."),
         (["--budget", "1GiB", "--infer"], "--infer. Expected a training step"),
         (["--budget", "1GiB", "--settings", "expandable_segments:True"], "--settings. Expected"),
+        (["--budget", "1GiB", "--peers"], "--peers without --frontier. Expected a frontier to draw them beside"),
+        (["--budget", "1GiB", "--peers", "--frontier", "x.png", "--predict"], "--peers with --predict. Expected"),
         (["--budget", "1GiB", "--frontier", "-"], "--frontier -. Expected a file"),
         (["--budget", "1GiB", "--frontier", "x.txt"], "Expected a name that ends in .png"),
         (["--budget", "1GiB", "--plan", "-", "--json", "-"], "one file for several outputs"),

@@ -74,6 +74,7 @@ from memplan._torch.opaque import (
 )
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
+from memplan._torch.peers import memory_budget
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
     IN_PLACE_ON_ZEROS,
@@ -158,6 +159,7 @@ __all__ = [
     "keeps_graph",
     "leaves_of",
     "marker",
+    "memory_budget",
     "modules_converted_as_real",
     "no_modes",
     "node_sequence",

@@ -110,16 +110,22 @@ class _Files:
 @click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
 @click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time, down to the floor.")
+@click.option(
+    "--peers", is_flag=True,
+    help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, and draw them beside.",
+)  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
 def command(
     budget: str | None, engine: str, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
     top: int,
-    plan_file: str | None, python_file: str | None, frontier_file: str | None, json_file: str | None, **given: Any,
+    plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, json_file: str | None,
+    **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     arguments = StepArguments(**given)
     _check_options(arguments, budget, use_plan)
     _check_costs(costs, predict)
+    _check_peers(peers, frontier_file, predict)
     files = _Files(plan_file, python_file, json_file, frontier_file).checked()
     plan = None if use_plan is None else _read_plan(use_plan, budget)
     options: dict[str, Any] = {"budget": budget if budget is not None or plan is None else plan.budget}
@@ -131,7 +137,7 @@ def command(
         described = describe(arguments)
         try:
             made = _maker(described) if predict else _maker(described)()
-            frontier = None if frontier_file is None else _frontier(made, described, arguments, options)
+            frontier = None if frontier_file is None else _frontier(made, described, arguments, options, peers)
             outcome = _outcome(made, described, arguments, options | ({} if plan is None else {"plan": plan}))
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
@@ -159,6 +165,15 @@ def _check_costs(costs: str, predict: bool) -> None:
     if costs != "measured" and not predict:
         raise InputError(
             f"--costs {costs} without --predict", expected="a prediction: a proof measures", do="Add --predict"
+        )
+
+
+def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
+    if peers and (frontier is None or predict):
+        raise InputError(
+            f"--peers {'with --predict' if predict else 'without --frontier'}",
+            expected="a frontier to draw them beside, and steps that may run here: they are measured",
+            do="Leave --predict out" if predict else "Add --frontier FILE",
         )
 
 
@@ -270,13 +285,15 @@ def _maker(described: Described) -> Callable[[], nn.Module]:
 
 
 def _frontier(
-    made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any]
-) -> Frontier:
-    """Plans from all kept to the floor, whatever the budget."""
+    made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any],
+    peers: bool,
+) -> Frontier:  # fmt: skip
+    """Plans from all kept to the floor, whatever the budget, and what others take where that is asked for."""
     from memplan.planning.costs import step_seconds
     from memplan.planning.planner import Planner, Settings
     from memplan.planning.request import request
     from memplan.reports.frontier import Frontier, Point
+    from memplan.verification.peer_trials import measure_peers
 
     call = _call_options(described, given)
     settings = Settings(
@@ -293,7 +310,8 @@ def _frontier(
         eager = study.eager_peak(asked.settings)
     points = tuple(Point(one.peak, one.seconds) for one in found)
     seconds = step_seconds(study.captured.graph) or None
-    return Frontier(given.target, points, eager, seconds, asked.settings.budget)
+    beside = measure_peers(asked, eager) if peers else ()
+    return Frontier(given.target, points, eager, seconds, asked.settings.budget, beside)
 
 
 def _write(outcome: Outcome, files: _Files) -> None:

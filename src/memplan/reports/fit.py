@@ -80,6 +80,10 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
     if outcome.frontier is not None:
         yield ""
         yield frontiers.table(outcome.frontier, page)
+        if outcome.frontier.peers:
+            yield ""
+            yield frontiers.peers_table(outcome.frontier, page)
+            yield from map(Text, frontiers.why_not(outcome.frontier))
 
 
 def dumps(outcome: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""Peak against time, from all kept to the floor: as a table, and as a picture where matplotlib is installed."""
+"""Peak against time, from all kept to the floor, and peers beside: as tables, and as a picture by matplotlib."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from memplan.planning.plan import format_seconds
 from memplan.reports.columns import Column
 from memplan.reports.output import Page
 from memplan.reports.terminal import clean
+from memplan.verification.peer_trials import PeerResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".png", ".svg", ".pdf")
+_LOOKS = {
+    "eager": {"marker": "s", "color": "tab:red"},
+    "compiled": {"marker": "^", "color": "tab:purple"},
+    "wrong gradients": {"marker": "x", "color": "red"},
+}
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
@@ -47,14 +53,17 @@ class Frontier:
     """Predicted, without a plan."""
     budget: int | None = None
     """Bytes that were asked for, marked."""
+    peers: tuple[PeerResult, ...] = ()
+    """What others take, measured; eager mode first."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: bytes and seconds."""
-        return {
+        data: dict[str, Any] = {
             "eager_peak": self.eager_peak,
             "step_seconds": self.step_seconds,
             "points": [{"peak": point.peak, "seconds": point.seconds} for point in self.points],
         }
+        return data | ({"peers": [peer.to_dict() for peer in self.peers]} if self.peers else {})
 
 
 def table(frontier: Frontier, page: Page) -> Table:
@@ -79,6 +88,42 @@ def table(frontier: Frontier, page: Page) -> Table:
     return page.table(columns)
 
 
+def peers_table(frontier: Frontier, page: Page) -> Table:
+    """A row for each peer: measured peak, time beside eager mode, and whether its gradients are right."""
+    peers = frontier.peers
+    most = next((one.peak for one in peers if one.failed is None), 0)
+    ran = [one.failed is None for one in peers]
+    shares = (f"{100 * one.peak / most:.0f} %" if most and yes else "" for one, yes in zip(peers, ran, strict=True))
+    return page.table(
+        [
+            Column("Peers, measured", tuple(one.peer.name for one in peers)),
+            Column(
+                "peak", tuple(format_bytes(p.peak) if r else "" for p, r in zip(peers, ran, strict=True)), right=True
+            ),
+            Column("of eager", tuple(shares), right=True, drop=2),
+            Column("added time", tuple(_added(one) for one in peers), right=True),
+            Column("gradients", tuple(_gradients(one) for one in peers)),
+        ]
+    )
+
+
+def why_not(frontier: Frontier) -> list[str]:
+    """Of each peer that did not run, the reason."""
+    return [f"{one.peer.name} did not run: {clean(one.failed)}" for one in frontier.peers if one.failed is not None]
+
+
+def _added(one: PeerResult) -> str:
+    return "" if one.times is None else f"{100 * (one.times.ratio - 1):+.0f} %"
+
+
+def _gradients(one: PeerResult) -> str:
+    if one.failed is not None:
+        return "did not run"
+    if not one.compared:
+        return "not compared"
+    return "right" if one.worst is None else f"WRONG by {one.worst:.0%}"
+
+
 def check_drawable(path: str) -> None:
     """See that a picture can be drawn into a file of this name before the work for it is done.
 
@@ -100,22 +145,37 @@ def draw(frontier: Frontier) -> Figure:
     """The picture: bytes at the peak to the right, seconds upwards."""
     from matplotlib.figure import Figure
 
-    largest = max((frontier.eager_peak, *(point.peak for point in frontier.points)))
-    unit, name = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
+    shown = [one for one in frontier.peers if one.times is not None]
+    largest = max((frontier.eager_peak, *(point.peak for point in (*frontier.points, *shown))))
+    unit, unit_name = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
     base = frontier.step_seconds or 0.0
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     peaks = [point.peak / unit for point in frontier.points]
     axes.plot(peaks, [base + point.seconds for point in frontier.points], "o-", label="planned")
     axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label="without a plan")
+    for name, look in _LOOKS.items():
+        places = [(one.peak / unit, _height(one, base)) for one in shown if _kind(one) == name]
+        if places:
+            axes.scatter(*zip(*places, strict=True), label=f"measured: {name}", **look)
     if frontier.budget is not None and frontier.budget <= largest:
         axes.axvline(frontier.budget / unit, linestyle="--", color="gray", label="budget")
-    axes.set_xlabel(f"predicted peak ({name})")
-    axes.set_ylabel("predicted seconds of a step" if base else "predicted seconds added")
+    axes.set_xlabel(f"{'' if shown else 'predicted '}peak ({unit_name})")
+    axes.set_ylabel(f"{'' if shown else 'predicted '}seconds {'of a step' if base else 'added'}")
     axes.set_title(clean(frontier.title).replace("$", r"\$"))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure
+
+
+def _kind(one: PeerResult) -> str:
+    return "wrong gradients" if one.wrong else one.peer.group
+
+
+def _height(one: PeerResult, base: float) -> float:
+    """Seconds on the plans' scale: what it adds to eager mode is measured, what eager mode takes is predicted."""
+    assert one.times is not None, "only those that ran are shown"
+    return base + (one.times.ratio - 1) * (base or one.times.before)
 
 
 def picture(frontier: Frontier, path: str) -> bytes:

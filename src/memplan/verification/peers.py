@@ -1,0 +1,125 @@
+"""What people do today about a step's memory, made of any module: checkpoints, torch.compile, autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memplan import _torch
+
+Group = Literal["eager", "compiled", "lossy"]
+BUDGETS = tuple(round(0.1 * tenth, 1) for tenth in range(9, -1, -1))
+"""Values of ``activation_memory_budget`` that are tried; 1 is `torch.compile` as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One way to run a step."""
+
+    name: str
+    checkpointed: bool = False
+    """Whether each block is run again in the backward pass, by `torch.utils.checkpoint`."""
+    compiled: bool = False
+    memory_budget: float = 1.0
+    """``activation_memory_budget`` of what is compiled."""
+    autocast: torch.dtype | None = None
+
+    @property
+    def group(self) -> Group:
+        """Among whom it stands: one that computes in fewer bits is no peer of those that do not."""
+        return "lossy" if self.autocast is not None else "compiled" if self.compiled else "eager"
+
+
+EAGER = Peer("eager")
+COMPILED = Peer("torch.compile", compiled=True)
+
+
+def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS) -> tuple[Peer, ...]:
+    """All that compute in the step's own precision, eager mode first.
+
+    Args:
+        blocks: whether there are any to checkpoint.
+        budgets: values of ``activation_memory_budget``.
+    """
+    checkpoints = (Peer("checkpoint per block", checkpointed=True),) if blocks else ()
+    both = (Peer("torch.compile, checkpoint per block", checkpointed=True, compiled=True),) if blocks else ()
+    tried = (Peer(f"torch.compile, memory budget {share}", compiled=True, memory_budget=share) for share in budgets)
+    return EAGER, *checkpoints, COMPILED, *both, *tried
+
+
+def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = (), device: str = "cpu") -> Any:
+    """A callable that does what ``call`` does, as this peer does it. Nothing is compiled before it is first called.
+
+    Args:
+        call: the step: forward and, to have it compiled, too, the loss.
+        peer: how.
+        blocks: the modules in ``call`` that are checkpointed, each by itself, where the peer does that.
+        device: torch's name of the device to autocast on.
+    """
+    run = torch.compile(lambda *args, **kwargs: call(*args, **kwargs)) if peer.compiled else call
+    again = {block: functools.partial(checkpoint, block.forward, use_reentrant=False) for block in blocks}
+
+    @functools.wraps(call, updated=())
+    def as_it_does(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as around:
+            if peer.compiled:
+                around.enter_context(_torch.memory_budget(peer.memory_budget))
+            if peer.checkpointed:
+                around.enter_context(_in_place(again))
+            if peer.autocast is not None:
+                around.enter_context(torch.autocast(device, dtype=peer.autocast))
+            return run(*args, **kwargs)
+
+    return as_it_does
+
+
+@contextmanager
+def _in_place(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules called in here run these: the same objects each time, as Dynamo compiles anew for another one."""
+    with ExitStack() as undo:
+        for module, forward in forwards.items():
+            undo.enter_context(_torch.patched(module, forward=forward))
+        yield
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a module that people would checkpoint, the outermost: children of one class, two or more,
+    which have children themselves. Of containers, only sequences of single layers are parts; others are looked into."""
+    found: dict[int, nn.Module] = {}
+    _find_blocks(module, found, set())
+    return list(found.values())
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def _find_blocks(module: nn.Module, found: dict[int, nn.Module], seen: set[int]) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    children = list(module.children())
+    alike: dict[type, list[nn.Module]] = {}
+    for child in children:
+        if _is_part(child):
+            alike.setdefault(type(child), []).append(child)
+    for child in children:
+        if len(alike.get(type(child), ())) > 1 and _is_part(child):
+            found[id(child)] = child
+        else:
+            _find_blocks(child, found, seen)
+
+
+def _is_part(module: nn.Module) -> bool:
+    children = list(module.children())
+    if not children or next(module.parameters(), None) is None:
+        return False
+    if type(module) not in _CONTAINERS:
+        return True
+    return type(module) is nn.Sequential and len(children) > 1 and not any(any(child.children()) for child in children)

@@ -1,0 +1,69 @@
+"""Peers beside the frontier: a row and a place for each, those whose gradients are wrong marked."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from reports.outcomes import FRONTIER, MIB
+
+from memplan.reports import frontier
+from memplan.reports.output import print_parts
+from memplan.verification.measured import Times
+from memplan.verification.peer_trials import PeerResult
+from memplan.verification.peers import COMPILED, EAGER, Peer
+
+
+def times(ratio: float) -> Times:
+    return Times(3, 0.2, 0.2 * ratio, ratio, (ratio, ratio))
+
+
+BUDGET = Peer("torch.compile, memory budget 0.5", compiled=True, memory_budget=0.5)
+PEERS = (
+    PeerResult(EAGER, 610 * MIB, times(1.0)),
+    PeerResult(COMPILED, 500 * MIB, times(0.5), compared=False),
+    PeerResult(BUDGET, 400 * MIB, times(1.5), {"a": 0.39, "b": 0.1}),
+    PeerResult(Peer("other"), failed="RuntimeError: no \x1b[1m kernels"),
+)
+BESIDE = replace(FRONTIER, peers=PEERS)
+
+
+def test_the_table_says_which_gradients_are_wrong_and_what_did_not_run() -> None:
+    file = io.StringIO()
+    print_parts(lambda page: [frontier.peers_table(BESIDE, page)], file)
+    _, _, *rows = [" ".join(line.split()) for line in file.getvalue().splitlines()]
+    assert rows[:3] == [
+        "eager 610.0 MiB 100 % +0 % right",
+        "torch.compile 500.0 MiB 82 % -50 % not compared",
+        "torch.compile, memory budget 0.5 400.0 MiB 66 % +50 % WRONG by 39%",
+    ]
+    assert rows[3] == "other did not run"
+    (reason,) = frontier.why_not(BESIDE)
+    assert reason.startswith("other did not run: RuntimeError: no ")
+    assert "\x1b" not in reason
+
+
+def test_the_picture_has_them_beside_the_plans() -> None:
+    pytest.importorskip("matplotlib")
+    axes = frontier.draw(BESIDE).axes[0]
+    places = {str(one.get_label()): np.asarray(one.get_offsets()).tolist() for one in axes.collections}
+    # eager mode is predicted to take 0.3 s; what others add to it is measured
+    assert places["measured: eager"] == [[610, pytest.approx(0.3)]]
+    assert places["measured: compiled"] == [[500, pytest.approx(0.15)]]
+    assert places["measured: wrong gradients"] == [[400, pytest.approx(0.45)]]
+    assert axes.get_xlabel() == "peak (MiB)"
+    assert frontier.draw(FRONTIER).axes[0].get_xlabel() == "predicted peak (MiB)"
+
+
+def test_they_are_in_the_json() -> None:
+    assert "peers" not in FRONTIER.to_dict()
+    eager, compiled, budget, other = BESIDE.to_dict()["peers"]
+    assert eager == {
+        "name": "eager", "peak": 610 * MIB, "seconds": 0.2, "ratio": 1.0, "quartiles": [1.0, 1.0],
+        "gradients": "right", "wrong": {},
+    }  # fmt: skip
+    assert compiled["gradients"] == "not compared"
+    assert (budget["gradients"], budget["wrong"]) == ("wrong", {"a": 0.39, "b": 0.1})
+    assert other["failed"].startswith("RuntimeError")

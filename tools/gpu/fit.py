@@ -1,0 +1,310 @@
+"""Budgets on a CUDA card: what memplan.fit holds there, beside eager mode, checkpoints and torch.compile.
+
+    python tools/gpu/fit.py                         # all steps; writes benchmarks/results/fit_gpu/<gpu>.<torch>.json
+    python tools/gpu/fit.py --only unet3d --methods "eager,fit-graph-*"
+    python benchmarks/fit_gpu.py                    # the table, without a GPU
+
+Needs a CUDA GPU. Each case has a process of its own, one at a time; one that fails, or that memplan refuses, is an
+entry with the reason. Exit code: 0 all measured; 1 some are missing, or a budget was exceeded; 2 bad usage, or no GPU.
+
+Measured of each: `max_memory_allocated` and `max_memory_reserved` over two steps, after two others and with an emptied
+cache; seconds in alternating pairs with eager mode; bytes that its ops read and write (of what torch.compile makes: as
+Inductor counts them), and these over the seconds as a share of what a copy on the card moves. A plan's budget is held
+where `max_memory_reserved` is within it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+for _path in (str(HERE), str(ROOT), str(ROOT / "src")):
+    if _path not in sys.path:
+        sys.path.insert(0, _path)
+import golden  # noqa: E402  # of this folder, as the next
+import golden_format  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "fit_gpu"
+PEERS = ("eager", "per_block", "compile", "compile-0.8", "compile-0.5", "compile-0.2", "compile-0.0")
+ENGINES = ("graph", "inductor")
+SHARES = (0.8, 0.6)
+"""Budgets: shares of what eager mode reserves."""
+BESIDE = ("per_block", "compile")
+"""Peers whose peaks are budgets, too."""
+LIMIT_SECONDS = 1800
+PAIRS = 5
+COPY = 1 << 30
+METRICS = {"TORCH_LOGS": "inductor_metrics", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+"""What makes Inductor count bytes: it does so while it compiles, and only then."""
+Row = dict[str, Any]
+Step = Callable[[], None]
+
+
+# -- in a case's process
+
+
+def measured(step: str, method: str, budget: int | None, pairs: int) -> Row:
+    """One case on this card."""
+    import fit_steps
+    import torch
+
+    torch.cuda.init()
+    subject = fit_steps.on("cuda", fit_steps.STEPS[step])
+    row: Row = {}
+    if method.startswith("fit-"):
+        loss, row = _fitted(subject, method, budget)
+    else:
+        from benchmarks.frontier.peers import peer
+
+        loss = peer(subject, method)
+    candidate = _step(subject, loss)
+    by_inductor = method.startswith(("compile", "fit-inductor"))
+    if "moved" not in row:
+        reset_bytes()
+    candidate()
+    if by_inductor and "moved" not in row:
+        row["moved"] = inductor_bytes()
+    candidate()
+    row |= peak(candidate)
+    if not by_inductor:  # what is compiled is one op to the counter
+        with fit_steps.Moved() as counter:
+            candidate()
+        row["moved"] = counter.bytes
+    other = fit_steps.on("cuda", fit_steps.STEPS[step])
+    eager = _step(other, lambda: other.loss(other.model(*other.inputs), *other.targets))
+    row |= paired(eager, candidate, pairs)
+    return row | {"copy_bytes_per_second": copy_rate()} | card()
+
+
+def _step(subject: Any, loss: Callable[[], Any]) -> Step:
+    def step() -> None:
+        subject.model.zero_grad(set_to_none=True)
+        loss().backward()
+
+    return step
+
+
+def _fitted(subject: Any, method: str, budget: int | None) -> tuple[Callable[[], Any], Row]:
+    """The step as memplan makes it fit. Raises what `memplan.fit` raises."""
+    import memplan
+    from memplan.errors import BudgetError
+
+    engine = method.split("-")[1]
+    options: Row = {"targets": subject.targets, "loss": subject.loss, "pairs": 0}
+    options |= {"engine": engine} if engine != "graph" else {}
+    if budget is None:
+        try:
+            memplan.fit(subject.model, *subject.inputs, budget=1, **options)
+        except BudgetError as error:
+            budget = error.smallest_budget
+    begun = time.perf_counter()
+    fitted = memplan.fit(subject.model, *subject.inputs, budget=budget, **options)
+    row: Row = {"given": budget, "predicted": fitted.plan.peak, "fit_seconds": time.perf_counter() - begun}
+    if engine == "inductor":  # once more by the same plan: what is compiled then is what runs
+        plan = fitted.plan
+        fitted.undo()
+        reset_bytes()
+        fitted = memplan.fit(subject.model, *subject.inputs, budget=budget, plan=plan, **options)
+        row["moved"] = inductor_bytes()
+    return (lambda: fitted.loss(*subject.inputs, *subject.targets)), row
+
+
+def reset_bytes() -> None:
+    """Begin to count what Inductor's kernels move."""
+    from torch._inductor import metrics
+
+    metrics.reset()
+
+
+def inductor_bytes() -> int | None:
+    """What the kernels that Inductor made since then read and write in a run, by its own count; None: it made none."""
+    from torch._inductor import metrics
+
+    return int(metrics.num_bytes_accessed) or None
+
+
+def peak(step: Step) -> Row:
+    """Allocated and reserved bytes at the peak of two steps, and what is there between steps."""
+    import torch
+
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def paired(reference: Step, candidate: Step, pairs: int) -> Row:
+    """Medians over pairs, the one and the other first by turns, after a warm-up of each."""
+    for step in (reference, candidate):
+        seconds(step)
+    taken: list[tuple[float, float]] = []
+    for number in range(pairs):
+        if number % 2:
+            second = seconds(candidate)
+            taken.append((seconds(reference), second))
+        else:
+            first = seconds(reference)
+            taken.append((first, seconds(candidate)))
+    ratios = [second / first for first, second in taken]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if pairs > 1 else ratios * 3
+    return {
+        "pairs": pairs, "eager_seconds": statistics.median(first for first, _ in taken),
+        "seconds": statistics.median(second for _, second in taken), "ratio": statistics.median(ratios),
+        "quartiles": [low, high],
+    }  # fmt: skip
+
+
+def seconds(step: Step) -> float:
+    """Of one step, until the card has done it."""
+    import torch
+
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begun
+
+
+def copy_rate() -> float:
+    """Bytes a second that a copy on the card reads and writes."""
+    import torch
+
+    source = torch.empty(COPY, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return 2 * COPY / min(seconds(lambda: target.copy_(source)) for _ in range(10))
+
+
+def card() -> Row:
+    """Which card and which versions it was."""
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": found.name,
+        "memory": found.total_memory,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+    }
+
+
+# -- the command
+
+
+def case(step: str, method: str, budget: int | None, pairs: int) -> Row:
+    """A case's result from a process of its own."""
+    head: Row = {"step": step, "method": method, "budget": budget}
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", json.dumps([step, method, budget, pairs])]
+    counted = METRICS if "compile" in method or "inductor" in method else {}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | counted, capture_output=True, text=True, check=False,
+            timeout=LIMIT_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return head | {"error": f"not done within {LIMIT_SECONDS} s"}
+    if done.returncode == 0:
+        return head | json.loads(done.stdout.strip().splitlines()[-1])
+    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+    return head | {"error": (lines[-1] if lines else f"exit code {done.returncode}")[:300]}
+
+
+def cases_of_ours(rows: Sequence[Row]) -> list[tuple[str, int | None]]:
+    """Methods and budgets: the floor, shares of what eager mode reserves, and what peers reserve."""
+    reserved = {row["method"]: row["reserved"] for row in rows if "error" not in row}
+    budgets: dict[str, int | None] = {"floor": None}
+    if "eager" in reserved:
+        budgets |= {f"{share}": int(share * reserved["eager"]) for share in SHARES}
+    budgets |= {name: reserved[name] for name in BESIDE if name in reserved}
+    return [(f"fit-{engine}-{name}", budget) for engine in ENGINES for name, budget in budgets.items()]
+
+
+def record(options: argparse.Namespace) -> int:
+    """Measure, and write what was found. Returns the exit code."""
+    steps, patterns = options.only or ["resnet50", "unet3d", "gpt2_medium"], options.methods.split(",")
+    found: list[Row] = []
+
+    def take(step: str, method: str, budget: int | None) -> Row | None:
+        if not any(fnmatch.fnmatchcase(method, pattern) for pattern in patterns):
+            return None
+        row = case(step, method, budget, options.pairs)
+        found.append(row)
+        print(line(row), flush=True)
+        return row
+
+    for step in steps:
+        rows = [row for method in PEERS if (row := take(step, method, None)) is not None]
+        for method, budget in cases_of_ours(rows):
+            take(step, method, budget)
+    path = write(options.output, found)
+    print(f"written: {path}" if path else "nothing was measured: no file was written")
+    failed = [row for row in found if "error" in row or row["reserved"] > (row.get("given") or row["reserved"])]
+    return 1 if failed or path is None else 0
+
+
+def write(folder: Path, rows: Sequence[Row]) -> Path | None:
+    """Store the results; those of earlier runs on the same card and torch stay where nothing new was measured. None
+    where nothing could be measured at all."""
+    good = next((row for row in rows if "gpu" in row), None)
+    if good is None:
+        return None
+    path = folder / f"{golden_format.slug(good['gpu'])}.{golden_format.slug(good['torch'])}.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else []
+    new = {(row["step"], row["method"]) for row in rows}
+    kept = [row for row in before if (row["step"], row["method"]) not in new]
+    shared = {name: good[name] for name in ("gpu", "memory", "torch", "cuda")}
+    own = [{name: value for name, value in row.items() if name not in shared} for row in rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(shared | {"cases": [*kept, *own]}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def line(row: Row) -> str:
+    """A result for the terminal."""
+    name = f"{row['step']:12} {row['method']:20}"
+    if "error" in row:
+        return f"{name} FAILED  {row['error']}"
+    over = "" if row["reserved"] <= (row.get("given") or row["reserved"]) else "  OVER ITS BUDGET"
+    times = f"{row['ratio']:.3f} of eager's {row['eager_seconds']:.3f} s"
+    return f"{name} {row['reserved'] / 1e9:7.2f} GB reserved, {times}{over}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=("resnet50", "unet3d", "gpt2_medium"), help="this step only")
+    parser.add_argument("--methods", default="*", metavar="A,B", help="of these names only: eager,fit-graph-*")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help=f"how often steps are timed (default {PAIRS})")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results/fit_gpu"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    reason = golden.no_gpu()
+    if reason is not None:
+        print(f"fit.py: {reason}", file=sys.stderr)
+        return 2
+    if options.child:
+        print(json.dumps(measured(*json.loads(options.child))))
+        return 0
+    return record(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
