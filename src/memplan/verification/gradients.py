@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-TIMES, EPSILONS = 2, 64
-"""A gradient's error may be so many times that of what it is held against, and so many eps of the largest gradient."""
+from memplan.verification.rounding import FACTOR, SLACK, distance
+
 SANE = 0.1
 """A step whose error is above this share of the largest gradient is nothing to hold others against. Eager mode's own
 can be 0.02 where batch norms of few samples follow one another."""
 SAME_LOSS = 1e-3
 """Two losses this close, relative to the larger, came of the same random numbers."""
-_ROUNDING = EPSILONS * torch.finfo(torch.float32).eps
+_ROUNDING = SLACK * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ class GradientErrors:
     def over(self, *beside: GradientErrors) -> dict[str, float]:
         """The parameters whose error is over the bound, each with its error as a share of its own gradient's norm.
 
-        The bound is `TIMES` the largest error of the steps beside it, of those that are sane, and `EPSILONS` eps of the
+        The bound is `rounding.FACTOR` times the largest error of the steps beside it, of those that are sane, and `rounding.SLACK` eps of the
         largest gradient. Where the gradient is no more than rounding, the error is given as a share of the largest.
         """
         steps, found = [step for step in beside if step.sane], dict[str, float]()
         for name, error in self.errors.items():
             allowed = max((step.errors.get(name, 0.0) for step in steps), default=0.0)
-            if not error <= TIMES * allowed + _ROUNDING:  # a nan is over it, too
+            if not error <= FACTOR * allowed + _ROUNDING:  # a nan is over it, too
                 norm = self.norms.get(name, 0.0)
                 found[name] = error / norm if norm > _ROUNDING else error
         return found
@@ -71,7 +71,7 @@ def gradient_errors(
         if exact is None or given is None:
             errors[name] = norms[name] if given is None else _norm(given)
         else:
-            errors[name] = _norm(given.detach().to(torch.float64) - exact.detach().to(torch.float64))
+            errors[name] = distance(exact, given)
     largest = max(norms.values(), default=0.0) or 1.0
     return GradientErrors(*({name: value / largest for name, value in each.items()} for each in (errors, norms)))
 
