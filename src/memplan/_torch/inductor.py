@@ -6,8 +6,8 @@ Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
 ``torch._inductor.virtualized.V``, ``preserve_node_ordering`` in ``torch._inductor.fx_passes.control_dependencies``,
 ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
-(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``torch.fx.traceback.set_stack_trace``
-and ``preserve_node_meta``, ``torch._inductor.exc`` and
+(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
+``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
 ``torch._inductor.cpp_builder.get_cpp_compiler``.
 """
 

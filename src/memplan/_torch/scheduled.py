@@ -2,7 +2,8 @@
 
 Recorded as the code is written, since the code itself does not say. Seen in torch 2.11 and 2.13:
 ``torch._inductor.scheduler.Scheduler.codegen_extern_call``, ``name_to_fused_node``, ``get_name``, ``get_nodes`` and
-``get_outputs``, ``read_writes`` and ``get_read_write_buffers_sizes`` of its nodes; ``define_kernel`` of ``torch._inductor.codegen.cpp.CppScheduling`` and
+``get_outputs``, ``read_writes`` and ``get_read_write_buffer_accesses`` of its nodes;
+``torch._inductor.dependencies.WeakDep``; ``define_kernel`` of ``torch._inductor.codegen.cpp.CppScheduling`` and
 ``torch._inductor.codegen.triton.TritonScheduling``; ``torch._inductor.ir.MultiOutput``, and ``origins``,
 ``origin_node``, ``op_overload`` and ``python_kernel_name`` of what is in ``torch._inductor.ir``;
 ``torch._inductor.virtualized.V``.
@@ -134,8 +135,17 @@ def _fused(name: str, nodes: Iterable[Any]) -> Kernel:
     """One that Inductor wrote: one or more loops, one after the other, each of what was fused."""
     nodes = [node for node in nodes if hasattr(node, "scheduler")]  # between them are signs for the backend
     loops = dict.fromkeys(node.scheduler.name_to_fused_node[node.get_name()] for node in nodes)
-    size = sum(loop.get_read_write_buffers_sizes() for loop in loops)
-    return Kernel(name, True, int(size), _as_origins(_computed(nodes)))
+    return Kernel(name, True, sum(map(_moved, loops)), _as_origins(_computed(nodes)))
+
+
+def _moved(node: Any) -> int:
+    """Bytes that are read and written, at best. What only has to come before it is read by nobody."""
+    from torch._inductor.dependencies import WeakDep
+
+    sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    named = (*node.read_writes.reads, *node.read_writes.writes)
+    real = {one.name for one in named if not isinstance(one, WeakDep)}
+    return sum(int(size) for name, size in sizes.items() if name in real)
 
 
 def _torchs(node: Any) -> Kernel | None:
@@ -144,8 +154,7 @@ def _torchs(node: Any) -> Kernel | None:
     if isinstance(node.node, MultiOutput):  # takes one of the results of a call
         return None
     called = getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None)
-    size = node.get_read_write_buffers_sizes()
-    return Kernel(str(called or type(node.node).__name__), False, int(size), _as_origins(_results(node.node)))
+    return Kernel(str(called or type(node.node).__name__), False, _moved(node), _as_origins(_results(node.node)))
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:

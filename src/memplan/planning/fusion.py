@@ -1,9 +1,9 @@
 """What fusion brings a planned step: kernels and bytes moved, before and after, and what stays bound by bandwidth.
 
 Before: the same plan run by the engine ``graph``, where each op of the schedule is a kernel of its own. After: what the
-generated code calls. On both sides a kernel moves what it reads and what it writes, each tensor once; one that goes
-over its operands several times, a loop after the other, does so in each loop. FLOPs are those that `torch.utils.flop_counter` counts:
-products and convolutions, but no pointwise arithmetic.
+generated code calls. On both sides a kernel moves what it reads and what it writes, at best: each tensor
+once, and once more where it is known only after a pass over all of it what is to be done with it. FLOPs are those that
+`torch.utils.flop_counter` counts: products and convolutions, but no pointwise arithmetic.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ UNTOLD = "this version of Inductor does not say what its kernels move: what fusi
 _COPY = "aten.copy_.default"
 _TWICE = {
     "aten._native_batch_norm_legit_functional.default": ("input",),
+    "aten._native_batch_norm_legit.default": ("input",),
+    "aten._native_batch_norm_legit.no_stats": ("input",),
+    "aten.native_batch_norm.default": ("input",),
     "aten.native_batch_norm_backward.default": ("grad_out", "input"),
 }
-"""Operands that a kernel goes over twice: no result is known before the statistics of the whole batch are. Source:
-aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_template` and then
+"""Operands that a kernel goes over twice in training: no result is known before the statistics of the whole batch are.
+Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_template` and then
 `batch_norm_cpu_transform_input_template`; `batch_norm_backward_cpu_template`)."""
 
 
@@ -81,11 +84,11 @@ class Fusion:
     @property
     def summary(self) -> str:
         """What it comes to, in a line."""
-        share = f"; {100 * self.bound_bytes / self.bytes_after:.0f} % of what is left is bound by bandwidth"
-        return (
-            f"kernels {self.kernels_before} -> {self.kernels_after}, bytes moved {format_bytes(self.bytes_before)} -> "
-            f"{format_bytes(self.bytes_after)} a step{share if self.bytes_after else ''}"
-        )
+        before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
+        text = f"kernels {self.kernels_before} -> {self.kernels_after}, bytes moved {before} -> {after} a step"
+        if not self.bytes_after:
+            return text
+        return f"{text}; {100 * self.bound_bytes / self.bytes_after:.0f} % of what is left is bound by bandwidth"
 
 
 def fusion_of(of: Fused, codes: Mapping[str, inductor.Code], device: Device | None = None) -> Fusion | None:
@@ -139,7 +142,7 @@ def _read_again(graph: JointGraph, op: GraphOp) -> int:
     """Bytes of what an op's kernel goes over a second time."""
     again = _TWICE.get(op.target, ())
     given = forms.arguments_of(op.target, op.args, op.kwargs) if again else {}
-    if not given.get("train", True):  # the statistics are known
+    if not given.get("train", given.get("training", True)):  # the statistics are known
         return 0
     return sum(graph.values[given[name].value].own_bytes for name in again)
 
