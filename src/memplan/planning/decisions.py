@@ -126,7 +126,7 @@ class _Decider:
         if value in self.graph.irreplaceable:
             return f"held by a call that is kept as it is; {needed}"
         if op.again is not None and value not in op.again.makes:
-            return f"{_short(op.again.target)} makes {self._name(op.again.makes[0])} again of it; {needed}"
+            return f"{needed}; with it {_short(op.again.target)} can make {self._name(op.again.makes[0])} again"
         most = ", the most per byte of all that is kept" if value == self.dearest else ""
         return f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}"
 
