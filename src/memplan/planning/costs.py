@@ -205,8 +205,10 @@ def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> J
     def priced(op: GraphOp) -> GraphOp:
         if op.is_view:
             return op
-        again = None if op.again is None else priced(op.again)
-        return replace(op, seconds=seconds[sheet.key(op)], again=again)
+        again, own = op.again, seconds[sheet.key(op)]
+        if again is not None:  # it does part of the work that the op does: what the clock says beyond that is noise
+            again = replace(again, seconds=min(own, seconds[sheet.key(again)]))
+        return replace(op, seconds=own, again=again)
 
     ops = tuple(map(priced, graph.ops))
     encodings = list[Encoding]()
