@@ -21,8 +21,8 @@ from memplan.planning.schedule import Choices, recomputable, schedule
 def plain_graph(seed: int, ops: int) -> JointGraph:
     """A random graph without what the program leaves out."""
     graph = random_graph(seed, ops)
-    ops = [replace(op, again=op.again and replace(op.again, overwrites=()), overwrites=()) for op in graph.ops]
-    return replace(graph, ops=tuple(ops), encodings=(), mutations=())
+    plain = [replace(op, again=op.again and replace(op.again, overwrites=()), overwrites=()) for op in graph.ops]
+    return replace(graph, ops=tuple(plain), encodings=(), mutations=())
 
 
 class Rules:

@@ -3,10 +3,11 @@
 Seven eighths of a training batch norm's time go to the statistics of the batch. Its derivative reads them, so they are
 kept anyway, a few bytes a channel; and with them the result is made again by the same kernel in evaluation mode: the
 weight times the reciprocal deviation is its weight, the mean its running mean, its running variance is 1 and its eps 0.
-That kernel multiplies by (weight / deviation) and adds (bias - mean * weight / deviation) in training, too, so that
-the bits are the same (aten/src/ATen/native/cpu/batch_norm_kernel.cpp, `batch_norm_cpu_collect_linear_and_...`).
-Where a tensor is laid out neither in order nor channels last, torch takes another way, which rounds otherwise; and so
-does the kernel of float16 alone, without statistics in float32. Such norms are made again as they were made.
+In training, too, that kernel multiplies by (weight / deviation) and adds (bias - mean * weight / deviation), so that
+the bits are the same: `batch_norm_cpu_collect_linear_and_constant_terms` in aten/src/ATen/native/cpu/
+batch_norm_kernel.cpp. Where a tensor is laid out neither in order nor channels last, torch takes another way, which
+rounds otherwise; and so does the kernel of float16 alone, without statistics in float32. Such norms are made again as
+they were made.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def with_again(graph: JointGraph) -> JointGraph:
 def _with_again(op: GraphOp, graph: JointGraph, read: set[int]) -> GraphOp:
     if op.phase == "backward" or op.target not in _TRAINING or op.args[_TRAINING[op.target]] is not True:
         return op
-    x, (made, mean, deviation) = graph.values[op.args[0].value], op.outputs[:3]
-    if not {made, mean, deviation} <= set(op.makes) or not {mean, deviation} <= read:
+    if op.makes[:3] != op.outputs[:3] or not set(op.makes[1:3]) <= read:
         return op
+    x, (made, mean, deviation) = graph.values[op.args[0].value], op.makes[:3]
     small = [graph.values[one.value] for one in op.args[1:3] if one is not None]
     kept = [graph.values[mean], graph.values[deviation]]
     if not _same_bits(x, small, kept) or graph.values[made].bytes < WORTHWHILE * sum(one.bytes for one in kept):

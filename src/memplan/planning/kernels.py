@@ -223,7 +223,7 @@ def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _evaluated(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Weight, bias, mean and variance with which a batch norm gives in evaluation mode, its eps 0, what it gave in
     training. They are in the precision that the kernel computes in."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
