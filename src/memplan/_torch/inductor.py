@@ -194,8 +194,8 @@ def _lowered(part: Lowerable) -> Any:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Random numbers are drawn as in eager mode, by the same kernels from the same state; tensors are laid out as traced.
-    Where ops that draw cannot be made to wait for each other, none is moved."""
+    """Random numbers are drawn as in eager mode, by the same kernels from the same state, and tensors are laid out as
+    traced. Where ops that draw cannot be made to wait for each other, none is moved."""
     from torch._inductor import config
     from torch._inductor.fx_passes import control_dependencies
 
