@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,3 +72,35 @@ class SmallGPT(nn.Module):
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def conv_norms(dims: int, *norms: nn.Module, channels: int = 4) -> nn.Sequential:
+    """Convolution, norm and tanh, for each of the norms."""
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    layers = [part for one in norms for part in (conv(channels, channels, 3, padding=1), one, nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+class SharedNorm(nn.Module):
+    """One norm, twice in a step: its running statistics are updated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(torch.tanh(self.norm(x)))))
+
+
+NORMED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "images": (lambda: conv_norms(2, nn.BatchNorm2d(4), nn.BatchNorm2d(4)), (3, 4, 9, 9)),
+    "sequences": (lambda: conv_norms(1, nn.BatchNorm1d(4), nn.BatchNorm1d(4)), (9, 4, 17)),
+    "volumes": (lambda: conv_norms(3, nn.BatchNorm3d(4), nn.BatchNorm3d(4)), (2, 4, 5, 6, 7)),
+    "rows": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2)), (200, 4)),
+    "no running statistics": (lambda: conv_norms(2, nn.BatchNorm2d(4, track_running_stats=False)), (3, 4, 9, 9)),
+    "no weight": (lambda: conv_norms(2, nn.BatchNorm2d(4, affine=False)), (3, 4, 9, 9)),
+    "instances": (lambda: conv_norms(2, nn.InstanceNorm2d(4, affine=True), nn.InstanceNorm2d(4)), (3, 4, 9, 9)),
+    "one norm twice": (SharedNorm, (3, 4, 9, 9)),
+    "a frozen weight": (lambda: conv_norms(2, nn.BatchNorm2d(4).requires_grad_(False)), (3, 4, 9, 9)),
+}
+"""Models with training batch norms of every kind, and the shapes of their inputs."""

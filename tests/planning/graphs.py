@@ -305,9 +305,29 @@ def random_graph(seed: int, ops: int = 8, *, hooks: bool = False) -> JointGraph:
         tape.mutations.append((buffers[0], draw.choice(live)))
     tape.finish(loss)
     _decorate(tape, draw, sizes)
+    _remake(tape, random.Random(f"again {seed}"))
     for parameter in parameters if hooks else ():
         tape.values[parameter] = replace(tape.values[parameter], hooked=draw.random() < 0.5)
     return tape.graph()
+
+
+def _remake(tape: Tape, draw: random.Random) -> None:
+    """Ops whose first result is made again by another: of some of what they read, and of their other results."""
+    for op in tape.ops:
+        if op.phase == "backward" or op.random or op.once or draw.random() < 0.6:
+            continue
+        made, *others = op.makes
+        read = sorted(draw.sample(op.reads, draw.randint(0 if others else 1, len(op.reads))))
+        reads = (*read, *others)
+        size = tape.values[made].bytes
+        alike = [v for v in read if tape.values[v].bytes == size and tape.values[v].kind == "result"]
+        over = tuple(v for v in alike if draw.random() < 0.6)
+        again = replace(
+            op, target="aten.made_up_again.default", args=tuple(map(Ref, reads)), outputs=(made,), multiple=False,
+            reads=reads, makes=(made,), discarded=draw.choice([0, 0, 48]), scratch=draw.choice([0, 24, 250]),
+            overwrites=over, scratch_into=draw.choice([None, None, 8]), seconds=op.seconds / draw.randint(2, 9),
+        )  # fmt: skip
+        tape.ops[op.index] = replace(op, again=again)
 
 
 def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:

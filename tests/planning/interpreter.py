@@ -29,6 +29,8 @@ class Machine:
         self.effects: list[int] = []
         self.theirs: list[int] = []
         self.gradients: dict[int, Any] = {}
+        self.first: dict[int, tuple[list[Any], Any]] = {}
+        """By op with another that makes its first result again: what that is to read, and the result."""
         self.count(0)
 
     @staticmethod
@@ -57,7 +59,9 @@ class Machine:
         self.count(0)
 
     def do_run(self, action: Action) -> None:
-        op = self.graph.ops[-1 if action.op is None else action.op]
+        op = first = self.graph.ops[-1 if action.op is None else action.op]
+        if action.recomputed and op.again is not None:
+            op = op.again
         seen = {value: self.memory[value] for value in op.reads if value != action.direct}
         in_place = action.into is not None and op.scratch_into is not None
         scratch = op.scratch_into if in_place else op.scratch
@@ -82,6 +86,12 @@ class Machine:
             if value in self.memory:
                 raise Wrong(f"{value} is there twice")
             self.memory[value] = hash((op.makes.index(value), symbol))
+        if op is not first:
+            operands, result = self.first[op.index]
+            self.memory[op.makes[0]] = result if operands == list(seen.values()) else "something else"
+        elif op.again is not None and not action.recomputed:
+            known = self.memory | seen
+            self.first[op.index] = [known[value] for value in op.again.reads], known[op.makes[0]]
         self.count((scratch or 0) + op.discarded + sum(self.size(v) for v in op.makes if v not in action.makes))
 
     def decoded(self, encoding: Encoding) -> Any:

@@ -21,7 +21,8 @@ from memplan.planning.schedule import Choices, recomputable, schedule
 def plain_graph(seed: int, ops: int) -> JointGraph:
     """A random graph without what the program leaves out."""
     graph = random_graph(seed, ops)
-    return replace(graph, ops=tuple(replace(op, overwrites=()) for op in graph.ops), encodings=(), mutations=())
+    plain = [replace(op, again=op.again and replace(op.again, overwrites=()), overwrites=()) for op in graph.ops]
+    return replace(graph, ops=tuple(plain), encodings=(), mutations=())
 
 
 class Rules:
@@ -70,8 +71,8 @@ class Rules:
         self.users: dict[int, list[int]] = defaultdict(list)
         """Value -> values whose op reads it."""
         for op in self.forward:
-            for v in op.reads:
-                self.users[v] += op.makes
+            for v in op.rerun.reads:
+                self.users[v] += op.rerun.makes
         for v in self.values:
             self.need({self.kept[v]: -1.0, **{self.again[v, s]: -1.0 for s in range(self.slots)}}, -1.0)
             for s in range(self.slots):
@@ -85,7 +86,7 @@ class Rules:
 
     def _run(self) -> None:
         self.runs = {
-            (f, s): self.variable(cost=op.seconds) for f, op in enumerate(self.forward) for s in range(self.slots)
+            (f, s): self.variable(cost=op.rerun.seconds) for f, op in enumerate(self.forward) for s in range(self.slots)
         }
         for (v, s), again in self.again.items():
             self.need({self.runs[self.made[v], s]: 1.0, again: -1.0}, 0.0)
@@ -114,7 +115,7 @@ class Rules:
                     later = use
         before, during = self._rest(total)
         for s in range(self.slots):
-            for p, op in enumerate(self.forward):
+            for p, op in enumerate(one.rerun for one in self.forward):
                 own = sum(self.bytes[v] for v in op.makes) + op.discarded + op.scratch
                 self.levels.append(({**total[s, p], self.runs[p, s]: float(own)}, before[s]))
             self.levels.append((total[s, count], during[s]))

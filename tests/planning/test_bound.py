@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning.graphs import random_graph, residual, transformer, unet
+from planning.graphs import Tape, random_graph, residual, transformer, unet
 
 from memplan.planning.bound import Relaxation, lower_bound
 from memplan.planning.evaluate import Evaluator
-from memplan.planning.graph import JointGraph
+from memplan.planning.graph import JointGraph, Ref
 from memplan.planning.peaks import Surroundings
+from memplan.planning.search import Found, search
 
 
 def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, count: int = 40) -> None:
@@ -40,3 +42,30 @@ def test_no_schedule_is_below(early: bool, held: bool) -> None:
 @pytest.mark.parametrize("make", [residual, transformer, unet])
 def test_networks(make: Callable[[], JointGraph]) -> None:
     below(make(), random.Random(3), early=False, held=False, count=8)
+
+
+def test_the_bound_goes_by_the_op_that_makes_a_result_again() -> None:
+    """Which needs less than the one that made it, and takes less time."""
+    tape = Tape()
+    x, weight = tape.value("input", 100), tape.value("parameter", 100)
+    big = tape.op("aten.made_up.default", [x], 1000, 1.0, parameters=[weight])
+    y = tape.op("aten.made_up.default", [big], 1000, 2.0, extra=[8])
+    op, statistics = tape.ops[-1], y + 1
+    again = replace(
+        op, args=(Ref(statistics),), outputs=(y,), multiple=False, reads=(statistics,), makes=(y,), seconds=0.25
+    )
+    tape.ops[-1] = replace(op, again=again)
+    small = tape.op("aten.made_up.default", [y], 8, 1.0, saves="i")
+    loss = tape.op("aten.made_up.default", [tape.op("aten.made_up.default", [small], 3000, 1.0)], 4, 1.0)
+    graph = tape.finish(loss)
+    kept = search(graph, 1 << 30)
+    assert isinstance(kept, Found)
+    assert kept.seconds == 0
+    assert 4000 <= kept.peak < 4500
+    tight = search(graph, kept.peak - 1000)
+    assert isinstance(tight, Found)
+    assert tight.choices.recompute == {y}
+    assert tight.seconds == pytest.approx(0.25)
+    least = Relaxation(Evaluator(graph).flat).seconds(kept.peak - 1000)
+    assert least is not None
+    assert least.seconds == pytest.approx(0.25)

@@ -37,4 +37,4 @@ def test_pieces_are_used_only_where_the_budget_asks_for_them(seed: int) -> None:
     assert levels(tight).peak <= peak
     wide = with_fewest_pieces(made, lambda one: fits(one, 1 << 40))
     assert wide.choices.pieces == frozenset()
-    assert not any(a.into is not None and graph.ops[a.op or 0].scratch_into is not None for a in wide.backward)
+    assert not any(a.into is not None and a.called(graph).scratch_into is not None for a in wide.backward)

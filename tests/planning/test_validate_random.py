@@ -26,7 +26,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     changed = {target for target, _ in graph.mutations}
-    again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].reads))
+    again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].rerun.reads))
     choices = Choices(
         frozenset(value for value in again if draw.random() < 0.5),
         frozenset(e.value for e in graph.encodings if draw.random() < 0.6),

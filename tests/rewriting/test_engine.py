@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from networks import NORMED
 from rewriting.cells import CELLS, CHOICES, Cell, installed, same, same_state, total
 from torch import nn
 
@@ -46,6 +47,30 @@ def test_three_steps_are_eagers_bit_for_bit(name: str, choice: str) -> None:
     compare(cell, choice, loop, 1)
     for reference, planned in zip(seen[:3], seen[3:], strict=True):
         same(reference, planned)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_of_every_kind_that_are_made_again(name: str, half: bool) -> None:
+    make, shape = NORMED[name]
+    torch.manual_seed(1)
+    reference = nn.Sequential(make(), nn.Tanh())
+    model = copy.deepcopy(reference)
+    plan = installed(model, CHOICES["all dropped"])
+
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                output = model(torch.randn(shape))
+            total(output.float()).backward()
+            optimizer.step()
+
+    assert torch.equal(trained(reference, loop), trained(model, loop))
+    same_state(reference, model)
+    (engine,) = plan.engines
+    assert "batch_norm_again" in engine.text
 
 
 @pytest.mark.parametrize("choice", CHOICES)

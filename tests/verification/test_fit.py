@@ -60,6 +60,26 @@ def step_peak(model: nn.Module, call: Callable[[], Tensor], *given: Tensor) -> i
     return resident(model, *given) + peak_of(allocations(run))
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_norms_are_made_again_by_the_cheaper_op(early: bool) -> None:
+    torch.manual_seed(0)
+    layers = [part for _ in range(6) for part in (nn.Linear(64, 64), nn.BatchNorm1d(64), nn.SiLU())]
+    model, x = nn.Sequential(*layers, nn.Linear(64, 5)), torch.randn(512, 64)
+    given = {"targets": torch.arange(512) % 5, "loss": F.cross_entropy, "optimizer": torch.optim.SGD, "early": early}
+    highest = plan(model, x, budget="1 GiB", **given)
+    for share in (0.6, 0.3, 0.0):
+        budget = int(highest.floor + share * (highest.peak - highest.floor))
+        fitted = fit(model, x, budget=budget, pairs=1, **given)
+        assert fitted.proof.failures == ()
+        assert fitted.proof.peak <= budget
+        assert fitted.proof.peak == pytest.approx(fitted.plan.peak, rel=0.001)
+        used = "torch.ops.memplan.batch_norm_again" in fitted.plan.as_python()
+        reasons = [one.reason for one in fitted.plan.decisions]
+        assert used == any(one.startswith("making it again by batch_norm_again takes") for one in reasons)
+        assert used or share == 0.6
+        fitted.undo()
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("share", [0.8, 0.4, 0.0], ids=["near eager", "between", "floor"])
 def test_the_step_keeps_its_budget_and_its_result(name: str, share: float) -> None:

@@ -3,12 +3,12 @@
 Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
 ``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
 ``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
-``torch._inductor.virtualized.V``, ``preserve_node_ordering`` in ``torch._inductor.fx_passes.control_dependencies``,
-``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
+``torch._inductor.virtualized.V``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
 (``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
 ``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
-``torch._inductor.cpp_builder.get_cpp_compiler``.
+``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.13, and in 2.11 of no use for ops that draw:
+``preserve_node_ordering`` and ``control_deps_autograd`` in ``torch._inductor.fx_passes.control_dependencies``.
 """
 
 from __future__ import annotations
@@ -156,13 +156,16 @@ def _keep_layouts(output: fx.Node) -> None:
 def _keep_random_order(module: fx.GraphModule) -> None:
     """Have each op that draws random numbers wait for the one before it: Inductor orders ops as memory or fusion asks,
     and each would draw the numbers of another."""
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch._inductor.fx_passes import control_dependencies
     from torch.utils._ordered_set import OrderedSet
 
     seeded = torch.Tag.nondeterministic_seeded
     nodes = [node for node in module.graph.nodes if seeded in getattr(node.target, "tags", ())]
-    preserve_node_ordering(module.graph, {node: OrderedSet([before]) for before, node in pairwise(nodes)})
-    module.recompile()
+    if hasattr(control_dependencies, "control_deps_autograd"):
+        control_dependencies.preserve_node_ordering(
+            module.graph, {node: OrderedSet([before]) for before, node in pairwise(nodes)}
+        )
+        module.recompile()
 
 
 def kernels_of(part: Lowerable) -> Boxed:
@@ -209,11 +212,13 @@ def _lowered(part: Lowerable) -> Any:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Random numbers are drawn as in eager mode, by the same kernels from the same state and in the same order; tensors
-    are laid out as traced."""
+    """Random numbers are drawn as in eager mode, by the same kernels from the same state, and tensors are laid out as
+    traced. Where ops that draw cannot be made to wait for each other, none is moved."""
     from torch._inductor import config
+    from torch._inductor.fx_passes import control_dependencies
 
-    with config.patch(fallback_random=True, layout_optimization=False):
+    moved = hasattr(control_dependencies, "control_deps_autograd")
+    with config.patch(fallback_random=True, layout_optimization=False, reorder_for_peak_memory=moved):
         yield
 
 

@@ -154,8 +154,9 @@ class FlatGraph:
         graph = self.graph
         updated = {give.parameter for give in self.gives if give.parameter is not None}
         size = {row: int(b) for row, b in enumerate(self.bytes)}
-        self.forward = tuple(
-            ForwardOp(
+
+        def flat(op: GraphOp) -> ForwardOp:
+            return ForwardOp(
                 op,
                 tuple(self.row[v] for v in op.makes),
                 tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
@@ -164,8 +165,10 @@ class FlatGraph:
                 sum(size[self.row[v]] for v in op.makes) + op.discarded + op.scratch,
                 size[self.row[op.makes[0]]] + op.scratch_saved if op.makes else 0,
             )
-            for op in graph.forward_ops
-        )
+
+        self.forward = tuple(flat(op) for op in graph.forward_ops)
+        self.rerun = tuple(one if one.op.again is None else flat(one.op.again) for one in self.forward)
+        """What runs where the results of each are made again."""
         self.given_at = defaultdict[int, list[int]](list)
         """Parameter -> its gives."""
         for at, give in enumerate(self.gives):

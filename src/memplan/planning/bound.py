@@ -174,7 +174,7 @@ class Relaxation:
         """Values of at most ``small`` bytes are left out; ``size`` bounds the number of variables, more or less."""
         self.flat, self.least, self.small = flat, Unavoidable(flat), small
         self.program = Program()
-        self.ops = self.program.variables(op.op.seconds for op in flat.forward)
+        self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
         self.codes = self.program.variables(self._cost_of_code(at) for at in range(len(flat.encodings)))
         self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
         self.may = set(flat.drop_rows.tolist())
@@ -253,7 +253,7 @@ class _Position:
             if op in seen or row not in of.may:
                 continue
             seen.add(op)
-            for read in flat.forward[op].reads:
+            for read in flat.rerun[op].reads:
                 if not self._free(read):
                     self._demand(read, self._again(op), whole=True)
                     stack.append(read)

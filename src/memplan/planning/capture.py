@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from memplan import _torch
 from memplan.errors import DataDependentError, InputError, MemplanError, RecordingError
 from memplan.planning import codecs, forms
+from memplan.planning.again import with_again
 from memplan.planning.calls import Call, Flat, Returned
 from memplan.planning.casts import cast_once
 from memplan.planning.copies import guarded, without_copies
@@ -125,7 +126,10 @@ def read(joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...]
             expected="an output that depends on a parameter with requires_grad",
             do="Unfreeze a parameter",
         )
-    graph = codecs.encodings(_with_overwrites(fused(apart(split(graph)))))
+    graph = fused(apart(split(graph)))
+    if reader.on_cpu:
+        graph = with_again(graph)
+    graph = codecs.encodings(_with_overwrites(graph))
     return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
 
 
@@ -275,7 +279,11 @@ def _placing(names: Mapping[int, str], place: Place, region: Callable[[], int | 
 
 
 def _with_overwrites(graph: JointGraph) -> JointGraph:
-    return replace(graph, ops=tuple(_with_forms(op, graph) for op in graph.ops))
+    def formed(op: GraphOp) -> GraphOp:
+        again = None if op.again is None else _with_forms(op.again, graph)
+        return replace(_with_forms(op, graph), again=again)
+
+    return replace(graph, ops=tuple(map(formed, graph.ops)))
 
 
 def _with_forms(op: GraphOp, graph: JointGraph) -> GraphOp:

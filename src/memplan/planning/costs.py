@@ -83,7 +83,7 @@ def step_seconds(graph: JointGraph) -> float:
 def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
     """The graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
     refused = _clock(on).refused
-    keys = dict.fromkeys(signature(graph, op) for op in graph.ops if not op.is_view)
+    keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
 
@@ -93,6 +93,15 @@ def signature(graph: JointGraph, op: GraphOp) -> str:
 
 
 # -- what there is to price
+
+
+def _calls(graph: JointGraph) -> Iterator[GraphOp]:
+    """The ops that cost something, and those that make results of theirs again."""
+    for op in graph.ops:
+        if not op.is_view:
+            yield op
+            if op.again is not None:
+                yield op.again
 
 
 class _Writer:
@@ -154,8 +163,8 @@ class _Timed:
 class _Sheet:
     """A graph's ops and encodings by what tells their costs apart."""
 
-    keys: Mapping[int, str]
-    """By an op's index: its signature."""
+    keys: Mapping[tuple[int, str], str]
+    """By an op's index and name: its signature."""
     works: Mapping[str, Work]
     timed: Mapping[str, tuple[_Timed, ...]]
     """What to run to measure the seconds, which add up."""
@@ -163,22 +172,25 @@ class _Sheet:
     @classmethod
     def of(cls, graph: JointGraph) -> _Sheet:
         writer = _Writer(graph)
-        keys, works, timed = dict[int, str](), dict[str, Work](), dict[str, tuple[_Timed, ...]]()
-        for op in graph.ops:
-            if not op.is_view:
-                key = keys[op.index] = writer.signature(op)
-                if key not in works:
-                    works[key] = roofline.work_of(graph, op)
-                    timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
+        keys, works, timed = dict[tuple[int, str], str](), dict[str, Work](), dict[str, tuple[_Timed, ...]]()
+        for op in _calls(graph):
+            key = keys[op.index, op.target] = writer.signature(op)
+            if key not in works:
+                works[key] = roofline.work_of(graph, op)
+                timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
         for one in graph.encodings:
             names = _coding_keys(graph, one)
             works.update(zip(names, roofline.coding_of(graph, one), strict=True))
             timed.update(zip(names, _coding_calls(graph, one), strict=True))
         return cls(keys, works, timed)
 
+    def key(self, op: GraphOp) -> str:
+        """The signature of an op of the graph."""
+        return self.keys[op.index, op.target]
+
     def seconds(self, graph: JointGraph) -> dict[str, float]:
         """The seconds that this graph has, by signature."""
-        found = {key: graph.ops[index].seconds for index, key in self.keys.items()}
+        found = {self.key(op): op.seconds for op in _calls(graph)}
         for one in graph.encodings:
             seconds = one.encode_seconds, one.decode_seconds, one.direct_seconds
             found.update(zip(_coding_keys(graph, one), seconds, strict=True))
@@ -190,7 +202,15 @@ class _Sheet:
 
 
 def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> JointGraph:
-    ops = tuple(op if op.is_view else replace(op, seconds=seconds[sheet.keys[op.index]]) for op in graph.ops)
+    def priced(op: GraphOp) -> GraphOp:
+        if op.is_view:
+            return op
+        again, own = op.again, seconds[sheet.key(op)]
+        if again is not None:  # it does part of the work that the op does: what the clock says beyond that is noise
+            again = replace(again, seconds=min(own, seconds[sheet.key(again)]))
+        return replace(op, seconds=own, again=again)
+
+    ops = tuple(map(priced, graph.ops))
     encodings = list[Encoding]()
     for one in graph.encodings:
         encode, decode, direct = (seconds[key] for key in _coding_keys(graph, one))
@@ -240,10 +260,9 @@ def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
     """What to measure: what the planner weighs, encodings and the rest of the forward pass, the backward pass."""
     again, expected = recomputable(graph), sheet.expected()
     ranks = dict.fromkeys(sheet.timed, 1)
-    for op in graph.ops:
-        if not op.is_view:
-            rank = 2 if op.phase == "backward" else int(not any(value in again for value in op.makes))
-            ranks[sheet.keys[op.index]] = rank
+    for op in _calls(graph):
+        weighed = op.again is None and any(value in again for value in op.makes)
+        ranks[sheet.key(op)] = 2 if op.phase == "backward" else int(not weighed)
     return sorted(ranks, key=lambda key: (ranks[key], -expected[key]))
 
 

@@ -9,7 +9,7 @@ from memplan._bytes import format_bytes
 from memplan.planning.graph import Encoding, GraphOp, JointGraph
 from memplan.planning.plan import Decision, Lever, Scope, format_seconds
 from memplan.planning.plan_json import Json
-from memplan.planning.schedule import Action, Schedule
+from memplan.planning.schedule import Action, Schedule, recomputable
 
 _STEP = Scope("step")
 
@@ -25,6 +25,7 @@ class _Decider:
     def __init__(self, graph: JointGraph, schedule: Schedule) -> None:
         self.graph, self.schedule = graph, schedule
         self.outputs = {graph.base(value) for value in graph.outputs}
+        self.recomputable = recomputable(graph)
         self.encodings: dict[int, Encoding] = {}
         self.seconds: dict[int, float] = defaultdict(float)
         self.again: set[int] = set()
@@ -39,9 +40,9 @@ class _Decider:
         self.dearest = self._dearest()
 
     def _note(self, action: Action, known: dict[int, Encoding]) -> None:
-        if action.kind == "run" and action.recomputed and action.op is not None:
+        if action.kind == "run" and action.recomputed:
             self.again.update(action.makes)
-            self.seconds[action.makes[0]] += self.graph.ops[action.op].seconds
+            self.seconds[action.makes[0]] += action.called(self.graph).seconds
         elif action.kind in ("encode", "decode") and action.value is not None:
             encoding = self.encodings[action.value] = known[action.value]
             self.seconds[action.value] += encoding.use_seconds if action.kind == "encode" else encoding.decode_seconds
@@ -51,7 +52,7 @@ class _Decider:
         rates = {
             value: op.seconds / self.graph.values[value].bytes
             for value in self._kept()
-            if (op := self.graph.maker[value]) and self._may_run_again(value) and self.graph.values[value].bytes
+            if (op := self.graph.maker[value].rerun) and self._may_run_again(value) and self.graph.values[value].bytes
         }
         return max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
 
@@ -61,8 +62,7 @@ class _Decider:
         return [value for value in forward if value in saved or value in self.outputs]
 
     def _may_run_again(self, value: int) -> bool:
-        op = self.graph.maker[value]
-        return not (op.random or op.once or value in self.outputs or value in self.graph.irreplaceable)
+        return value in self.recomputable
 
     # -- values
 
@@ -99,7 +99,7 @@ class _Decider:
         if value in self.schedule.saved:
             parts.append("the value itself is kept too")
         if value in self.again:
-            parts.append(f"for the rest made again in {format_seconds(op.seconds)}")
+            parts.append(f"for the rest made again in {format_seconds(op.rerun.seconds)}")
         elif self.readers[value]:
             parts.append(self._needed(value))
         return self._decision(
@@ -108,7 +108,8 @@ class _Decider:
 
     def _why_again(self, op: GraphOp, value: int) -> str:
         if value in self.seconds:
-            made = f"making it again takes {format_seconds(self.seconds[value])}"
+            by = "" if op.again is None else f" by {_short(op.again.target)}"
+            made = f"making it again{by} takes {format_seconds(self.seconds[value])}"
         else:
             others = [other for other in op.makes if other in self.seconds]
             made = f"made again together with {self._name(others[0])}" if others else "made again"
@@ -124,8 +125,10 @@ class _Decider:
             return f"its op must run once only; {needed}"
         if value in self.graph.irreplaceable:
             return f"held by a call that is kept as it is; {needed}"
+        if op.again is not None and value not in op.again.makes:
+            return f"{needed}; with it {_short(op.again.target)} can make {self._name(op.again.makes[0])} again"
         most = ", the most per byte of all that is kept" if value == self.dearest else ""
-        return f"{needed}; making it again would take {format_seconds(op.seconds)}{most}"
+        return f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}"
 
     def _needed(self, value: int) -> str:
         """What reads a value in the backward pass: gradients before what is made again."""

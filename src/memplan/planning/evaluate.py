@@ -235,7 +235,7 @@ class _Batch:
 
     def _needs_of(self, at: int) -> None:
         """A forward op that runs again in some slots needs what it reads there."""
-        op = self.flat.forward[at]
+        op = self.flat.rerun[at]
         for row in op.makes:
             if not self.some_drop[row]:
                 continue
@@ -305,7 +305,7 @@ class _Batch:
         self.decoded = np.zeros((len(flat.encodings), self.count), dtype=bool)
         self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
         """Bytes of forward values and encoded forms that are freed by a slot's backward op."""
-        for at, op in enumerate(flat.forward):
+        for at, op in enumerate(flat.rerun):
             if any(row in self.again for row in op.makes):
                 self._again(at)
         for at in range(len(flat.encodings)):
@@ -321,7 +321,7 @@ class _Batch:
 
     def _again(self, at: int) -> None:
         """A forward op in the slots in which it runs again: several, where its results are needed apart."""
-        made = [(row, self.again[row]) for row in self.flat.forward[at].makes if row in self.again]
+        made = [(row, self.again[row]) for row in self.flat.rerun[at].makes if row in self.again]
         for k, (_, slot) in enumerate(made):
             here = slot < NEVER
             for _, before in made[:k]:
@@ -332,7 +332,7 @@ class _Batch:
                 self._run_again(at, slot[some], some, wanted)
 
     def _run_again(self, at: int, slot: Ints, some: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]) -> None:
-        flat, op = self.flat, self.flat.forward[at]
+        flat, op = self.flat, self.flat.rerun[at]
         for row in op.reads:
             if row in self.whole:
                 coded = self.whole[row]

@@ -208,13 +208,15 @@ def itemsize(dtype: str) -> int:
 
 
 CROSS_ENTROPY = "memplan.cross_entropy_backward.default"
+BATCH_NORM_AGAIN = "memplan.batch_norm_again.default"
 OWN: Mapping[str, tuple[str, ...]] = {
+    BATCH_NORM_AGAIN: ("self", "weight", "bias", "mean", "invstd"),
     CROSS_ENTROPY: ("grad_output", "log_probs", "target", "weight", "reduction", "ignore_index", "total_weight"),
     "memplan.dropout_mask.default": ("self", "p"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
-"""Ops of the engine's own that a graph can have (memplan.planning.fuse, memplan.planning.dropout), and their
-arguments: what plans does not load what registers them."""
+"""Ops of the engine's own that a graph can have (memplan.planning.fuse, dropout and again), and their arguments: what
+plans does not load what registers them."""
 
 
 # -- torch's own forms
@@ -242,6 +244,8 @@ def _allowed(target: str) -> tuple[str, ...]:
     """Names of the operands that a form of the op can write over."""
     if target in PIECEWISE:
         return (PIECEWISE[target].operand,)
+    if target == BATCH_NORM_AGAIN:
+        return ("self",)
     namespace, name = target.split(".", 1) if target.startswith("aten.") else ("", "")
     if namespace != "aten" or (name not in ELEMENTWISE and name not in IN_ORDER):
         return ()
@@ -253,7 +257,10 @@ def _allowed(target: str) -> tuple[str, ...]:
 
 
 # mul_.Scalar rounds the number to the tensor's dtype first; mul.out, which takes numbers too, does as mul.Scalar does.
-_REPLACED = {"aten.mul.Scalar": Form("aten.mul.out", "out")}
+_REPLACED = {
+    "aten.mul.Scalar": Form("aten.mul.out", "out"),
+    BATCH_NORM_AGAIN: Form("memplan.batch_norm_again_.default"),
+}
 
 
 @cache

@@ -117,5 +117,8 @@ def with_fused_costs(graph: JointGraph) -> JointGraph:
 
 
 def _cheaper(op: GraphOp) -> GraphOp:
-    pointwise = torch.Tag.pointwise in getattr(forms.overload(op.target), "tags", ())
-    return replace(op, seconds=op.seconds * FUSED_SHARE) if pointwise else op
+    if torch.Tag.pointwise in getattr(forms.overload(op.target), "tags", ()):
+        return replace(op, seconds=op.seconds * FUSED_SHARE)
+    if op.again is not None:  # a norm from its statistics, which is pointwise, too
+        return replace(op, again=replace(op.again, seconds=op.again.seconds * FUSED_SHARE))
+    return op

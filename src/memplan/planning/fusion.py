@@ -124,7 +124,7 @@ def bytes_by_action(of: Schedule) -> dict[int, int]:
     found = dict[int, int]()
     for at, action in enumerate((*of.forward, *of.backward)):
         if action.op is not None:
-            op = graph.ops[action.op]
+            op = action.called(graph)
             found[at] = work_of(graph, op).bytes + _read_again(graph, op)
             if action.direct is not None:
                 encoded = graph.values[encodings[action.direct].encoded]
@@ -218,7 +218,7 @@ class _Grouping:
     def op(self, mark: int) -> GraphOp | None:
         """The op that an action runs, or is about."""
         action = self.actions[mark]
-        return self.about(action) if action.op is None else self.graph.ops[action.op]
+        return self.about(action) if action.op is None else action.called(self.graph)
 
     def about(self, action: Action) -> GraphOp | None:
         """The op that makes what is encoded, decoded, written or given."""

@@ -114,6 +114,14 @@ class GraphOp:
     """``scratch`` where its first result takes over memory piece by piece; None: as ``scratch``."""
     holds: tuple[int, ...] = ()
     """Ids of values whose very memory it reads, whatever it is given: they are neither made again nor encoded."""
+    again: GraphOp | None = None
+    """A cheaper op that makes its first result again, bit for bit, of what is kept anyway. Then that result alone is
+    made again, and by that op. It has the same index."""
+
+    @property
+    def rerun(self) -> GraphOp:
+        """The op that runs where its results are made again: mostly itself."""
+        return self if self.again is None else self.again
 
     @property
     def scratch_saved(self) -> int:

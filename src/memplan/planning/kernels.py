@@ -228,6 +228,44 @@ def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
     return _ATEN.mul_.Scalar(self.mul(mask), scale)
 
 
+# -- batch norm, made again
+
+
+def _evaluated(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Weight, bias, mean and variance with which a batch norm gives in evaluation mode, its eps 0, what it gave in
+    training. They are in the precision that the kernel computes in."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scale = invstd.to(dtype) if weight is None else weight.to(dtype) * invstd.to(dtype)
+    shift = None if bias is None else bias.to(dtype)
+    return scale, shift, mean.to(dtype), torch.ones_like(invstd, dtype=dtype)
+
+
+_LIBRARY.define("batch_norm_again(Tensor self, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor")
+
+
+def batch_norm_again(self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
+    """The first result of a training batch norm, of its second and third: see `memplan.planning.again`."""
+    return _ATEN.native_batch_norm(self, *_evaluated(self, weight, bias, mean, invstd), False, 0.0, 0.0)[0]
+
+
+_LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd")  # a compiler sees torch's ops
+
+
+@_op(
+    "batch_norm_again_(Tensor(a!) self, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)",
+    _itself,
+)
+def _batch_norm_again_(
+    self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    given = _evaluated(self, weight, bias, mean, invstd)
+    nothing = [given[2].new_empty(0) for _ in range(2)]
+    _ATEN.native_batch_norm.out(self, *given, False, 0.0, 0.0, out=self, save_mean=nothing[0], save_invstd=nothing[1])
+    return self
+
+
 # -- cross-entropy
 
 

@@ -79,7 +79,7 @@ class Local:
         flat, moves = self.flat, list[Move]()
         for at in np.flatnonzero(self.large).tolist():
             moves += [((at,), (True,)), ((at,), (False,))]
-        for op in flat.forward:
+        for op in flat.rerun:
             made = [self.row[row] for row in op.makes if row in self.row and self.large[self.row[row]]]
             read = [self.row[row] for row in op.reads if row in self.row and self.large[self.row[row]]]
             if len(made) > 1:

@@ -90,8 +90,8 @@ class ActionBytes:
 
     def transient(self, action: Action) -> int:
         """What is gone again when the action ends."""
-        if action.kind == "run" and action.op is not None:
-            op = self.graph.ops[action.op]
+        if action.kind == "run":
+            op = action.called(self.graph)
             unwanted = self.owned(value for value in op.makes if value not in action.makes)
             return op.discarded + unwanted + self._scratch(action, op)
         if action.value is None:

@@ -187,8 +187,7 @@ class _Writer:
 
     def run(self, action: Action) -> None:
         """Call an op and name what it makes."""
-        assert action.op is not None
-        op = self.graph.ops[action.op]
+        op = action.called(self.graph)
         names = [self.names[v] if v is not None and v in action.makes else "_" for v in op.outputs]
         left = ", ".join(names) + "," * (op.multiple and len(names) == 1)
         self.call(left, self.called(op, action), self.note(op, action), op)

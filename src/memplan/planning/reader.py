@@ -52,6 +52,8 @@ class Reader:
         """By forward op that is a cast of autocast's own: the region of autocast in which it is kept."""
         self.tangents: list[int] = []
         """Which of the outputs have a tangent, in the order of the tangents."""
+        self.on_cpu = True
+        """Whether all that it read is there, or stands for what is."""
         self._value: dict[Any, Any] = {}
         """By node: the id of its value, or ids for an op with several results."""
         self._owner: dict[int, int] = {}
@@ -141,6 +143,7 @@ class Reader:
         """
         key = _torch.storage_key(tensor.untyped_storage())
         number = len(self.values)
+        self.on_cpu &= tensor.device.type in ("cpu", "meta")
         known = looked_into.get(key, self._owner.setdefault(key, number))
         base = known if op is not None else number
         size = int(tensor.untyped_storage().nbytes()) if known == number else 0

@@ -76,6 +76,11 @@ class Action:
     """give: the receiver gets a copy, because the gradient's memory is not its alone or is laid out otherwise."""
     frees: tuple[int, ...] = ()
 
+    def called(self, graph: JointGraph) -> GraphOp:
+        """run: the op that is called."""
+        assert self.op is not None, "only ops are called"
+        return graph.ops[self.op].rerun if self.recomputed else graph.ops[self.op]
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -94,8 +99,8 @@ class Schedule:
         encodings = {e.value: e for e in self.graph.encodings}
         total = 0.0
         for action in (*self.forward, *self.backward):
-            if action.kind == "run" and action.recomputed and action.op is not None:
-                total += self.graph.ops[action.op].seconds
+            if action.kind == "run" and action.recomputed:
+                total += action.called(self.graph).seconds
             elif action.kind == "encode" and action.value is not None:
                 total += encodings[action.value].use_seconds
             elif action.kind == "decode" and action.value is not None:
@@ -115,9 +120,8 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
 def recomputable(graph: JointGraph) -> frozenset[int]:
     """The forward values that may be made again: of an op without randomness or effect, not returned, not held."""
     fixed = _outputs(graph) | graph.irreplaceable
-    return frozenset(
-        value for op in graph.forward_ops if not (op.random or op.once) for value in op.makes if value not in fixed
-    )
+    again = (op.rerun for op in graph.forward_ops if not (op.random or op.once))
+    return frozenset(value for op in again for value in op.makes if value not in fixed)
 
 
 def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
@@ -248,7 +252,7 @@ class _Scheduler:
             if value in self.encodings and self.encodings[value].whole:
                 decoded.add(value)
             elif value in self.dropped:
-                op = self.graph.maker[value]
+                op = self.graph.maker[value].rerun
                 wanted[op.index].add(value)
                 if op.index not in ops:
                     ops[op.index] = op
@@ -316,7 +320,7 @@ class _Scheduler:
         for draft in drafts:
             if draft.action.op is None or not draft.makes:
                 continue
-            op = self.graph.ops[draft.action.op]
+            op = draft.action.called(self.graph)
             if draft.makes[0] != op.makes[0] or self._in_pieces_only(op):
                 continue
             draft.into = next((v for v in op.overwrites if v in draft.frees and v not in foreign), None)

@@ -177,7 +177,7 @@ class Variants:
     def _own(self, k: int) -> list[Patch]:
         """Of one segment: keep all; make again what is cheap for its bytes, in several grades."""
         flat, rows = self.flat, self._rows(k, k + 1)
-        worth = [flat.forward[flat.maker[row]].op.seconds / int(flat.bytes[row]) for row in rows]
+        worth = [flat.rerun[flat.maker[row]].op.seconds / int(flat.bytes[row]) for row in rows]
         order = [rows[at] for at in np.argsort(worth, kind="stable")]
         counts = sorted({0, *(round(len(order) * grade) for grade in GRADES)})
         return [self._patch(rows, set(order[:count]), coded=count > 0) for count in counts]

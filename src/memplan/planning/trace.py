@@ -161,13 +161,13 @@ class _Tracer:
 
     def _name(self, action: Action) -> str:
         if action.op is not None:
-            return self.graph.ops[action.op].target
+            return action.called(self.graph).target
         return f"memplan.{action.kind}"
 
     def _note(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
         index = len(self.ops)
         reads: Iterable[int] = () if action is None else action.reads
-        graph_op = None if action is None or action.op is None else self.graph.ops[action.op]
+        graph_op = None if action is None or action.op is None else action.called(self.graph)
         gradient_of = None if graph_op is None or graph_op.gradient_of is None else self.op_of.get(graph_op.gradient_of)
         self.ops.append(
             Op(

@@ -37,8 +37,7 @@ class _Walk:
         for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             for at, action in enumerate(actions):
                 self.place = f"{phase} action {at} ({action.kind} {action.value if action.op is None else action.op})"
-                begins = (phase, at) == ("backward", 0)
-                self.need(begins == (action.kind == "receive"), "the tangents come first, and once")
+                self.need((action.kind == "receive") == ((phase, at) == ("backward", 0)), "tangents come first, once")
                 self.need(action.kind == "run" or action.into is action.direct is action.op is None, "only ops do that")
                 self.do(action, phase)
                 for value in action.frees:
@@ -79,6 +78,7 @@ class _Walk:
             self.give(action, value, source, phase)
 
     def run(self, action: Action, op: GraphOp, phase: str) -> None:
+        op = op.again if action.recomputed and op.again else op
         scratch = op.scratch - op.scratch_saved * (action.into is not None)
         makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
         if action.recomputed:

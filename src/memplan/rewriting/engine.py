@@ -203,8 +203,8 @@ def _last_read(schedule: Schedule) -> dict[int, int]:
 
 def _minded(graph: JointGraph, action: Action) -> set[int]:
     found = set(action.reads)
-    if action.op is not None and graph.ops[action.op].target == TRAINING_NORM:
-        op = graph.ops[action.op]
+    op = None if action.op is None else action.called(graph)
+    if op is not None and op.target == TRAINING_NORM:
         others = (*op.args[: _STATISTICS.start], *op.args[_STATISTICS.stop :])
         found &= {graph.base(value) for value in refs((others, op.kwargs))}
     return {value for value in found if graph.values[value].kind in RESIDENT}

@@ -41,8 +41,9 @@ class GradientErrors:
     def over(self, *beside: GradientErrors) -> dict[str, float]:
         """The parameters whose error is over the bound, each with its error as a share of its own gradient's norm.
 
-        The bound is `rounding.FACTOR` times the largest error of the steps beside it, of those that are sane, and `rounding.SLACK` eps of the
-        largest gradient. Where the gradient is no more than rounding, the error is given as a share of the largest.
+        The bound is `rounding.FACTOR` times the largest error of the steps beside it, of those that are sane, and
+        `rounding.SLACK` eps of the largest gradient. Where the gradient is no more than rounding, the error is given as
+        a share of the largest.
         """
         steps, found = [step for step in beside if step.sane], dict[str, float]()
         for name, error in self.errors.items():
