@@ -166,29 +166,29 @@ def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
     buffers: Mapping[str, Any] = V.graph.name_to_buffer
     made = {one.get_name() for node in nodes for one in node.get_outputs()}
     read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - made
-    behind = {_whole(own) for name in read if (own := getattr(buffers.get(name), "origin_node", None)) is not None}
+    behind = {getattr(buffers.get(name), "origin_node", None) for name in read}
     named = {origin for node in nodes for origin in node.node.origins}
     stack, found = [one for node in nodes for one in _results(node.node)], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node not in found and node in named and node not in behind:
+        if node not in found and node not in behind and (node in named or _is_one_of_several(node)):
             found.add(node)
-            stack.extend(map(_whole, node.all_input_nodes))
-    return found
+            stack.extend(node.all_input_nodes)
+    return found & named
 
 
 def _results(of: Any) -> list[fx.Node]:
     """The ops whose results are what is made."""
     if of.origin_node is not None:
-        return [_whole(of.origin_node)]
-    used = {_whole(one) for node in of.origins for one in node.all_input_nodes}
+        return [of.origin_node]
+    used = {one for node in of.origins for one in node.all_input_nodes}
+    used |= {one.args[0] for one in used if _is_one_of_several(one)}
     return [one for one in of.origins if one not in used]
 
 
-def _whole(node: fx.Node) -> fx.Node:
-    """The op that makes a result."""
-    source: Any = node.args[0] if node.target is operator.getitem else node
-    return source
+def _is_one_of_several(node: fx.Node) -> bool:
+    """Whether it is one of the results of an op: Inductor does not name it as an origin."""
+    return node.target is operator.getitem
 
 
 def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
