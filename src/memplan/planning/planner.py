@@ -17,7 +17,7 @@ from memplan.planning.capture import Captured, capture
 from memplan.planning.costs import step_seconds, with_costs
 from memplan.planning.decisions import decide
 from memplan.planning.fused import Fused
-from memplan.planning.fusing import Fusing, with_fused_costs
+from memplan.planning.fusing import Fusing, as_fusible
 from memplan.planning.graph import RESIDENT, JointGraph
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
@@ -195,7 +195,7 @@ class Study:
         if kind not in self._searches:
             graph = self.captured.graph
             if settings.engine == "inductor":
-                graph = with_fused_costs(graph)
+                graph = as_fusible(graph)
             around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
             self._searches[kind] = Search(
                 graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics
