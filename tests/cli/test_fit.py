@@ -15,6 +15,7 @@ from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
 from torch import nn
 
 import memplan
+from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.cli import fit as fit_command
 from memplan.cli import main
@@ -316,6 +317,19 @@ def test_the_smallest_budget_is_told_and_is_enough(deep: tuple[str, nn.Module], 
     least = json.loads((tmp_path / "out.json").read_text())["smallest_budget"]
     assert f"({least} bytes)" in " ".join(short.stdout.split())
     assert run(target, *OPTIONS, "--budget", least).exit_code == 0
+
+
+@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
+def test_what_fusion_brings_is_told(deep: tuple[str, nn.Module], tmp_path: Path) -> None:
+    target, model = deep
+    options = ("--engine", "inductor", "--predict", "--costs", "roofline", "--budget", between(model))
+    result = run(target, *OPTIONS, *options, "--json", tmp_path / "out.json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    fusion = json.loads((tmp_path / "out.json").read_text())["plan"]["fusion"]
+    assert fusion["kernels_after"] == len(fusion["groups"]) < fusion["kernels_before"]
+    assert sum(group["bytes"] for group in fusion["groups"]) == fusion["bytes_after"] < fusion["bytes_before"]
+    assert f"kernels {fusion['kernels_before']} -> {fusion['kernels_after']}, bytes moved" in result.stdout
+    assert any(group["fused"] and group["layers"] for group in fusion["groups"])
 
 
 # -- bad usage

@@ -6,7 +6,8 @@ Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
 ``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
 ``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
-(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``torch._inductor.exc`` and
+(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
+``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
 ``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.13, and in 2.11 of no use for ops that draw:
 ``preserve_node_ordering`` and ``control_deps_autograd`` in ``torch._inductor.fx_passes.control_dependencies``.
 """
@@ -23,8 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx import traceback
 
 from memplan._torch.patches import patched
+from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
 from memplan._torch.tensors import is_random
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
@@ -89,7 +92,7 @@ def traced(
 
     for module in ("compile_fx", "lowering"):  # some of the table looks into these without importing them
         importlib.import_module(f"torch._inductor.{module}")
-    with _settings(), mode:
+    with _settings(), mode, traceback.preserve_node_meta():
         graph = make_fx(function, decomposition_table={**select_decomp_table(), **own})(*examples)
     nodes = list(graph.graph.nodes)
     inputs, output = [node for node in nodes if node.op == "placeholder"], nodes[-1]
@@ -103,6 +106,12 @@ def traced(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return Traced(graph, mode, tuple(written))
+
+
+def mark(number: int) -> None:
+    """Mark the ops that follow in a function that is `traced`: `Kernel.origins` bear the mark."""
+    # As a stack trace: of what a node says of itself, all that rewrites graphs hands that on.
+    traceback.set_stack_trace([f"{MARK}{number}"])
 
 
 def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
@@ -166,9 +175,18 @@ def kernels_of(part: Lowerable) -> Boxed:
     return _lowered(part)
 
 
-def code_of(part: Lowerable) -> str:
-    """The Python code that calls a function's kernels, and their sources; none of them is compiled. Empty where there
-    is nothing to compute."""
+@dataclass(frozen=True)
+class Code:
+    """What Inductor writes for a function."""
+
+    text: str
+    """The Python code that calls its kernels, and their sources. Empty where there is nothing to compute."""
+    kernels: tuple[Kernel, ...] | None
+    """What it calls, in order; None where this version of Inductor calls what tells so by other names."""
+
+
+def code_of(part: Lowerable) -> Code:
+    """The code of a function; none of its kernels is compiled."""
     from torch._inductor.graph import GraphLowering
 
     found = list[str]()
@@ -180,9 +198,9 @@ def code_of(part: Lowerable) -> str:
         found.append(self.codegen()[0].value)
         return Nothing()
 
-    with patched(GraphLowering, compile_to_module=instead), _uncached():
+    with patched(GraphLowering, compile_to_module=instead), _uncached(), kernels_recorded() as record:
         _lowered(part)
-    return "".join(found)
+    return Code("".join(found), record.kernels)
 
 
 def _lowered(part: Lowerable) -> Any:

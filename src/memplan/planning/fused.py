@@ -28,7 +28,8 @@ parts nothing is fused."""
 
 @dataclass(frozen=True)
 class Part:
-    """Some ops of a half, compiled together. Tensors go by the names of the half's nodes."""
+    """Some ops of a half, compiled together. Tensors go by the names of the half's nodes. Each op is marked
+    (`inductor.mark`) with the place of the action that it is of, in both passes of the schedule one after the other."""
 
     name: str
     lowerable: inductor.Lowerable
@@ -104,8 +105,8 @@ def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
 def fused(of: Schedule) -> Fused:
     """Trace both halves of a schedule of `as_fused`."""
     graph, mode, own = of.graph, inductor.fake_mode(), decompositions()
-    functions: dict[str, Any] = {}
-    exec(compile(program(of), "<memplan fused>", "exec"), functions)
+    functions: dict[str, Any] = {"mark": inductor.mark}
+    exec(compile(program(of, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
     read = read_in_backward(of)
     handed = tuple(at for at, value in enumerate(resident) if value.id in read)

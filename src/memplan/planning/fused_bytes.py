@@ -22,7 +22,7 @@ from memplan.trace.model import HOST
 from memplan.trace.record import record
 
 
-def fused_timeline(of: Fused, codes: Mapping[str, str], around: Surroundings) -> Timeline:
+def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
     """Bytes over time of a step, from what is handed in to the optimizer's update.
 
     Args:
@@ -36,9 +36,9 @@ def fused_timeline(of: Fused, codes: Mapping[str, str], around: Surroundings) ->
 
 
 class _Step:
-    def __init__(self, of: Fused, codes: Mapping[str, str], around: Surroundings) -> None:
+    def __init__(self, of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> None:
         self.graph, self.choices, self.around = of.schedule.graph, of.schedule.choices, around
-        self.halves = Halves(of, lambda part: inductor.without_kernels(part.lowerable, codes[part.name]))
+        self.halves = Halves(of, lambda part: inductor.without_kernels(part.lowerable, codes[part.name].text))
         self.tangents = [value for value in self.graph.values if value.kind == "tangent"]
         self.beside: list[Tensor] = []
         self.handed: list[Tensor] = []

@@ -34,7 +34,7 @@ class Candidate:
     """Choices, and what comes of them."""
 
     fused: Fused
-    codes: Mapping[str, str]
+    codes: Mapping[str, inductor.Code]
     """By part of it, the code that Inductor writes."""
     timeline: Timeline
 
@@ -106,7 +106,7 @@ class Fusing:
         return budget - one.peak <= _CLOSE * (self._search.kept.peak - self._search.lower_bound)
 
 
-def _code_of(part: Part) -> str:
+def _code_of(part: Part) -> inductor.Code:
     with lowering(part):
         return inductor.code_of(part.lowerable)
 

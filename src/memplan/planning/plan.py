@@ -12,6 +12,7 @@ from typing import Any, Literal
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning import plan_json
+from memplan.planning.fusion import Fusion
 from memplan.planning.graph import JointGraph
 from memplan.planning.plan_json import Json, Unreadable
 from memplan.planning.schedule import Choices
@@ -107,6 +108,8 @@ class Plan:
     optimizer: str | None = None
     """The name of the optimizer whose state and update are counted; None where none is, and in plans of before this
     field."""
+    fusion: Fusion | None = None
+    """What the engine ``inductor`` makes of it; None for the engine ``graph``, and where Inductor does not say."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -183,9 +186,12 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        """The summary and, where the step is changed, a table: what is decided about the whole step, then the largest
-        of the rest, each with its reason."""
-        return "\n".join([self.summary, *([] if self.changes_nothing else _table(self.decisions))])
+        """The summary and, where the step is changed, what fusion brings it, and a table: what is decided about the
+        whole step, then the largest of the rest, each with its reason."""
+        if self.changes_nothing:
+            return self.summary
+        fused = [] if self.fusion is None else [f"As fused kernels: {self.fusion.summary}."]
+        return "\n".join([self.summary, *fused, *_table(self.decisions)])
 
 
 def names_of(graph: JointGraph) -> dict[str, int]:

@@ -17,7 +17,8 @@ from memplan.planning.capture import Captured, capture
 from memplan.planning.costs import step_seconds, with_costs
 from memplan.planning.decisions import decide
 from memplan.planning.fused import Fused
-from memplan.planning.fusing import Fusing, as_fusible
+from memplan.planning.fusing import Candidate, Fusing, as_fusible
+from memplan.planning.fusion import UNTOLD, fusion_of
 from memplan.planning.graph import RESIDENT, JointGraph
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
@@ -168,6 +169,7 @@ class Study:
         least = found.timeline.events[-1][1]
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), least, 0.0)
         plan = self._plan(settings, found.schedule, search.around, bounds)
+        plan = _with_fusion(plan, found, settings)
         captured = replace(self.captured, graph=search.graph)
         return Planned(captured, found.schedule, search.around, plan, found.fused)
 
@@ -254,6 +256,11 @@ class Study:
             notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "
                          "planned anew")  # fmt: skip
         return tuple(notes)
+
+
+def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
+    made = fusion_of(found.fused, found.codes, settings.device)
+    return replace(plan, fusion=made, notes=plan.notes if made else (*plan.notes, UNTOLD))
 
 
 def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:

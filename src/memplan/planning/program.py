@@ -34,6 +34,7 @@ _RESERVED = frozenset(
         "given",
         "inf",
         "inputs",
+        "mark",
         "memplan",
         "nan",
         "outputs",
@@ -47,13 +48,17 @@ _OTHER_SIGNS = frozenset({"aten._conj.default", "aten._neg_view.default"})
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
 
-def program(schedule: Schedule) -> str:
+def program(schedule: Schedule, *, marked: bool = False) -> str:
     """The text of a module with ``forward`` and ``backward``.
+
+    Args:
+        schedule: what it does.
+        marked: call ``mark`` with the position of each action, of both passes one after the other, before what it does.
 
     Raises:
         RecordingError: an op takes an argument that cannot be written down.
     """
-    writer = _Writer(schedule)
+    writer = _Writer(schedule, marked=marked)
     forward = [*_described(_FORWARD, schedule), *writer.forward()]
     backward = [*_described(_BACKWARD, schedule), *writer.backward()]
     kernels = (
@@ -107,8 +112,8 @@ def _described(line: str, schedule: Schedule) -> list[str]:
 class _Writer:
     """Actions as lines."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.graph = schedule, schedule.graph
+    def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
+        self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
         self.encodings = {e.value: e for e in self.graph.encodings}
         self.names = _names(self.graph)
         self.last_read = {value: action for action in schedule.backward for value in action.reads}
@@ -169,6 +174,7 @@ class _Writer:
 
     def action(self, action: Action) -> None:
         """One action, and what it frees."""
+        self.mark(1)
         if action.kind == "run":
             self.run(action)
         elif action.kind == "write":
@@ -217,8 +223,15 @@ class _Writer:
         named = [f"{_identifier(name, op)}={self.argument(part, op)}" for name, part in kwargs.items()]
         return [self.argument(part, op) for part in args] + named
 
+    def mark(self, actions: int) -> None:
+        """Say which actions begin."""
+        if self.marked:
+            self.write(f"mark({self.place})")
+        self.place += actions
+
     def give(self, actions: Sequence[Action]) -> None:
         """Yield gradients that are complete at the same time."""
+        self.mark(len(actions))
         parts, dead = list[str](), dict[int, None]()
         for action in actions:
             assert action.source is not None

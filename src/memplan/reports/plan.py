@@ -13,6 +13,7 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan.planning.plan import Decision, Plan, format_seconds
+from memplan.reports import fusion
 from memplan.reports.columns import Column, fit
 from memplan.reports.output import Page, print_parts
 from memplan.reports.terminal import clean
@@ -31,7 +32,7 @@ def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
     Args:
         plan: what to print.
         file: where to; stdout by default.
-        top: how many values to list, the largest first; 0 for all.
+        top: how many values to list, the largest first, and how many kernels where some are fused; 0 for all.
     """
     print_parts(lambda page: render(plan, page, top), file)
 
@@ -44,6 +45,9 @@ def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
         yield ""
         yield from _table(plan.decisions, page, top)
         yield Text(_LEGEND, "dim")
+    if plan.fusion is not None:
+        yield ""
+        yield from fusion.render(plan.fusion, page, top)
     if plan.notes:
         yield ""
     for note in plan.notes:

@@ -1,0 +1,200 @@
+"""The kernels that Inductor's generated code calls: what each moves, and of which ops it is.
+
+Recorded as the code is written, since the code itself does not say. Seen in torch 2.11 and 2.13:
+``torch._inductor.scheduler.Scheduler.codegen_extern_call``, ``name_to_fused_node``, ``get_name``, ``get_nodes`` and
+``get_outputs``, ``read_writes`` and ``get_read_write_buffer_accesses`` of its nodes;
+``torch._inductor.dependencies.WeakDep``; ``define_kernel`` of ``torch._inductor.codegen.cpp.CppScheduling`` and
+``torch._inductor.codegen.triton.TritonScheduling``; ``torch._inductor.ir.MultiOutput``, and ``origins``,
+``origin_node``, ``op_overload`` and ``python_kernel_name`` of what is in ``torch._inductor.ir``;
+``torch._inductor.virtualized.V``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from memplan._torch.flops import flop_formula
+from memplan._torch.patches import patched
+
+MARK = "memplan "
+"""What the stack trace of a marked node begins with; a number follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A core op, all or a part of which a kernel computes."""
+
+    name: str
+    """Unique among the ops that were lowered together."""
+    mark: int | None
+    """None for what Inductor put there by itself."""
+    flops: int
+    """As `torch.utils.flop_counter` counts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One call of a kernel."""
+
+    name: str
+    """Of one that Inductor wrote its name there, of one of torch's that of the op."""
+    fused: bool
+    """Whether Inductor wrote it."""
+    bytes: int
+    """Read and written: in each of its loops each tensor once; not what is made and used up within a loop."""
+    origins: tuple[Origin, ...]
+
+
+class Record:
+    """Kernels, as they are found."""
+
+    def __init__(self) -> None:
+        self._found: list[Kernel] | None = []
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...] | None:
+        """All of them in the order of their calls; None where Inductor's names are others than those known here."""
+        if self._found is None:
+            return None
+        called = {one.name for kernel in self._found if not kernel.fused for one in kernel.origins}
+        return tuple(_without(kernel, called) if kernel.fused else kernel for kernel in self._found)
+
+    def give_up(self) -> None:
+        """There is no telling."""
+        self._found = None
+
+    def wrote(self, name: str, nodes: Iterable[Any]) -> None:
+        """A kernel was written."""
+        self._add(lambda: _fused(name, nodes))
+
+    def calls(self, node: Any) -> None:
+        """One of torch's is called."""
+        self._add(lambda: _torchs(node))
+
+    def _add(self, made: Any) -> None:
+        try:
+            kernel = made()
+        except Exception:  # another version's names: no figures are worth a step that cannot be compiled
+            return self.give_up()
+        if kernel is not None and self._found is not None:
+            self._found.append(kernel)
+
+
+@contextmanager
+def kernels_recorded() -> Iterator[Record]:
+    """Record what is called by the code that Inductor writes meanwhile."""
+    record = Record()
+    with ExitStack() as patches:
+        try:
+            _record_written(record, patches)
+            _record_called(record, patches)
+        except (ImportError, AttributeError):
+            record.give_up()
+        yield record
+
+
+def _record_written(record: Record, patches: ExitStack) -> None:
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.codegen.triton import TritonScheduling
+
+    def recording(define: Any) -> Any:
+        def define_kernel(self: Any, source: Any, nodes: Any, *rest: Any, **more: Any) -> Any:
+            name = define(self, source, nodes, *rest, **more)
+            record.wrote(name, nodes)
+            return name
+
+        return define_kernel
+
+    for backend in (CppScheduling, TritonScheduling):
+        patches.enter_context(patched(backend, define_kernel=recording(backend.define_kernel)))
+
+
+def _record_called(record: Record, patches: ExitStack) -> None:
+    from torch._inductor.scheduler import Scheduler
+
+    call = Scheduler.codegen_extern_call
+
+    def codegen_extern_call(self: Any, node: Any, *rest: Any, **more: Any) -> Any:
+        record.calls(node)
+        return call(self, node, *rest, **more)
+
+    patches.enter_context(patched(Scheduler, codegen_extern_call=codegen_extern_call))
+
+
+def _without(kernel: Kernel, called: set[str]) -> Kernel:
+    """What one of torch's kernels computes no other does: one that lays out its operand for it bears its name, too."""
+    return replace(kernel, origins=tuple(one for one in kernel.origins if one.name not in called))
+
+
+def _fused(name: str, nodes: Iterable[Any]) -> Kernel:
+    """One that Inductor wrote: one or more loops, one after the other, each of what was fused."""
+    nodes = [node for node in nodes if hasattr(node, "scheduler")]  # between them are signs for the backend
+    loops = dict.fromkeys(node.scheduler.name_to_fused_node[node.get_name()] for node in nodes)
+    return Kernel(name, True, sum(map(_moved, loops)), _as_origins(_computed(nodes)))
+
+
+def _moved(node: Any) -> int:
+    """Bytes that are read and written, at best. What only has to come before it is read by nobody."""
+    from torch._inductor.dependencies import WeakDep
+
+    sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    named = (*node.read_writes.reads, *node.read_writes.writes)
+    real = {one.name for one in named if not isinstance(one, WeakDep)}
+    return sum(int(size) for name, size in sizes.items() if name in real)
+
+
+def _torchs(node: Any) -> Kernel | None:
+    from torch._inductor.ir import MultiOutput
+
+    if isinstance(node.node, MultiOutput):  # takes one of the results of a call
+        return None
+    called = getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None)
+    return Kernel(str(called or type(node.node).__name__), False, _moved(node), _as_origins(_results(node.node)))
+
+
+def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
+    """What is computed. What Inductor names as origins has, besides, what was computed into memory by other kernels
+    that this one reads: it is not looked behind that."""
+    from torch._inductor.virtualized import V
+
+    buffers: Mapping[str, Any] = V.graph.name_to_buffer
+    made = {one.get_name() for node in nodes for one in node.get_outputs()}
+    read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - made
+    behind = {getattr(buffers.get(name), "origin_node", None) for name in read}
+    named = {origin for node in nodes for origin in node.node.origins}
+    stack, found = [one for node in nodes for one in _results(node.node)], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node not in found and node in named and node not in behind:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _results(of: Any) -> list[fx.Node]:
+    """The ops whose results are what is made."""
+    own = of.origin_node
+    return [own] if own is not None else [one for one in of.origins if of.origins.isdisjoint(one.users)]
+
+
+def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
+    computed = (node for node in sorted(nodes) if not getattr(node.target, "is_view", False))
+    return tuple(_origin(node) for node in computed if node.op == "call_function")
+
+
+def _origin(node: fx.Node) -> Origin:
+    kind, _, number = (node.stack_trace or "").partition(MARK)
+    return Origin(node.name, int(number) if number and not kind else None, _flops(node))
+
+
+def _flops(node: fx.Node) -> int:
+    formula = flop_formula(str(node.target))
+    if formula is None or "val" not in node.meta:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
