@@ -123,7 +123,7 @@ class _Decider:
         smaller = self.graph.values[self.encodings[value].encoded].bytes if value in self.encodings else 0
         parts = [
             f"copied to host memory in {format_seconds(offload.copy_seconds)}, freed after {self._ops([last])}",
-            f"back from before {self._ops([first])}; {self._needed(value)}",
+            f"fetched before {self._ops([first])}; {self._needed(value)}",
             f"the step waits {format_seconds(wait)} for it" if wait else "the step waits for neither copy",
         ]
         if smaller:

@@ -34,8 +34,14 @@ WORTHWHILE = 1 << 20
 """Bytes that a value must at least have: calls and events of a smaller one take as long as its copy."""
 
 
-def with_offloads(graph: JointGraph, device: Device) -> JointGraph:
-    """The graph with the values that may be offloaded from a card; as it is, where its link is not known."""
+def with_offloads(graph: JointGraph, device: Device, *, least: int = WORTHWHILE) -> JointGraph:
+    """The graph with the values that may be offloaded from a card; as it is, where its link is not known.
+
+    Args:
+        graph: one without them.
+        device: the card.
+        least: bytes that a value must have.
+    """
     if device.link is None:
         return graph
     rates, link = roofline.rates_of(device), device.link * roofline.LINK_SHARE
@@ -47,7 +53,7 @@ def with_offloads(graph: JointGraph, device: Device) -> JointGraph:
         for at in op.makes:
             value = graph.values[at]
             whole = is_dense(value) and value.bytes == prod(value.shape) * itemsize(value.dtype)
-            if not whole or value.bytes < WORTHWHILE or at in fixed | graph.irreplaceable or at not in needed:
+            if not whole or value.bytes < least or at in fixed | graph.irreplaceable or at not in needed:
                 continue
             name, id = f"{value.name}_host", len(values)
             host = replace(value, id=id, name=name, kind="host", base=id, bytes=0, op=None)

@@ -6,6 +6,8 @@ What there is to be read at all, and its bytes, is for `memplan.planning.validat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from memplan.errors import ScheduleError
 from memplan.planning.schedule import Schedule
 
@@ -28,14 +30,20 @@ def check_copies(schedule: Schedule) -> None:
                 ended = underway.pop(target, None)
                 _need(ended == (source, action.kind), place, f"no such copy of value {value} is underway")
             arriving, leaving = {*underway}, {begun for begun, _ in underway.values()}
-            _need(arriving.isdisjoint(action.reads), place, f"{arriving & {*action.reads}} is not there yet")
-            gone = {*action.frees, action.into}
+            early = arriving.intersection(action.reads)
+            _need(not early, place, f"{_names(schedule, early)} is not there yet")
+            gone = {*action.frees} | ({action.into} if action.into is not None else set[int]())
             if action.kind in BEGINS:
                 underway[target] = source, BEGINS[action.kind]
                 leaving |= {source}
                 arriving |= {target}
-            _need(gone.isdisjoint(arriving | leaving), place, f"{gone & (arriving | leaving)} is being copied")
-        _need(not underway, f"the end of the {phase} pass", f"{sorted(underway)} is still being copied")
+            early = gone & (arriving | leaving)
+            _need(not early, place, f"{_names(schedule, early)} is freed, or written over, and is being copied")
+        _need(not underway, f"the end of the {phase} pass", f"{_names(schedule, underway)} is still being copied")
+
+
+def _names(schedule: Schedule, values: Iterable[int]) -> str:
+    return ", ".join(schedule.graph.values[value].name for value in sorted(values))
 
 
 def _need(right: bool, place: str, otherwise: str) -> None:
