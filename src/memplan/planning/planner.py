@@ -20,9 +20,10 @@ from memplan.planning.fused import Fused
 from memplan.planning.fusing import Candidate, Fusing, as_fusible
 from memplan.planning.fusion import UNTOLD, fusion_of
 from memplan.planning.graph import RESIDENT, JointGraph
+from memplan.planning.offload import with_offloads
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
-from memplan.planning.plan import Plan, check_fingerprint, check_settings, names_of, optimizer_name
+from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
 from memplan.planning.program import program
 from memplan.planning.schedule import Schedule, schedule, with_fewest_pieces
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
@@ -56,6 +57,8 @@ class Settings:
     plan: Plan | None = None
     """A plan whose choices are taken, instead of a search's."""
     engine: Engine = "graph"
+    offload: bool = False
+    """Values may wait in host memory, where the device is a card. What runs on this machine's CPU must not."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,7 @@ class Study:
         """Refuse a plan that is for something else."""
         around = self.search(settings).around
         check_fingerprint(plan, self.captured.graph)
+        check_offloads(plan, self.captured.graph)
         check_settings(
             plan, early=settings.early, held=settings.held, fused=settings.engine == "inductor",
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
@@ -264,6 +268,8 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
 
 
 def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
+    if settings.offload and settings.device is not None and settings.engine == "graph":
+        graph = with_offloads(graph, settings.device)
     if isinstance(settings.costs, str):
         return with_costs(graph, device=settings.device, how="roofline")
     return with_costs(graph, device=settings.device, known=settings.costs)

@@ -68,6 +68,8 @@ def _head(plan: Plan) -> Table:
         "gap": f"{format_seconds(plan.gap)}: no plan in this budget adds less than "
         + format_seconds(plan.lower_bound_seconds),
     }
+    if plan.choices.offload:
+        facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
         facts["always there"] = ", ".join(f"{clean(cause)} {format_bytes(size)}" for cause, size in parts if size)
