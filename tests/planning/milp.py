@@ -21,8 +21,8 @@ from memplan.planning.schedule import Choices, recomputable, schedule
 def plain_graph(seed: int, ops: int) -> JointGraph:
     """A random graph without what the program leaves out."""
     graph = random_graph(seed, ops)
-    ops = tuple(replace(op, overwrites=()) for op in graph.ops)
-    return replace(graph, ops=ops, encodings=(), offloads=(), mutations=())
+    plain = tuple(replace(op, overwrites=()) for op in graph.ops)
+    return replace(graph, ops=plain, encodings=(), offloads=(), mutations=())
 
 
 class Rules:

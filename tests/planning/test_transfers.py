@@ -70,14 +70,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-class Net(nn.Sequential):
+class Net(nn.Module):
     def __init__(self) -> None:
-        super().__init__(
+        super().__init__()
+        self.layers = nn.Sequential(
             nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8), nn.Tanh()
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square().mean()
+        return self.layers(x).square().mean()
 
 
 def captured() -> JointGraph:

@@ -60,4 +60,6 @@ def _copied(source: torch.Tensor, target: torch.Tensor, device: torch.device, di
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
-        return Copy(device, stream.record_event())
+        done = torch.cuda.Event()
+        done.record(stream)
+    return Copy(device, done)
