@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,9 +21,11 @@ from torch.nn import functional as F
 import memplan
 from memplan.devices import find
 from memplan.errors import ScheduleError, UsageError
+from memplan.planning.bound import Relaxation
 from memplan.planning.decisions import decide
+from memplan.planning.evaluate import Evaluator
 from memplan.planning.graph import JointGraph
-from memplan.planning.offload import WORTHWHILE, with_offloads
+from memplan.planning.offload import WORTHWHILE, waits, with_offloads
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.plan import Plan
 from memplan.planning.schedule import Action, Choices, Schedule, recomputable, schedule
@@ -192,6 +195,45 @@ def test_a_link_of_no_time_is_never_waited_for_and_holds_nothing_longer(seed: in
             if action.kind == "fetch":
                 between = passed[at + 1 : next(k for k in range(at, len(passed)) if passed[k].kind == "fetched")]
                 assert {one.kind for one in between} <= {"fetch"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_nobody_waits_because_memory_is_freed_early_or_taken_late(seed: int) -> None:
+    """All waits of the forward pass at its end, and all copies of the backward pass begun with it: no less."""
+    graph, made = drawn(seed)
+    late = sorted(made.forward, key=lambda one: one.kind == "stored")
+    early = sorted(made.backward, key=lambda one: {"receive": 0, "fetch": 1}.get(one.kind, 2))
+    assert sum(waits(graph, (*late, *early)).values()) == pytest.approx(sum(made.waits.values()), abs=1e-12)
+
+
+@pytest.mark.parametrize("copy_seconds", [0.5, 5.5, 20.0])
+def test_the_bound_of_the_seconds_knows_what_copies_run_beside(copy_seconds: float) -> None:
+    """Against all choices: b is random, so that it is kept or away; to make c again takes long, before b is needed."""
+    tape = Tape()
+    x, weight = tape.value("input", 64), tape.value("parameter", 64)
+    a = tape.op("aten.mm.default", [x], 100, 0.1, parameters=[weight], saves="i")
+    b = tape.op("aten.dropout.default", [a], 1000, 0.1, random=True)
+    m = tape.op("aten.sin.default", [b], 100, 1.0, saves="i")
+    c = tape.op("aten.mm.default", [x], 1000, 5.0, parameters=[weight], saves="i")
+    d = tape.op("aten.mul.Tensor", [m, c], 100, 1.0, saves="i")
+    loss = tape.op("aten.sum.default", [d], 4, 1.0, scratch=5000)  # beside which there is room for neither
+    tape.finish(loss, ratio=0.1)
+    tape.ops = [replace(op, scratch=0) if op.phase == "backward" else op for op in tape.ops]
+    for value in (b, c):
+        tape.away(value, copy_seconds, 0.01)
+    graph = tape.graph()
+    evaluator = Evaluator(graph)
+    columns = (np.arange(2**evaluator.rows)[None, :] >> np.arange(evaluator.rows)[:, None]) & 1
+    every = evaluator.evaluate(columns.astype(bool))
+    relaxation, bounds = Relaxation(evaluator.flat), list[float]()
+    for budget in sorted(set(every.peak.tolist())):
+        best = float(every.seconds[every.peak <= budget].min())
+        found = relaxation.seconds(budget)
+        assert found is not None
+        assert found.seconds <= best + 1e-9
+        bounds.append(found.seconds)
+    assert bounds[0] > 0
 
 
 # -- mistakes

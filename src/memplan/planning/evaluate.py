@@ -203,9 +203,9 @@ class _Batch:
         """Bytes made less bytes freed so far within a slot, before its backward op."""
         self.top = np.zeros((flat.slots, count), dtype=np.int64)
         self.encoding = np.zeros((len(flat.forward), count))
-        """Seconds of what is encoded after each forward op."""
+        """Seconds of what is encoded after each forward op, where anything is offloaded."""
         self.spent = np.zeros((flat.slots, count))
-        """Seconds of what is made again or decoded in each slot."""
+        """Of what is made again or decoded in each slot, likewise."""
 
     def run(self) -> _Levels:
         flat = self.flat
@@ -397,7 +397,8 @@ class _Batch:
         made = sum((want * flat.bytes[row] for row, want in wanted), np.zeros(len(some), dtype=np.int64))
         now[place] = level + made - frees
         self.seconds[some] += op.op.seconds
-        self.spent.ravel()[place] += op.op.seconds
+        if self.copies is not None:
+            self.spent.ravel()[place] += op.op.seconds
         for parameter in op.parameters:
             for give in flat.given_at[parameter]:
                 self._give_again(give, parameter, position, place, some)
@@ -425,7 +426,8 @@ class _Batch:
         now[place] += size - small * (self.last_direct[at][some] < slot * self.every)
         self.decoded[at][some] = True
         self.seconds[some] += encoding.decode_seconds
-        self.spent.ravel()[place] += encoding.decode_seconds
+        if self.copies is not None:
+            self.spent.ravel()[place] += encoding.decode_seconds
 
     # -- backward pass
 
