@@ -330,6 +330,36 @@ def test_what_is_made_again_is_of_the_same_layer(made: Callable[..., Made]) -> N
     assert all("norm" in group.layers for group in again)
 
 
+class Pooled(nn.Module):
+    """A dropout between a pool and what computes the pool's indices keeps them in two kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norm(self.conv(x)))
+        return self.drop(F.max_pool2d(F.gelu(h) + h, 2)).mean()
+
+
+def test_a_group_has_what_it_computes_not_what_it_reads() -> None:
+    """Of a GELU there is an error function in the C++ of each kernel that has it among its ops, and in no other."""
+    of = fused(as_fused(capture(Pooled(), call_of((torch.randn(4, 3, 32, 32),), {})).graph, Choices()))
+    codes = {part.name: inductor.code_of(part.lowerable) for part in of.parts}
+    groups = told(of, codes).groups
+    for phase, text in (("forward", codes["forward"].text), ("backward", codes["backward 0"].text)):
+        sources = dict(
+            re.findall(r"^(cpp_fused\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''", text, re.M | re.S)
+        )
+        fused_ones = [group for group in groups if group.phase == phase and group.fused]
+        assert {group.kernel for group in fused_ones} == set(sources)
+        for group in fused_ones:
+            assert any("gelu" in op for op in group.ops) is ("erf(" in sources[group.kernel]), group.kernel
+    assert (
+        sum("gelu" in group.kernel for group in groups) > sum("aten.gelu.default" in group.ops for group in groups) > 0
+    )
+
+
 @pytest.mark.parametrize("name", [None, "h100", "v100"])
 def test_what_takes_longer_bounds_a_group(made: Callable[..., Made], name: str | None) -> None:
     """Against the figures of the card by hand. A float32 convolution runs as TF32 where there is that."""

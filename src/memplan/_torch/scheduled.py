@@ -11,6 +11,7 @@ Recorded as the code is written, since the code itself does not say. Seen in tor
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -165,21 +166,29 @@ def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
     buffers: Mapping[str, Any] = V.graph.name_to_buffer
     made = {one.get_name() for node in nodes for one in node.get_outputs()}
     read = {dependency.name for node in nodes for dependency in node.read_writes.reads} - made
-    behind = {getattr(buffers.get(name), "origin_node", None) for name in read}
+    behind = {_whole(own) for name in read if (own := getattr(buffers.get(name), "origin_node", None)) is not None}
     named = {origin for node in nodes for origin in node.node.origins}
     stack, found = [one for node in nodes for one in _results(node.node)], set[fx.Node]()
     while stack:
         node = stack.pop()
         if node not in found and node in named and node not in behind:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(map(_whole, node.all_input_nodes))
     return found
 
 
 def _results(of: Any) -> list[fx.Node]:
     """The ops whose results are what is made."""
-    own = of.origin_node
-    return [own] if own is not None else [one for one in of.origins if of.origins.isdisjoint(one.users)]
+    if of.origin_node is not None:
+        return [_whole(of.origin_node)]
+    used = {_whole(one) for node in of.origins for one in node.all_input_nodes}
+    return [one for one in of.origins if one not in used]
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The op that makes a result."""
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return source
 
 
 def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
