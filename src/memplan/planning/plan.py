@@ -129,8 +129,8 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step fits as it stands, and every value is kept as it is."""
-        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early"))
+        """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
+        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
         return self.eager_peak <= self.budget and not chosen
 
     @property
@@ -187,10 +187,13 @@ class Plan:
         if self.choices.offload:
             counts += f", {self.count('offload')} offloaded ({format_bytes(self.host_bytes)} of host memory)"
         counts += ", each parameter updated early" if self.choices.early else ""
+        bound = ""
+        if not self.choices.fused:  # of fused kernels none is known
+            bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
+            bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
-            f"{format_seconds(self.seconds)} added{share}, {counts}. No plan in this budget adds less than "
-            f"{format_seconds(self.lower_bound_seconds)} (gap {format_seconds(self.gap)}). {floor}"
+            f"{format_seconds(self.seconds)} added{share}, {counts}. {bound}{floor}"
         )
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
 from memplan.planning.program import program
-from memplan.planning.schedule import Schedule, schedule, with_fewest_pieces
+from memplan.planning.schedule import Schedule, schedule, taken, with_fewest_pieces
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
 from memplan.planning.trace import timeline_of
@@ -168,8 +168,10 @@ class Study:
                 lowest = fusing.lowest()
                 raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
-        # Whatever is fused, weights and inputs are there at the end, with the gradients that stay.
-        least = found.timeline.events[-1][1]
+        stay = (of for of, _ in search.graph.gradients if not taken(search.graph, found.schedule.choices, of))
+        # Whatever is fused, this is there when the backward pass has ended.
+        least = sum(_resident(search.graph, settings, search.around).values())
+        least += sum(search.graph.values[of].own_bytes for of in stay)
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), least, 0.0)
         plan = self._plan(settings, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
