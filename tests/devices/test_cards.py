@@ -109,6 +109,13 @@ NVIDIA_SMI = {
     "a100-pcie": 81920, "h100": 81559, "h100-pcie": 81559, "h200": 143771, "b200": 183359,
 }  # fmt: skip
 
+# GB/s both ways, rounded up as data sheets and reviews print it
+LINK = {
+    "t4": 32, "v100-16gb": 32, "v100-32gb": 32, "a100-40gb": 64, "a100-80gb": 64, "a100-pcie": 64, "a10": 64, "l4": 64,
+    "l40s": 64, "rtx3060": 64, "rtx3090": 64, "rtx4060": 32, "rtx4090": 64, "rtx5090": 128, "h100": 128,
+    "h100-pcie": 128, "h200": 128, "b200": 128,
+}  # fmt: skip
+
 # Published readings of contexts: architecture, multiprocessors, MiB
 CONTEXTS = [
     ((7, 5), 40, 133),
@@ -125,7 +132,7 @@ CONTEXTS = [
 
 def test_the_tables_of_this_test_have_every_card() -> None:
     names = set(BY_NAME)
-    assert [set(table) ^ names for table in (MEMORY, CLOCKS, CORES, NVIDIA_SMI, ALIASES)] == [set()] * 5
+    assert [set(table) ^ names for table in (MEMORY, CLOCKS, CORES, NVIDIA_SMI, LINK, ALIASES)] == [set()] * 6
     assert len(BY_NAME) == len(CARDS)
 
 
@@ -172,6 +179,11 @@ def test_a_title_that_names_a_size_means_the_capacity(card: Device) -> None:
     *_, size, unit = card.title.split()
     if unit == "GB":
         assert card.capacity / 2**30 == pytest.approx(float(size), rel=0.09)
+
+
+@each_card
+def test_link_is_half_of_both_ways(card: Device) -> None:
+    assert card.link == pytest.approx(LINK[card.name] / 2 * 10**9, rel=0.02)
 
 
 @each_card

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memplan.planning.graph import Encoding, GraphOp, JointGraph, Kind, Ref, Value
+from memplan.planning.graph import Encoding, GraphOp, JointGraph, Kind, Offload, Ref, Value
 
 MB = 1_000_000
 
@@ -32,12 +32,13 @@ class Tape:
     gradients: list[tuple[int, int]] = field(default_factory=list)
     mutations: list[tuple[int, int]] = field(default_factory=list)
     encodings: list[Encoding] = field(default_factory=list)
+    offloads: list[Offload] = field(default_factory=list)
     smooth: set[int] = field(default_factory=set)
     """Values that a gradient is wanted of."""
 
     def value(self, kind: Kind, size: int, op: int | None = None) -> int:
         id = len(self.values)
-        path = "" if kind in ("result", "encoded") else f"{kind}{id}"
+        path = "" if kind in ("result", "encoded", "host") else f"{kind}{id}"
         self.values.append(Value(id, f"v{id}", kind, id, size, (size // 4,), (1,), "float32", op, path))
         if kind == "parameter":
             self.smooth.add(id)
@@ -135,6 +136,10 @@ class Tape:
         codec = "bits" if whole else "sign"
         self.encodings.append(Encoding(value, encoded, codec, seconds, seconds, some, some, whole, direct, some))
 
+    def away(self, value: int, copy_seconds: float, use_seconds: float = 0.0) -> None:
+        """Let a value wait in host memory."""
+        self.offloads.append(Offload(value, self.value("host", 0), copy_seconds, use_seconds))
+
     def _direct(self, value: int) -> tuple[int, ...]:
         maker = self.values[value].op
         return tuple(op.index for op in self.ops if op.gradient_of == maker and value in op.reads)
@@ -148,6 +153,7 @@ class Tape:
             tuple(self.mutations),
             tuple(self.encodings),
             "2.13",
+            tuple(self.offloads),
         )
 
 
@@ -306,6 +312,12 @@ def random_graph(seed: int, ops: int = 8, *, hooks: bool = False) -> JointGraph:
     tape.finish(loss)
     _decorate(tape, draw, sizes)
     _remake(tape, random.Random(f"again {seed}"))
+    written = {source for _, source in tape.mutations}
+    coded = {encoding.value for encoding in tape.encodings}
+    apart = random.Random(~seed)
+    for value in [v.id for v in tape.values if v.op is not None and tape.ops[v.op].phase == "forward"]:
+        if value not in written and apart.random() < (0.7 if value in coded else 0.3):
+            tape.away(value, apart.choice([1e-4, 2e-3, 8e-3, 5e-2]), apart.choice([0.0, 1e-4]))
     for parameter in parameters if hooks else ():
         tape.values[parameter] = replace(tape.values[parameter], hooked=draw.random() < 0.5)
     return tape.graph()

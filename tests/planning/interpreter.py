@@ -31,6 +31,8 @@ class Machine:
         self.gradients: dict[int, Any] = {}
         self.first: dict[int, tuple[list[Any], Any]] = {}
         """By op with another that makes its first result again: what that is to read, and the result."""
+        self.underway: dict[int, tuple[int, Any]] = {}
+        """Copies, by where they go: from where, and what."""
         self.count(0)
 
     @staticmethod
@@ -38,13 +40,16 @@ class Machine:
         return value.kind in RESIDENT and value.base == value.id
 
     def run(self) -> None:
-        for action in (*self.plan.forward, *self.plan.backward):
-            try:
-                getattr(self, "do_" + action.kind)(action)
-                for value in action.frees:
-                    del self.memory[value]
-            except (LookupError, TypeError, ValueError, StopIteration) as error:
-                raise Wrong(f"{action}: {error!r}") from None
+        for actions in (self.plan.forward, self.plan.backward):
+            for action in actions:
+                try:
+                    getattr(self, "do_" + action.kind)(action)
+                    for value in action.frees:
+                        del self.memory[value]
+                except (LookupError, TypeError, ValueError, StopIteration) as error:
+                    raise Wrong(f"{action}: {error!r}") from None
+            if self.underway:
+                raise Wrong("a pass ends, and something is still copied")
         self.count(0 if self.plan.choices.early else self.around.update)
 
     def count(self, transient: int) -> None:
@@ -113,6 +118,29 @@ class Machine:
             raise Wrong("cannot be decoded")
         self.memory[encoding.value] = self.decoded(encoding)
         self.count(encoding.decode_scratch)
+
+    def moved(self, action: Action) -> tuple[int, int]:
+        """Where a copy comes from, and where it goes to."""
+        (found,) = (one for one in self.graph.offloads if one.value == action.value)
+        out = action.kind in ("store", "stored")
+        return (found.value, found.host) if out else (found.host, found.value)
+
+    def do_store(self, action: Action) -> None:
+        source, target = self.moved(action)
+        if target in self.memory or source in self.underway:
+            raise Wrong("copied twice, or what is not there yet")
+        self.memory[target], self.underway[target] = "nothing yet", (source, self.memory[source])
+        self.count(0)
+
+    do_fetch = do_store
+
+    def do_stored(self, action: Action) -> None:
+        source, target = self.moved(action)
+        if self.underway.pop(target) != (source, self.memory[source]) or target not in self.memory:
+            raise Wrong("it was changed while it was copied, or its memory is gone")
+        self.memory[target] = self.memory[source]
+
+    do_fetched = do_stored
 
     def do_write(self, action: Action) -> None:
         values = self.graph.values

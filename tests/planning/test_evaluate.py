@@ -29,8 +29,11 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
     profiles = evaluator.profiles(columns)
     for at in range(count):
         drops = frozenset(v for k, v in enumerate(flat.droppable) if columns[k, at])
-        coded = frozenset(e.value for k, e in enumerate(flat.encodings) if columns[len(flat.droppable) + k, at])
-        choices = Choices(drops, coded, early, held)
+        some = columns[len(flat.droppable) :, at]
+        coded = frozenset(e.value for e, chosen in zip(flat.encodings, some, strict=False) if chosen)
+        some = some[len(flat.encodings) :]
+        away = frozenset(o.value for o, chosen in zip(flat.offloads, some, strict=True) if chosen)
+        choices = Choices(drops, coded, early, held, offload=away)
         made = schedule(graph, choices)
         expected = levels(made, around)
         assert found.peak[at] == expected.peak

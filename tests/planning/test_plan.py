@@ -91,7 +91,8 @@ def test_through_json_and_back_it_is_the_same_value_and_the_same_text() -> None:
 def test_a_plan_of_before_a_field_was_added_is_read_still() -> None:
     plan = replace(PLAN, optimizer="AdamW", choices=replace(PLAN.choices, pieces=frozenset({3})))
     assert Plan.from_json(plan.to_json()) == plan
-    older = edited(lambda plain: (plain.pop("optimizer"), plain["choices"].pop("pieces")), plan)
+    since = ("pieces", "offload")
+    older = edited(lambda plain: (plain.pop("optimizer"), [plain["choices"].pop(name) for name in since]), plan)
     assert Plan.from_json(older) == PLAN
 
 
@@ -181,7 +182,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "another version": (set_("schema", to=2), "its schema version is 2"),
     "no version": (without("schema"), "its schema version is None"),
     "another format": (set_("format", to="memplan.trace"), "it has no"),
-    "a lever that is not known": (set_("decisions", 0, "lever", to="offload"), "decisions[0].lever is 'offload'"),
+    "a lever that is not known": (set_("decisions", 0, "lever", to="chunk"), "decisions[0].lever is 'chunk'"),
     "a lever that is no text": (set_("decisions", 0, "lever", to=["keep"]), "decisions[0].lever is ['keep']"),
     "a grade that is not known": (set_("decisions", 1, "grade", to="nearly"), "decisions[1].grade is 'nearly'"),
     "a kind of scope that is not known": (set_("decisions", 1, "scope", "kind", to="model"), "scope.kind is 'model'"),
@@ -201,7 +202,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "names as a list": (set_("names", to=["conv"]), "names is ['conv'], not a mapping"),
     "a field that is missing": (without("floor"), "lacks 'floor'"),
     "a field that is not known": (set_("flour", to=1), "unknown 'flour'"),
-    "a choice that is not known": (set_("choices", "offload", to=[]), "choices has an unknown 'offload'"),
+    "a choice that is not known": (set_("choices", "chunk", to=[]), "choices has an unknown 'chunk'"),
     "a decision without bytes": (without("decisions", 0, "bytes"), "decisions[0] lacks 'bytes'"),
     "events that are pairs": (set_("predicted", "events", to=[[1, 2]]), "predicted.events[0] has 2 parts, not 3"),
     "notes as one text": (set_("notes", to="all"), "notes is 'all', not a list"),

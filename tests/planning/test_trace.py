@@ -17,7 +17,8 @@ def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool
     graph, draw = random_graph(seed, 8, hooks=True), random.Random(seed)
     drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
     encode = frozenset(one.value for one in graph.encodings if draw.random() < 0.5)
-    made = schedule(graph, Choices(drop, encode, early=early, held=held and not early))
+    away = frozenset(one.value for one in graph.offloads if draw.random() < 0.5)
+    made = schedule(graph, Choices(drop, encode, early=early, held=held and not early, offload=away))
     around = Surroundings(1000, 500, {of: 70 for of, _ in graph.gradients}, {"weight": 30, "parameter_gradient": 20})
     assert timeline_of(made, around).peak_allocated == levels(made, around).peak
 

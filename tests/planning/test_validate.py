@@ -407,4 +407,5 @@ def test_it_is_short_and_shares_nothing_but_the_words() -> None:
     room = "memplan.planning"
     names = {f"{room}.graph": ("RESIDENT", "GraphOp", "JointGraph", "Ref"), f"{room}.peaks": ("Surroundings",)}
     names |= {f"{room}.schedule": ("Action", "Schedule"), "memplan.errors": ("ScheduleError",)}
+    names |= {f"{room}.validate_copies": ("ENDS", "check_copies")}
     assert imported == {(module, name) for module, those in names.items() for name in those}

@@ -33,6 +33,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
         early=draw.random() < 0.3,
         held=draw.random() < 0.3,
         in_place=draw.random() < 0.8,
+        offload=frozenset(one.value for one in graph.offloads if draw.random() < 0.7),
     )
     update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
     return graph, schedule(graph, choices), Surroundings(1000, 500, update_of)

@@ -141,6 +141,7 @@ CHOICES: dict[str, Callable[[JointGraph], Choices]] = {
 class Planned:
     captured: Any
     schedule: Schedule
+    fused: None = None
 
 
 def planner_of(model: nn.Module, choose: Callable[[JointGraph], Choices]) -> Callable[[Call, bool], Planned]:

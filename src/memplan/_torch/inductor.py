@@ -3,7 +3,8 @@
 Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
 ``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
 ``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
-``torch._inductor.virtualized.V``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
+``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
+``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
 (``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
 ``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
@@ -27,6 +28,7 @@ from torch.fx import traceback
 
 from memplan._torch.patches import patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
+from memplan._torch.tensors import is_random
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
 """Empties the list that it is given, so that what is in it can be freed as it goes."""
@@ -58,10 +60,11 @@ class Traced:
 
 
 def fake_mode() -> Any:
-    """A mode in which tensors have no data."""
+    """A mode in which tensors have no data. It can have symbols, and has none: without, Inductor caches nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode()
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fake_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any) -> Tensor:
@@ -159,9 +162,8 @@ def _keep_random_order(module: fx.GraphModule) -> None:
     from torch._inductor.fx_passes import control_dependencies
     from torch.utils._ordered_set import OrderedSet
 
-    seeded = torch.Tag.nondeterministic_seeded
-    nodes = [node for node in module.graph.nodes if seeded in getattr(node.target, "tags", ())]
-    if hasattr(control_dependencies, "control_deps_autograd"):
+    nodes = [node for node in module.graph.nodes if is_random(node.target, node.args, node.kwargs)]
+    if len(nodes) > 1 and hasattr(control_dependencies, "control_deps_autograd"):
         control_dependencies.preserve_node_ordering(
             module.graph, {node: OrderedSet([before]) for before, node in pairwise(nodes)}
         )
@@ -202,23 +204,27 @@ def code_of(part: Lowerable) -> Code:
 
 
 def _lowered(part: Lowerable) -> Any:
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
     graph = copy.deepcopy(part.graph)  # lowering rewrites it
-    with _settings(), V.set_fake_mode(part.mode):
+    with _settings(), V.set_fake_mode(part.mode), tracing(TracingContext(part.mode)):
         return compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
 
 
 @contextmanager
 def _settings() -> Iterator[None]:
     """Random numbers are drawn as in eager mode, by the same kernels from the same state, and tensors are laid out as
-    traced. Where ops that draw cannot be made to wait for each other, none is moved."""
+    traced. Where ops that draw cannot be made to wait for each other, none is moved. No buffer waits for another that
+    could use its memory: dead ones are freed."""
     from torch._inductor import config
     from torch._inductor.fx_passes import control_dependencies
 
     moved = hasattr(control_dependencies, "control_deps_autograd")
-    with config.patch(fallback_random=True, layout_optimization=False, reorder_for_peak_memory=moved):
+    with config.patch(
+        fallback_random=True, layout_optimization=False, reorder_for_peak_memory=moved, allow_buffer_reuse=False
+    ):
         yield
 
 

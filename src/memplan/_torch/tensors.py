@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,3 +125,12 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor:
 def is_mutable(func: Any) -> bool:
     """Whether an op writes one of its arguments."""
     return func._schema.is_mutable
+
+
+def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    names = [argument.name for argument in arguments(func)]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0

@@ -289,6 +289,8 @@ def _frontier(
     peers: bool,
 ) -> Frontier:  # fmt: skip
     """Plans from all kept to the floor, whatever the budget, and what others take where that is asked for."""
+    from torch import nn
+
     from memplan.planning.costs import step_seconds
     from memplan.planning.planner import Planner, Settings
     from memplan.planning.request import request
@@ -298,7 +300,7 @@ def _frontier(
     call = _call_options(described, given)
     settings = Settings(
         budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False), costs=options.get("costs"),
-        engine=options.get("engine", "graph"),
+        engine=options.get("engine", "graph"), offload=not isinstance(made, nn.Module),
     )  # fmt: skip
     asked = request(
         made, described.options.inputs, **call, budget=options["budget"], allow="exact", clip_norm=None,

@@ -10,6 +10,7 @@ Data sheets often print sparse FLOP/s, twice the dense ones: halved here, where 
 from __future__ import annotations
 
 from memplan.devices.context import MIB, SOURCE, context_of
+from memplan.devices.links import link_of
 from memplan.devices.model import Device
 
 _GB = 10**9
@@ -37,6 +38,7 @@ def _card(
     sources: tuple[str, ...],
 ) -> Device:
     """A card: ``bandwidth`` in GB/s, ``tera`` in TFLOP/s, ``l2`` in MiB."""
+    link, link_source = link_of(name)
     return Device(
         name=name,
         title=title,
@@ -47,7 +49,8 @@ def _card(
         multiprocessors=multiprocessors,
         l2=round(l2 * MIB),
         context=context_of(architecture, multiprocessors),
-        sources=(*sources, SOURCE),
+        sources=(*sources, SOURCE, link_source),
+        link=link,
     )
 
 

@@ -12,7 +12,7 @@ from memplan._bytes import format_bytes
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")
 """What `Device.flops` may have, in the order in which it is shown. ``tf32`` is a float32 product with TF32 allowed."""
 
-FIGURES = ("capacity", "bandwidth", "flops", "architecture", "multiprocessors", "l2", "context")
+FIGURES = ("capacity", "bandwidth", "flops", "architecture", "multiprocessors", "l2", "context", "link")
 """What `Device.sources` name: one source starts with each figure that a device has, as ``capacity: ...``."""
 
 
@@ -29,7 +29,9 @@ class Device:
     ``context`` is what CUDA itself holds in a process before the first tensor (low) and with all kernels loaded (high);
     torch does not see it.
 
-    ``bandwidth`` and ``l2`` are None where they are not known, which never happens in the catalogue.
+    ``link`` is the rate between card and host in one direction, as the standard has it.
+
+    ``bandwidth``, ``l2`` and ``link`` are None where they are not known, which never happens in the catalogue.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Device:
     l2: int | None
     context: tuple[int, int]
     sources: tuple[str, ...]
+    link: int | None = None
 
     @property
     def flops(self) -> Mapping[str, int]:
@@ -72,6 +75,7 @@ class Device:
             "architecture": list(self.architecture),
             "multiprocessors": self.multiprocessors,
             "l2": self.l2,
+            "link": self.link,
             "sources": list(self.sources),
         }
 

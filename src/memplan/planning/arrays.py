@@ -72,6 +72,7 @@ class FlatGraph:
         self.encodings = tuple(
             sorted((e for e in graph.encodings if e.value not in self.outputs), key=lambda e: e.value)
         )
+        self.offloads = tuple(sorted((o for o in graph.offloads if o.value not in self.outputs), key=lambda o: o.value))
         self.encoding_of = {self.row[e.value]: at for at, e in enumerate(self.encodings) if e.value in self.row}
         self.gives: tuple[Give, ...] = ()
         self.waits = False

@@ -6,23 +6,25 @@ Both rest on what every schedule of this space has in common. Take a position of
   away, the op's own results and scratch (less one result, where it can take over memory).
 - A forward value that the backward pass reads at or before j and at or after j is there, since it is made again at
   most once and lives until its last use. So is one that cannot be made again and is read at or after j; if it can be
-  encoded, at least its encoded form.
+  encoded, at least its encoded form; not so, if it can be offloaded.
 
 These two, with what the forward pass needs anyway (a value lives from its op to the last op that reads it), give
 `lower_bound`.
 
 For the seconds, say for every forward value v and op o, and for some positions j, whether the value is there at j
-(``there[v, j]``), whether the op runs again after j (``again[o, j]``) and whether an encoded form is there at j
-(``code[v, j]``). Every schedule has
+(``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether an encoded form is there at j
+(``code[v, j]``) and whether the value is offloaded (``away[v]``). Every schedule has
 
-    there[v, j] + again[op of v, j] + code[v, j] >= 1               for v read by the backward pass after j
-    there[u, j] + again[op of u, j] + code[u, j] >= again[o, j]     for u read by an op o
+    there[v, j] + again[op of v, j] + code[v, j] + away[v] >= 1             for v read by the backward pass after j
+    there[u, j] + again[op of u, j] + code[u, j] + away[u] >= again[o, j]   for u read by an op o
     sum over v of bytes[v] * there[v, j] + (encoded forms, alike) <= budget - (what is there at j anyway)
     again[o] >= again[o, j]
+    wait + what a pass takes and adds >= sum of the seconds of all copies of the pass
 
-and adds at least the seconds of all o with ``again[o]``. With all of them in [0, 1] instead of {0, 1}, the least sum is
-the optimum of a linear program, and so a lower bound of what any schedule within the budget adds (`Relaxation`). The
-fewer positions, the lower the bound; it holds for any set of them. Values of few bytes are taken to be there always.
+and adds at least the seconds of all o with ``again[o]``, and the waits of both passes. With all of them in [0, 1]
+instead of {0, 1}, the least sum is the optimum of a linear program, and so a lower bound of what any schedule within
+the budget adds (`Relaxation`). The fewer positions, the lower the bound; it holds for any set of them. Values of few
+bytes are taken to be there always.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ class Fractions:
     """For every forward value: whether it is there between the forward and the backward pass."""
     code: Floats
     """For every encoding: whether its form is there then."""
+    away: Floats
+    """For every offload: whether it is used."""
 
 
 class Unavoidable:
@@ -73,6 +77,7 @@ class Unavoidable:
         """Bytes that a value needs when it is kept in whatever form."""
         for row, at in flat.encoding_of.items():
             self.smallest[row] = min(self.smallest[row], bytes_of(flat.graph, flat.encodings[at]))
+        self.smallest[[flat.row[one.value] for one in flat.offloads]] = 0
         self._reads()
         self.forward = self._forward()
         self.slots, self.end = self._slots()
@@ -176,6 +181,8 @@ class Relaxation:
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
         self.codes = self.program.variables(self._cost_of_code(at) for at in range(len(flat.encodings)))
+        self.away = {flat.row[one.value]: self.program.variable(one.use_seconds) for one in flat.offloads}
+        self._wait_for_copies()
         self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
         self.may = set(flat.drop_rows.tolist())
         room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
@@ -201,7 +208,24 @@ class Relaxation:
             keep[row] = x[variable]
         for at, variable in self.coded.items():
             code[at] = x[variable]
-        return Fractions(max(seconds, 0.0), keep, code)
+        away = np.array([x[self.away[self.flat.row[one.value]]] for one in self.flat.offloads])
+        return Fractions(max(seconds, 0.0), keep, code, away)
+
+    def _wait_for_copies(self) -> None:
+        """All copies of a pass are done by its end: what they take beyond it, and beyond what is added to it, the step
+        waits. A variable is of [0, 1]: here, of the seconds of all copies."""
+        flat = self.flat
+        whole = sum(one.copy_seconds for one in flat.offloads)
+        if not whole:
+            return
+        copies = [(self.away[flat.row[one.value]], -one.copy_seconds) for one in flat.offloads]
+        encode = [(self.codes + at, one.encode_seconds) for at, one in enumerate(flat.encodings)]
+        decode = [(self.codes + at, one.decode_seconds) for at, one in enumerate(flat.encodings)]
+        again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.rerun)]
+        passes = ((flat.graph.forward_ops, encode), (flat.graph.backward_ops, [*decode, *again]))
+        for ops, added in passes:
+            wait = (self.program.variable(whole), whole)
+            self.program.at_least([wait, *copies, *added], -sum(op.seconds for op in ops))
 
     def _cost_of_code(self, at: int) -> float:
         encoding = self.flat.encodings[at]
@@ -281,6 +305,8 @@ class _Position:
         code = of.flat.encoding_of.get(row)
         if code is not None and (of.flat.encodings[code].whole or not whole):
             terms.append((self._code(code, row), 1.0))
+        if row in of.away:
+            terms.append((of.away[row], 1.0))
         if user is not None:
             terms.append((user, -1.0))
         of.program.at_least(terms, 1.0 if user is None else 0.0)

@@ -31,11 +31,15 @@ class _Decider:
         self.again: set[int] = set()
         self.readers: dict[int, list[Action]] = defaultdict(list)
         """By value or encoded form: what reads it in the backward pass."""
+        self.waits = schedule.waits
+        self.offloads = {o.value: o for o in graph.offloads if o.value in self.waits}
+        for value, offload in self.offloads.items():
+            self.seconds[value] = offload.use_seconds + self.waits[value]
         known = {encoding.value: encoding for encoding in graph.encodings}
         for action in (*schedule.forward, *schedule.backward):
             self._note(action, known)
         for action in schedule.backward:
-            for value in action.reads:
+            for value in action.reads if action.kind not in ("fetch", "fetched") else ():
                 self.readers[value].append(action)
         self.dearest = self._dearest()
 
@@ -73,7 +77,9 @@ class _Decider:
         for op in self.graph.forward_ops:
             for value in op.makes:
                 size = self.graph.values[value].bytes
-                if value in self.encodings:
+                if value in self.offloads:
+                    found.append(self._offloaded(op, value, size))
+                elif value in self.encodings:
                     found.append(self._encoded(op, value, size))
                 elif value in self.again:
                     found.append(self._decision(op, value, "recompute", size, self._why_again(op, value)))
@@ -105,6 +111,25 @@ class _Decider:
         return self._decision(
             op, value, "encode", freed, "; ".join(parts), {"codec": encoding.codec, "encoded_bytes": smaller}
         )
+
+    def _offloaded(self, op: GraphOp, value: int, size: int) -> Decision:
+        """A value that waits in host memory; where some read an encoded form, that is there meanwhile."""
+        offload, wait = self.offloads[value], self.waits[value]
+        forward, backward = self.schedule.forward, self.schedule.backward
+        stored = next(at for at, one in enumerate(forward) if one.kind == "stored" and one.value == value)
+        fetch = next(at for at, one in enumerate(backward) if one.kind == "fetch" and one.value == value)
+        last = next(one for one in reversed(forward[:stored]) if one.kind == "run")
+        first = next(one for one in backward[fetch:] if one.kind == "run")
+        smaller = self.graph.values[self.encodings[value].encoded].bytes if value in self.encodings else 0
+        parts = [
+            f"copied to host memory in {format_seconds(offload.copy_seconds)}, freed after {self._ops([last])}",
+            f"fetched before {self._ops([first])}; {self._needed(value)}",
+            f"the step waits {format_seconds(wait)} for it" if wait else "the step waits for neither copy",
+        ]
+        if smaller:
+            parts.append(f"{format_bytes(smaller)} of it stay ({self.encodings[value].codec})")
+        details = {"copy_seconds": offload.copy_seconds, "waits": wait, "host_bytes": size}
+        return self._decision(op, value, "offload", max(0, size - smaller), "; ".join(parts), details)
 
     def _why_again(self, op: GraphOp, value: int) -> str:
         if value in self.seconds:

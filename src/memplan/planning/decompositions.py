@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ATEN = torch.ops.aten
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -54,7 +53,16 @@ def _leaky_relu_backward(grad_output: Tensor, bits: Tensor, slope: float, is_res
     return torch.where(_like(bits, grad_output), grad_output, grad_output * slope)
 
 
-def _cross_entropy_backward(grad_output: Tensor, log_probs: Tensor, target: Tensor, *rest: Any) -> Tensor:
-    backward = _ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward
-    gradient = backward(grad_output, log_probs, target, *rest)
-    return _ATEN._log_softmax_backward_data(gradient, log_probs, 1, log_probs.dtype)
+def _cross_entropy_backward(
+    grad_output: Tensor, log_probs: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int,
+    total_weight: Tensor,
+) -> Tensor:  # fmt: skip
+    """Softmax less one at the target, scaled sample by sample: no buffer for the gradient in between."""
+    counts = target != ignore
+    at = torch.where(counts, target, 0)
+    scale = torch.where(counts, 1.0 if weight is None else weight[at], 0.0).to(log_probs.dtype)
+    scale = scale * (grad_output / total_weight if reduction == 1 else grad_output)
+    classes = torch.arange(log_probs.shape[1], device=log_probs.device)
+    classes = classes.view(-1, *[1] * (log_probs.dim() - 2))
+    hit = classes == at.unsqueeze(1)
+    return (log_probs.exp() - hit.to(log_probs.dtype)) * scale.unsqueeze(1)

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from memplan.planning.arrays import FlatGraph, Ints, bytes_of
 from memplan.planning.graph import JointGraph
+from memplan.planning.overlap import NEVER, Copies
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.schedule import Choices, schedule
 
 Columns = npt.NDArray[np.bool_]
-"""(decisions, candidates): which values are made again, then which encodings are used."""
+"""(decisions, candidates): which values are made again, which encodings are used, what is offloaded."""
 
-NEVER = np.iinfo(np.int32).max
 CHUNK = 512
 """Candidates that are evaluated together: what they need then stays in the processor's cache."""
 
@@ -61,14 +61,16 @@ class Evaluator:
     ) -> None:
         around = Surroundings() if surroundings is None else surroundings
         self.flat = FlatGraph(graph, around, early=early, held=held)
-        self.rows = len(self.flat.droppable) + len(self.flat.encodings)
+        flat = self.flat
+        self.rows = len(flat.droppable) + len(flat.encodings) + len(flat.offloads)
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
         """The candidate that stands for choices."""
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
-            + [encoding.value in choices.encode for encoding in flat.encodings],
+            + [encoding.value in choices.encode for encoding in flat.encodings]
+            + [one.value in choices.offload for one in flat.offloads],
             dtype=bool,
         )
 
@@ -77,11 +79,14 @@ class Evaluator:
         flat = self.flat
         drops = frozenset(v for v, chosen in zip(flat.droppable, column, strict=False) if chosen)
         some = column[len(flat.droppable) :]
-        encode = frozenset(e.value for e, chosen in zip(flat.encodings, some, strict=True) if chosen)
-        made = schedule(flat.graph, Choices(drops, encode, flat.early, flat.held))
+        encode = frozenset(e.value for e, chosen in zip(flat.encodings, some, strict=False) if chosen)
+        some = some[len(flat.encodings) :]
+        away = frozenset(o.value for o, chosen in zip(flat.offloads, some, strict=True) if chosen)
+        made = schedule(flat.graph, Choices(drops, encode, flat.early, flat.held, offload=away))
         again = {value for action in made.backward if action.recomputed for value in action.makes}
         used = {action.value for action in made.forward if action.kind == "encode" and action.value is not None}
-        return Choices(frozenset(again), frozenset(used), flat.early, flat.held)
+        away = frozenset({a.value for a in made.forward if a.kind == "store" and a.value is not None})
+        return Choices(frozenset(again), frozenset(used), flat.early, flat.held, offload=away)
 
     def evaluate(self, columns: Columns, budget: int | None = None) -> Evaluated:
         """Peak, added seconds and excess over the budget of every candidate."""
@@ -169,12 +174,18 @@ class _Batch:
         self.every = len(flat.forward) + 1
         """Positions a slot has: its recomputed forward ops, then its backward op."""
         count, drops = self.count, len(flat.droppable)
-        self.encoded = columns[drops:]
+        self.encoded = columns[drops : drops + len(flat.encodings)]
+        self.away = columns[drops + len(flat.encodings) :].copy()
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
         self.dropped[flat.drop_rows] = columns[:drops]
         self.whole = {flat.row[e.value]: at for at, e in enumerate(flat.encodings) if e.whole}
         for row, at in self.whole.items():
             self.dropped[row] &= ~self.encoded[at]
+        self.away_rows = [flat.row[one.value] for one in flat.offloads]
+        for at, row in enumerate(self.away_rows):
+            if row in self.whole:
+                self.away[at] &= ~self.encoded[self.whole[row]]
+            self.dropped[row] &= ~self.away[at]
         self.some_drop = [bool(row.any()) for row in self.dropped]
         self.again: dict[int, Ints] = {}
         """Row -> slot in which the value is made again, by candidate."""
@@ -191,8 +202,13 @@ class _Batch:
         self.now = np.zeros((flat.slots, count), dtype=np.int64)
         """Bytes made less bytes freed so far within a slot, before its backward op."""
         self.top = np.zeros((flat.slots, count), dtype=np.int64)
+        self.encoding = np.zeros((len(flat.forward), count))
+        """Seconds of what is encoded after each forward op, where anything is offloaded."""
+        self.spent = np.zeros((flat.slots, count))
+        """Of what is made again or decoded in each slot, likewise."""
 
     def run(self) -> _Levels:
+        flat = self.flat
         self.find_needs()
         self.kept = self.needed & ~self.dropped
         for row, at in self.whole.items():
@@ -200,10 +216,16 @@ class _Batch:
         self.used = self.last_direct >= 0
         for row, at in self.whole.items():
             self.used[at] |= self.encoded[at] & self.needed[row]
+        used = self.away & self.needed[self.away_rows]
+        self.copies = Copies(flat, used, self.first[self.away_rows]) if used.any() else None
+        for at, row in enumerate(self.away_rows):
+            self.kept[row] &= ~used[at]
         forward, boundary = self._forward()
         self._recompute()
         slots, end = self._backward(boundary)
-        update = end if self.flat.early else end + self.flat.around.update
+        update = end if flat.early else end + flat.around.update
+        if self.copies is not None:
+            self.seconds += self.copies.use_seconds + self.copies.waits(self.encoding, self.spent)
         return _Levels(forward, slots, update, boundary, self.seconds, self.needed)
 
     # -- when is what needed
@@ -263,10 +285,17 @@ class _Batch:
         for at, encoding in enumerate(flat.encodings):
             net[flat.used_last[flat.row[encoding.value]]] += self.used[at] * bytes_of(flat.graph, encoding)
         after = flat.base + np.cumsum(net, axis=0)
+        leaving = None
+        if self.copies is not None:
+            held, leaving = self.copies.held_in_forward(len(after))
+            after += held - leaving
+            net += np.diff(held - leaving, axis=0, prepend=0)
         during = after - net + flat.forward_during[:, None]
         for at, over in flat.forward_overwrites:
             during[at] -= self._takes(over, freed) * flat.forward[at].taken
-        self._encode(during, after, freed)
+        if leaving is not None:
+            np.maximum(during, after + leaving, out=during, where=leaving > 0)
+        self._encode(during, after, freed, leaving)
         end = after[-1] if len(after) else np.full(self.count, flat.base, dtype=np.int64)
         return during, end
 
@@ -274,10 +303,11 @@ class _Batch:
         takes = np.zeros(self.count, dtype=bool)
         for row in rows:
             at = self.flat.encoding_of.get(row)
-            takes |= freed[row] if at is None else freed[row] & ~self.used[at]
+            here = freed[row] if at is None else freed[row] & ~self.used[at]
+            takes |= here if self.copies is None else here & ~self.copies.uses(row)
         return takes
 
-    def _encode(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_]) -> None:
+    def _encode(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], leaving: Ints | None) -> None:
         """The level while values are encoded, after the op that reads each last: worked out from the end of all."""
         flat = self.flat
         due: dict[int, list[int]] = {}
@@ -286,17 +316,21 @@ class _Batch:
         for position, encodings in due.items():
             later = np.zeros(self.count, dtype=np.int64)
             """What changes between the encoding at hand and the end of the position."""
+            if leaving is not None:
+                later -= leaving[position]
             for row in np.flatnonzero(flat.written & (flat.freed_at == position)):
                 later -= freed[row] * flat.bytes[row]
             for at in sorted(encodings, key=lambda one: -flat.encodings[one].encoded):
                 encoding, row = flat.encodings[at], flat.row[flat.encodings[at].value]
                 used = self.used[at]
                 if not flat.written[row]:
-                    later -= (freed[row] & used) * flat.bytes[row]
+                    here = freed[row] & used
+                    later -= (here if self.copies is None else here & ~self.copies.uses(row)) * flat.bytes[row]
                 level = after[position] - later + encoding.encode_scratch
                 np.maximum(during[position], level, out=during[position], where=used)
                 later += used * bytes_of(flat.graph, encoding)
                 self.seconds += used * encoding.use_seconds
+                self.encoding[position] += used * encoding.encode_seconds
 
     # -- what is made again
 
@@ -305,6 +339,9 @@ class _Batch:
         self.decoded = np.zeros((len(flat.encodings), self.count), dtype=bool)
         self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
         """Bytes of forward values and encoded forms that are freed by a slot's backward op."""
+        if self.copies is not None:
+            self.now += self.copies.taken_in_backward(flat.slots)
+            np.maximum(self.top, self.now, out=self.top)
         for at, op in enumerate(flat.rerun):
             if any(row in self.again for row in op.makes):
                 self._again(at)
@@ -360,6 +397,8 @@ class _Batch:
         made = sum((want * flat.bytes[row] for row, want in wanted), np.zeros(len(some), dtype=np.int64))
         now[place] = level + made - frees
         self.seconds[some] += op.op.seconds
+        if self.copies is not None:
+            self.spent.ravel()[place] += op.op.seconds
         for parameter in op.parameters:
             for give in flat.given_at[parameter]:
                 self._give_again(give, parameter, position, place, some)
@@ -387,6 +426,8 @@ class _Batch:
         now[place] += size - small * (self.last_direct[at][some] < slot * self.every)
         self.decoded[at][some] = True
         self.seconds[some] += encoding.decode_seconds
+        if self.copies is not None:
+            self.spent.ravel()[place] += encoding.decode_seconds
 
     # -- backward pass
 

@@ -53,7 +53,7 @@ class Fusing:
     """Steps of fused kernels for one graph, for any number of budgets.
 
     Args:
-        search: on a graph with the costs of `with_fused_costs`.
+        search: on a graph with the costs of `as_fusible`.
     """
 
     def __init__(self, search: Search) -> None:
@@ -111,14 +111,16 @@ def _code_of(part: Part) -> inductor.Code:
         return inductor.code_of(part.lowerable)
 
 
-def with_fused_costs(graph: JointGraph) -> JointGraph:
-    """The graph with what its ops cost when they run again in fused kernels."""
-    return replace(graph, ops=tuple(_cheaper(op) for op in graph.ops))
+def as_fusible(graph: JointGraph) -> JointGraph:
+    """The graph for a search of steps of fused kernels: what its ops cost there when they run again, and without the
+    forms that work in another value's memory, since a compiler has its own."""
+    return replace(graph, ops=tuple(_fusible(op) for op in graph.ops))
 
 
-def _cheaper(op: GraphOp) -> GraphOp:
+def _fusible(op: GraphOp) -> GraphOp:
+    seconds = op.seconds
     if torch.Tag.pointwise in getattr(forms.overload(op.target), "tags", ()):
-        return replace(op, seconds=op.seconds * FUSED_SHARE)
-    if op.again is not None:  # a norm from its statistics, which is pointwise, too
-        return replace(op, again=replace(op.again, seconds=op.again.seconds * FUSED_SHARE))
-    return op
+        seconds *= FUSED_SHARE
+    # A norm from its statistics is pointwise, too.
+    again = op.again and replace(op.again, seconds=op.again.seconds * FUSED_SHARE, overwrites=(), scratch_into=None)
+    return replace(op, seconds=seconds, again=again, overwrites=(), scratch_into=None)

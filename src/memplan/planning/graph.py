@@ -16,9 +16,10 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded"]
+Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
 """Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the
-smaller form of another value (see Encoding), which no op of the graph makes."""
+smaller form of another value (see Encoding), which no op of the graph makes; ``host``: a copy of another value in
+host memory (see Offload), of no bytes on the device."""
 
 RESIDENT: tuple[Kind, ...] = ("parameter", "buffer", "input", "constant")
 """What is there before the step and stays: never freed, never written over by a schedule."""
@@ -164,6 +165,22 @@ class Encoding:
         return self.encode_seconds + self.direct_seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A value that may wait for the backward pass in host memory (see planning.offload).
+
+    It is none that the forward pass writes into something.
+    """
+
+    value: int
+    host: int
+    """Id of the value of kind ``host`` that stands for the copy."""
+    copy_seconds: float
+    """Of the copy over the link, in either direction, beside which ops can run."""
+    use_seconds: float = 0.0
+    """What both copies cost these ops."""
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """Forward and backward of a step as one graph."""
@@ -178,6 +195,7 @@ class JointGraph:
     """(value handed in, the value that is written into it), of buffers mostly."""
     encodings: tuple[Encoding, ...] = ()
     torch: str = ""
+    offloads: tuple[Offload, ...] = ()
 
     @cached_property
     def forward_ops(self) -> tuple[GraphOp, ...]:
@@ -201,9 +219,12 @@ class JointGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells this graph from another: ops, shapes, dtypes and how they hang together; not costs or places."""
+        """What tells this graph from another: ops, shapes, dtypes and how they hang together; not costs, places or what
+        may be offloaded."""
         digest = hashlib.sha256()
         for value in self.values:
+            if value.kind == "host":
+                continue
             parts = (value.kind, value.base, value.bytes, value.shape, value.stride, value.dtype, value.path)
             digest.update(repr(parts).encode())
         for op in self.ops:

@@ -93,6 +93,11 @@ class Local:
             moves += [((at,), (True,)), ((at,), (False,))]
             if drop is not None:
                 moves += [((at, drop), (coded, dropped)) for coded in (True, False) for dropped in (True, False)]
+        for away, one in enumerate(flat.offloads, self.drops + len(flat.encodings)):
+            drop = self.row.get(flat.row[one.value])
+            moves += [((away,), (True,)), ((away,), (False,))]
+            if drop is not None:
+                moves.append(((away, drop), (False, True)))
         for group in groups:
             rows = tuple(self.row[row] for row in group if row in self.row and self.large[self.row[row]])
             half = len(rows) // 2

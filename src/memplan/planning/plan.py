@@ -24,12 +24,12 @@ SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
-Lever = Literal["keep", "recompute", "encode", "in place", "update early", "accumulate"]
+Lever = Literal["keep", "recompute", "encode", "offload", "in place", "update early", "accumulate"]
 Grade = Literal["exact", "reordered", "lossy"]
 ScopeKind = Literal["value", "segment", "parameter", "step"]
 
-_CHOSEN = ("recompute", "encode")
-"""The fields of Choices that hold values: names in JSON."""
+_CHOSEN = ("recompute", "encode", "offload")
+"""The fields of Choices that hold values: names in JSON. Plans of before a lever lack its field."""
 _WIDTH, _SHOWN = 120, 12
 """Of the table that a plan prints: its columns, and the decisions about single values."""
 _NAME, _LAYER = 22, 28
@@ -113,7 +113,8 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        assert (self.choices.recompute | self.choices.encode) <= set(self.names.values()), "a choice has no name"
+        chosen = set[int]().union(*(getattr(self.choices, name) for name in _CHOSEN))
+        assert chosen <= set(self.names.values()), "a choice has no name"
         object.__setattr__(self, "heuristics", plan_json.frozen(self.heuristics, "heuristics"))
 
     @property
@@ -128,9 +129,14 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step fits as it stands, and every value is kept as it is."""
-        chosen = self.choices.recompute or self.choices.encode or self.choices.early
+        """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
+        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
         return self.eager_peak <= self.budget and not chosen
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that offloaded values take, at most."""
+        return sum(int(decision.details["host_bytes"]) for decision in self.decisions if decision.lever == "offload")
 
     def count(self, lever: Lever) -> int:
         """How many decisions use a lever."""
@@ -178,11 +184,16 @@ class Plan:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         share = f" ({100 * self.seconds / self.step_seconds:.1f} %)" if self.step_seconds else ""
         counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
+        if self.choices.offload:
+            counts += f", {self.count('offload')} offloaded ({format_bytes(self.host_bytes)} of host memory)"
         counts += ", each parameter updated early" if self.choices.early else ""
+        bound = ""
+        if not self.choices.fused:  # of fused kernels none is known
+            bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
+            bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
-            f"{format_seconds(self.seconds)} added{share}, {counts}. No plan in this budget adds less than "
-            f"{format_seconds(self.lower_bound_seconds)} (gap {format_seconds(self.gap)}). {floor}"
+            f"{format_seconds(self.seconds)} added{share}, {counts}. {bound}{floor}"
         )
 
     def __str__(self) -> str:
@@ -215,6 +226,17 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
         expected=f"{expected}, that of this model with these inputs",
         do="Plan this step anew",
     )
+
+
+def check_offloads(plan: Plan, graph: JointGraph) -> None:
+    """Refuse a plan that offloads values for a step that cannot. Raises UsageError."""
+    missing = plan.choices.offload - {one.value for one in graph.offloads}
+    if missing:
+        raise UsageError(
+            f"The plan keeps {_values(len(missing))} in host memory while the step runs on {plan.device}",
+            expected="a plan for where the step is to run: on the CPU there is no other memory",
+            do="Plan this step anew, or for that card without offloading: heuristics=Heuristics(offload=False)",
+        )
 
 
 def check_settings(
@@ -367,7 +389,7 @@ def _read(plain: Any) -> Plan:
     if not isinstance(choices, dict):
         raise Unreadable("choices are missing")
     for chosen in _CHOSEN:
-        given = choices.get(chosen)
+        given = choices.get(chosen, [] if chosen == "offload" else None)
         if not isinstance(given, list):
             raise Unreadable(f"choices has no list {chosen!r}")
         odd = [name for name in given if not isinstance(name, str) or name not in names]

@@ -17,14 +17,15 @@ from memplan.planning.capture import Captured, capture
 from memplan.planning.costs import step_seconds, with_costs
 from memplan.planning.decisions import decide
 from memplan.planning.fused import Fused
-from memplan.planning.fusing import Candidate, Fusing, with_fused_costs
+from memplan.planning.fusing import Candidate, Fusing, as_fusible
 from memplan.planning.fusion import UNTOLD, fusion_of
 from memplan.planning.graph import RESIDENT, JointGraph
+from memplan.planning.offload import with_offloads
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
-from memplan.planning.plan import Plan, check_fingerprint, check_settings, names_of, optimizer_name
+from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
 from memplan.planning.program import program
-from memplan.planning.schedule import Schedule, schedule, with_fewest_pieces
+from memplan.planning.schedule import Schedule, schedule, taken, with_fewest_pieces
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
 from memplan.planning.trace import timeline_of
@@ -56,6 +57,8 @@ class Settings:
     plan: Plan | None = None
     """A plan whose choices are taken, instead of a search's."""
     engine: Engine = "graph"
+    offload: bool = False
+    """Values may wait in host memory, where the device is a card. What runs on this machine's CPU must not."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,10 @@ class Study:
                 lowest = fusing.lowest()
                 raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
-        # Whatever is fused, weights and inputs are there at the end, with the gradients that stay.
-        least = found.timeline.events[-1][1]
+        stay = (of for of, _ in search.graph.gradients if not taken(search.graph, found.schedule.choices, of))
+        # Whatever is fused, this is there when the backward pass has ended.
+        least = sum(_resident(search.graph, settings, search.around).values())
+        least += sum(search.graph.values[of].own_bytes for of in stay)
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), least, 0.0)
         plan = self._plan(settings, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
@@ -177,6 +182,7 @@ class Study:
         """Refuse a plan that is for something else."""
         around = self.search(settings).around
         check_fingerprint(plan, self.captured.graph)
+        check_offloads(plan, self.captured.graph)
         check_settings(
             plan, early=settings.early, held=settings.held, fused=settings.engine == "inductor",
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
@@ -197,7 +203,7 @@ class Study:
         if kind not in self._searches:
             graph = self.captured.graph
             if settings.engine == "inductor":
-                graph = with_fused_costs(graph)
+                graph = as_fusible(graph)
             around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
             self._searches[kind] = Search(
                 graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics
@@ -264,6 +270,8 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
 
 
 def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
+    if settings.offload and settings.device is not None and settings.engine == "graph":
+        graph = with_offloads(graph, settings.device)
     if isinstance(settings.costs, str):
         return with_costs(graph, device=settings.device, how="roofline")
     return with_costs(graph, device=settings.device, known=settings.costs)

@@ -41,6 +41,7 @@ _RESERVED = frozenset(
         "saved",
         "tangents",
         "torch",
+        "transfers",
     ]
 )
 _OTHER_SIGNS = frozenset({"aten._conj.default", "aten._neg_view.default"})
@@ -64,6 +65,8 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
     kernels = (
         ["import memplan.planning.kernels"] if any("torch.ops.memplan." in line for line in forward + backward) else []
     )
+    if any(action.kind == "store" for action in schedule.forward):
+        kernels.append("from memplan.planning import transfers")
     head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
 
@@ -115,6 +118,7 @@ class _Writer:
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
         self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
         self.encodings = {e.value: e for e in self.graph.encodings}
+        self.offloads = {o.value: o for o in self.graph.offloads}
         self.names = _names(self.graph)
         self.last_read = {value: action for action in schedule.backward for value in action.reads}
         self.lines: list[str] = []
@@ -183,6 +187,8 @@ class _Writer:
             self.write(f"{self.names[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
         elif action.kind in ("encode", "decode"):
             self.code(action)
+        elif action.kind != "receive":
+            self.transfer(action)
         self.delete(action.frees if action.into is None else (action.into, *action.frees))
 
     def run(self, action: Action) -> None:
@@ -212,6 +218,18 @@ class _Writer:
         made = self.graph.values[encoding.encoded if encodes else encoding.value]
         call = (codecs.encode_call if encodes else codecs.decode_call)(self.graph, encoding)
         self.call(self.names[made.id], call, f"{action.kind}s {encoding.codec}, {format_bytes(made.bytes)}")
+
+    def transfer(self, action: Action) -> None:
+        """Begin a copy to host memory or back, or wait for it."""
+        value, host = self.names[_of(action)], self.names[self.offloads[_of(action)].host]
+        size = format_bytes(self.graph.values[_of(action)].bytes)
+        if action.kind == "store":
+            self.write(f"{host}, {_copy(host)} = transfers.store({value})", f"offloads {size}")
+        elif action.kind == "fetch":
+            self.write(f"{value}, {_copy(host)} = transfers.fetch({host})", f"fetches {size}")
+        else:
+            self.write(f"{_copy(host)}.wait()")
+            self.write(f"del {_copy(host)}")
 
     def call(self, left: str, called: codecs.Called, note: str, op: GraphOp | None = None) -> None:
         """Assign what a call returns."""
@@ -349,11 +367,16 @@ def _names(graph: JointGraph) -> list[str]:
         name = re.sub(r"\W", "_", wanted, flags=re.ASCII)
         if not name or name[0].isdigit() or keyword.iskeyword(name):
             name = f"{value.kind}_{name}"
-        while name in taken:
+        while name in taken or (value.kind == "host" and _copy(name) in taken):
             name += "_"
-        taken.add(name)
+        taken |= {name, _copy(name)} if value.kind == "host" else {name}
         names.append(name)
     return names
+
+
+def _copy(host: str) -> str:
+    """The variable for a copy to or from host memory that is still underway."""
+    return f"{host}_copy"
 
 
 def _qualified(target: str, op: GraphOp | None) -> str:

@@ -217,7 +217,7 @@ class Reader:
         self.ops.append(
             GraphOp(
                 index, target, args, kwargs, "backward" if backward else "forward", outputs, multiple, reads, makes,
-                discarded, scratch, (), 0.0, _is_random(function, args, kwargs),
+                discarded, scratch, (), 0.0, _torch.is_random(function, args, kwargs),
                 effect is not None or self._once(target, reads), layer, where, forward,
                 holds=tuple(refs(args[2])) if target == _torch.OPAQUE_BACKWARD else (),
             )
@@ -327,15 +327,6 @@ def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
         expected="what is trained to be a parameter of the model, or of a loss that is a module, or an input",
         do="Register it as a parameter (nn.ParameterList instead of a list), or detach it",
     )
-
-
-def _is_random(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
-    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
-        return False
-    names = [argument.name for argument in _torch.arguments(function)]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0
 
 
 def _own_bytes(tensor: Any, owners: Mapping[int, int]) -> int:

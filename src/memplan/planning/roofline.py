@@ -20,6 +20,12 @@ from memplan.planning.graph import Encoding, GraphOp, JointGraph, Value, map_ref
 LAUNCH = 5e-6
 """Seconds that a call of torch and the launch of its kernel cost on a card."""
 
+LINK_SHARE = 0.76
+"""What copies between pinned host memory and a card reach of the link's rate by the standard. Published readings of
+copies in one direction, over the rate by the standard: RTX 4090, eight cards, PCIe 4.0 x16: 0.76 to 0.86
+(NVIDIA/nvbandwidth#15); Tesla P100, 3.0 x16: 0.77 and 0.82 (mpicbg-scicomp/gearshifft#82); A100, 4.0 x16: 0.80
+(NVIDIA/nvbandwidth#42); H100, 5.0 x16, to the host: 0.84 (NVIDIA/nvbandwidth#24). The least of them."""
+
 OWN = ("aten", "prims")
 """Namespaces of the ops that torch itself brings."""
 FOREIGN = 10

@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph
+from memplan.planning import offload
+from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph, Offload
 
 NODES = 16
 """Moments at which gradients are given that stay in memory anyway. To autograd each is a node, which takes as long as
 a small op: two hundred would slow a network of many small layers down by a tenth. With one alone, gradients could not
 be reduced between processes while the backward pass still runs, nor a pass for the last layers end early."""
 
-ActionKind = Literal["run", "encode", "decode", "write", "receive", "give"]
+ActionKind = Literal["run", "encode", "decode", "store", "stored", "fetch", "fetched", "write", "receive", "give"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Choices:
     """Ids of forward values (bases) that are freed after their last use in the forward pass, and made again."""
     encode: frozenset[int] = frozenset()
     """Ids of forward values that are kept in their encoded form instead. Where that serves direct readers only,
-    ``recompute`` says what becomes of the value for the others."""
+    ``recompute`` and ``offload`` say what becomes of the value for the others."""
     early: bool = False
     """Each parameter is updated as soon as its gradient is complete and nothing reads it any more. (A parameter with
     hooks that may change it gets its gradient then in any case.)"""
@@ -46,6 +47,8 @@ class Choices:
     """Ops that do so piece by piece (they have a ``scratch_into``), which can be slower; None: all that can."""
     fused: bool = False
     """The engine ``inductor`` runs it: each half as fused kernels, not op by op."""
+    offload: frozenset[int] = frozenset()
+    """Ids of forward values that wait in host memory instead, unless they are encoded so that they can be got back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,20 @@ class Action:
     """One thing that the engine does. What ``frees`` names is freed right after it."""
 
     kind: ActionKind
-    """run an op; encode or decode a value; write a new value into one that was handed in; receive the tangents
-    (the backward pass begins); give a complete gradient away."""
+    """run an op; encode or decode a value; begin to copy a value to host memory (store) or back (fetch), and wait
+    until that is done (stored, fetched); write a new value into one that was handed in; receive the tangents (the
+    backward pass begins); give a complete gradient away."""
     op: int | None = None
     """run: index of the op."""
     value: int | None = None
-    """encode, decode: the value (not its encoded form). write: the value handed in that is changed. give: the value
+    """encode to fetched: the value (not its other form). write: the value handed in that is changed. give: the value
     (parameter or input) whose gradient is given."""
     source: int | None = None
     """write: the value that is copied into it. give: the gradient."""
     reads: tuple[int, ...] = ()
-    """Bases, and encoded forms, that must be there."""
+    """Bases, encoded forms and copies in host memory that must be there."""
     makes: tuple[int, ...] = ()
-    """Bases, and encoded forms, that are there afterwards. What else the op makes is discarded at once."""
+    """Of the same, what is there afterwards: of a copy, its memory. What else the op makes is discarded at once."""
     recomputed: bool = False
     """run: again, in the backward pass."""
     into: int | None = None
@@ -91,13 +95,15 @@ class Schedule:
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
     saved: tuple[int, ...]
-    """Ids of what lives from the forward to the backward pass: values and encoded forms; not what is resident."""
+    """Ids of what lives from the forward to the backward pass: values, encoded forms, copies in host memory; not
+    what is resident."""
 
     @property
     def seconds(self) -> float:
-        """What recomputing and encoding add to the step."""
+        """What recomputing, encoding and offloading add to the step."""
         encodings = {e.value: e for e in self.graph.encodings}
-        total = 0.0
+        offloads = {o.value: o for o in self.graph.offloads}
+        total = sum(self.waits.values())
         for action in (*self.forward, *self.backward):
             if action.kind == "run" and action.recomputed:
                 total += action.called(self.graph).seconds
@@ -105,7 +111,14 @@ class Schedule:
                 total += encodings[action.value].use_seconds
             elif action.kind == "decode" and action.value is not None:
                 total += encodings[action.value].decode_seconds
+            elif action.kind == "store" and action.value is not None:
+                total += offloads[action.value].use_seconds
         return total
+
+    @property
+    def waits(self) -> dict[int, float]:
+        """By value that is offloaded, the seconds that the step waits for its copies."""
+        return offload.waits(self.graph, (*self.forward, *self.backward))
 
 
 def schedule(graph: JointGraph, choices: Choices) -> Schedule:
@@ -173,7 +186,10 @@ class _Scheduler:
         }
         again = recomputable(graph)
         whole = {v for v, e in self.encodings.items() if e.whole}
-        self.dropped = (choices.recompute & again) - whole
+        self.offloads: Mapping[int, Offload] = {
+            o.value: o for o in graph.offloads if o.value in choices.offload and o.value not in self.outputs | whole
+        }
+        self.dropped = (choices.recompute & again) - whole - self.offloads.keys()
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         self.there = self.resident | set(self.tangents)
@@ -209,7 +225,8 @@ class _Scheduler:
     # -- forward
 
     def _forward(self, saved: Sequence[int]) -> list[_Draft]:
-        """The forward ops, each encoding and each write after the last op that reads what it frees or changes."""
+        """The forward ops, each encoding and each write after the last op that reads what it frees or changes. A copy
+        to host memory begins right after its op, and is waited for after the last op that it can run beside."""
         last = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
         encodings = {e.encoded: e for e in self.encodings.values()}
         due: dict[int, list[_Draft]] = defaultdict(list)
@@ -220,26 +237,59 @@ class _Scheduler:
             base = self.graph.base(source)
             after = max(last.get(target, -1), last.get(base, -1))
             due[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
+        stores, stored = self._stored(set(saved))
         drafts = list[_Draft]()
-        for op in self.graph.forward_ops:
+        for at, op in enumerate(self.graph.forward_ops):
             drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
+            drafts += stores[op.index]
             drafts += due.pop(op.index, ())
+            drafts += stored[at]
         return drafts + [draft for rest in due.values() for draft in rest]
+
+    def _stored(self, saved: set[int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
+        """The copies to host memory: their beginnings by the op that makes the value, their ends by position."""
+        chosen = offload.in_order(self.graph, (o for o in self.offloads.values() if o.host in saved))
+        after = offload.stored_after(self.graph, chosen)
+        begins: dict[int, list[_Draft]] = defaultdict(list)
+        ends: dict[int, list[_Draft]] = defaultdict(list)
+        for o in chosen:
+            store = Action("store", value=o.value)
+            begins[self.graph.maker[o.value].index].append(_Draft(store, (o.value,), (o.host,)))
+            ends[after[o.value]].append(_Draft(Action("stored", value=o.value), (o.value, o.host), ()))
+        return begins, ends
 
     # -- backward
 
     def _backward(self) -> list[_Draft]:
-        drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
-        for op in self.graph.backward_ops:
+        parts, needed = list[list[_Draft]](), dict[int, int]()
+        for at, op in enumerate(self.graph.backward_ops):
             direct = next((v for v in op.reads if v in self.encodings and op.index in self.encodings[v].direct), None)
             reads = tuple(self.encodings[v].encoded if v == direct else v for v in op.reads)
-            drafts += self._provided(v for v in op.reads if v != direct)
-            drafts.append(_Draft(Action("run", op=op.index, direct=direct), reads, op.makes))
+            drafts, fetched = self._provided(v for v in op.reads if v != direct)
+            needed.update(dict.fromkeys(fetched, at))
+            parts.append([*drafts, _Draft(Action("run", op=op.index, direct=direct), reads, op.makes)])
             self.there.update(op.makes)
+        begins, ends = self._fetched(needed)
+        drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
+        for at, part in enumerate(parts):
+            drafts += (*begins[at], *ends[at], *part)
         return self._with_gives(drafts)
 
-    def _provided(self, values: Iterable[int]) -> list[_Draft]:
-        """What makes forward values that are not there: again, with all that they need, in the forward order."""
+    def _fetched(self, needed: Mapping[int, int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
+        """The copies from host memory, their beginnings and ends, by the position of the backward op that is next."""
+        before = offload.fetched_before(self.graph, needed)
+        begins: dict[int, list[_Draft]] = defaultdict(list)
+        ends: dict[int, list[_Draft]] = defaultdict(list)
+        for value, at in sorted(needed.items(), key=lambda item: (item[1], item[0])):
+            host = self.offloads[value].host
+            begins[before[value]].append(_Draft(Action("fetch", value=value), (host,), (value,)))
+            ends[at].append(_Draft(Action("fetched", value=value), (value, host), ()))
+        return begins, ends
+
+    def _provided(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
+        """What makes forward values that are not there: again, with all that they need, in the forward order. And what
+        has to be back from host memory before that."""
+        fetched = set[int]()
         ops: dict[int, GraphOp] = {}
         decoded: set[int] = set()
         wanted: dict[int, set[int]] = defaultdict(set)
@@ -251,12 +301,15 @@ class _Scheduler:
             seen.add(value)
             if value in self.encodings and self.encodings[value].whole:
                 decoded.add(value)
+            elif value in self.offloads:
+                fetched.add(value)
             elif value in self.dropped:
                 op = self.graph.maker[value].rerun
                 wanted[op.index].add(value)
                 if op.index not in ops:
                     ops[op.index] = op
                     stack.extend(op.reads)
+        self.there.update(fetched)
         drafts = list[_Draft]()
         for index in sorted(ops):
             op = ops[index]
@@ -264,7 +317,7 @@ class _Scheduler:
             makes = tuple(value for value in op.makes if value in wanted[index])
             drafts.append(_Draft(Action("run", op=index, recomputed=True), op.reads, makes))
             self.there.update(makes)
-        return drafts + self._decoded(decoded)
+        return drafts + self._decoded(decoded), fetched
 
     def _decoded(self, values: set[int]) -> list[_Draft]:
         missing = sorted(values - self.there)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +35,8 @@ class Heuristics:
     """Turn the values in the same place of repeated segments together, all or half of them."""
     encodings: bool = True
     """Use encoded forms. Off: values are kept or made again."""
+    offload: bool = True
+    """Let values wait in host memory, in plans for a card."""
     small_values: bool = True
     """Leave alone values of less than 1/4096 of the largest: keep them."""
     improve: bool = True
@@ -138,10 +140,14 @@ class Search:
 
     def __post_init__(self) -> None:
         self.use = self.heuristics or Heuristics()
+        if not self.use.offload:
+            self.graph = replace(self.graph, offloads=())
         self.around = self.surroundings or Surroundings()
         self.evaluator = Evaluator(self.graph, self.surroundings, early=self.early, held=self.held)
         self.flat = self.evaluator.flat
         self.drops = len(self.flat.droppable)
+        self.aways = self.drops + len(self.flat.encodings)
+        """Rows before those of what is offloaded."""
         largest = int(self.flat.bytes.max(initial=0)) // 4096
         self.small = largest if self.use.small_values else 0
         self.relaxation = Relaxation(self.flat, small=largest)
@@ -204,7 +210,8 @@ class Search:
         rows = self.flat.drop_rows
         column[: self.drops] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
         if self.use.encodings:
-            column[self.drops :] = fractions.code > 0.5
+            column[self.drops : self.aways] = fractions.code > 0.5
+        column[self.aways :] = fractions.away > 0.5
         return [column]
 
     def _dynamic(self, budget: int) -> list[Column]:
@@ -223,7 +230,7 @@ class Search:
         count = self.use.scatter
         columns = draw.random((self.evaluator.rows, count)) < np.linspace(0, 1, count)
         if not self.use.encodings:
-            columns[self.drops :] = False
+            columns[self.drops : self.aways] = False
         found = self.evaluator.evaluate(columns, budget)
         best = np.lexsort((found.seconds, found.excess))[:few]
         return [columns[:, int(at)] for at in best]

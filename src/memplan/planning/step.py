@@ -40,7 +40,8 @@ def plan(
         inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
         budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
-        device: a card of whose kernels the seconds are to be, instead of this machine's.
+        device: a card of whose kernels the seconds are to be, instead of this machine's. Values may then wait for the
+            backward pass in host memory, where that is cheaper than making them again.
         allow: ``"exact"``: only what leaves the result as it is, bit for bit.
         engine: what is to run it: ``"graph"``, torch's kernels one by one, or ``"inductor"``, fused ones.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
@@ -61,6 +62,7 @@ def plan(
     """
     settings = Settings(
         0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, engine=engine,
+        offload=True,
     )  # fmt: skip
     with undisturbed(), torch.inference_mode(False), torch.enable_grad():
         asked = request(

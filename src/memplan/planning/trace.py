@@ -141,7 +141,7 @@ class _Tracer:
         frees_meanwhile = transient < 0
         if frees_meanwhile:
             transient += self._free(action)
-        for position, value in enumerate(action.makes):
+        for position, value in enumerate(self._on_device(action.makes)):
             self._make(value, op, phase, action.into if position == 0 else None)
         self._passing(transient, op)
         copy = self.bytes.kept_copy(action)
@@ -154,10 +154,14 @@ class _Tracer:
 
     def _free(self, action: Action) -> int:
         """Free what the action frees: so many bytes."""
-        freed = [value for value in action.frees if not self.graph.values[value].held]
+        freed = [value for value in self._on_device(action.frees) if not self.graph.values[value].held]
         for value in freed:
             self._dies(self.at.pop(value))
         return sum(self.graph.values[value].bytes for value in freed)
+
+    def _on_device(self, values: Iterable[int]) -> list[int]:
+        """Without copies in host memory."""
+        return [value for value in values if self.graph.values[value].kind != "host"]
 
     def _name(self, action: Action) -> str:
         if action.op is not None:

@@ -11,14 +11,14 @@ from memplan.errors import ScheduleError
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph, Ref
 from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import Action, Schedule
-
-_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+from memplan.planning.validate_copies import ENDS, check_copies
 
 
 def validate(
     graph: JointGraph, schedule: Schedule, budget: int | None = None, surroundings: Surroundings | None = None
 ) -> int:
     """Count the peak of a schedule. Raises ScheduleError where it is not within budget, or not what the graph says."""
+    check_copies(schedule)
     return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
 
 
@@ -31,6 +31,12 @@ class _Walk:
         trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
         self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
+        self.can = can = {("receive", -1): (set[int](), self.tangents, 0)}  # what is read, what is made, and scratch
+        can |= {("encode", e.value): ({e.value}, {e.encoded}, e.encode_scratch) for e in graph.encodings}
+        can |= {("decode", e.value): ({e.encoded}, {e.value}, e.decode_scratch) for e in graph.encodings if e.whole}
+        can |= {("store", o.value): ({o.value}, {o.host}, 0) for o in graph.offloads}
+        can |= {("fetch", o.value): ({o.host}, {o.value}, 0) for o in graph.offloads}
+        can |= {(kind, o.value): ({o.value, o.host}, set[int](), 0) for kind in ENDS for o in graph.offloads}
         self.peak = self.level = around.held_bytes + sum(trained) * plan.choices.held + self.size(self.resident)
 
     def walk(self) -> int:
@@ -57,18 +63,12 @@ class _Walk:
 
     def do(self, action: Action, phase: str) -> None:
         value, source = -1 if action.value is None else action.value, -1 if action.source is None else action.source
-        encoding = next((encoding for encoding in self.graph.encodings if encoding.value == value), None)
-        if action.kind == "receive":
-            self.check(action, (), self.tangents)
-            self.put(self.tangents, 0)
-        elif action.kind == "run" and action.op is not None:
+        form = self.can.get((action.kind, value))
+        if action.kind == "run" and action.op is not None:
             self.run(action, self.graph.ops[action.op], phase)
-        elif action.kind == "encode" and encoding is not None:
-            self.check(action, (value,), (encoding.encoded,))
-            self.put((encoding.encoded,), encoding.encode_scratch)
-        elif action.kind == "decode" and encoding and encoding.whole and value not in self.graph.irreplaceable:
-            self.check(action, (encoding.encoded,), (value,))
-            self.put((value,), encoding.decode_scratch)
+        elif form is not None and form[1].isdisjoint(self.graph.irreplaceable - self.tangents):
+            self.check(action, form[0], form[1])
+            self.put(form[1], form[2])
         elif (action.kind, phase) == ("write", "forward"):
             self.check(action, (self.values[source].base,), ())
             self.need((value, source) in self.graph.mutations and value not in self.written, "not this, or not twice")
@@ -85,7 +85,8 @@ class _Walk:
             allowed = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
             self.need(allowed and self.again.isdisjoint(makes), f"{op.target} must not run again here, or so often")
             self.again |= makes
-            if op.target == _BATCH_NORM and op.args[5] is True and makes <= {*op.outputs[:3]}:
+            norm = op.target == "aten._native_batch_norm_legit_functional.default"
+            if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
                 idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
         else:
             self.need(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
@@ -122,8 +123,7 @@ class _Walk:
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
         self.need({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
         self.need(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
-        stale = self.changed & {*reads} - {*idle}
-        self.need(not stale, f"{self.names(stale)} has changed since, or is not saved")
+        self.need(not (it := self.changed & {*reads} - {*idle}), f"{self.names(it)} has changed since, or is not saved")
         self.need(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
 
     def put(self, makes: Collection[int], transient: int) -> None:

@@ -60,6 +60,7 @@ def print_device(device: Device, file: TextIO | None = None) -> None:
         "architecture": "{}.{}".format(*device.architecture),
         "multiprocessors": str(device.multiprocessors),
         "L2": "unknown" if device.l2 is None else format_bytes(device.l2),
+        "link to host": "unknown" if device.link is None else f"{_number(device.link / _GIGA)} GB/s",
     }
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, value in facts.items():

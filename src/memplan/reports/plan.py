@@ -68,6 +68,12 @@ def _head(plan: Plan) -> Table:
         "gap": f"{format_seconds(plan.gap)}: no plan in this budget adds less than "
         + format_seconds(plan.lower_bound_seconds),
     }
+    if plan.choices.fused:
+        least, end = format_bytes(plan.floor), format_bytes(plan.lower_bound)
+        facts["floor"] = f"{least} is the least that was looked at; {end} is there when the backward pass has ended"
+        del facts["gap"]  # the search's bounds are of single ops
+    if plan.choices.offload:
+        facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
         facts["always there"] = ", ".join(f"{clean(cause)} {format_bytes(size)}" for cause, size in parts if size)

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memplan.verification.rounding import FACTOR, SLACK, distance
+from memplan.verification.rounding import FACTOR, SANE, SLACK, distance
 
-SANE = 0.1
-"""A step whose error is above this share of the largest gradient is nothing to hold others against. Eager mode's own
-can be 0.02 where batch norms of few samples follow one another."""
 SAME_LOSS = 1e-3
 """Two losses this close, relative to the larger, came of the same random numbers."""
 _ROUNDING = SLACK * torch.finfo(torch.float32).eps

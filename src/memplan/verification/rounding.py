@@ -7,6 +7,7 @@ same module, which is what is left of a gradient that is zero in truth (a bias b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,9 @@ from memplan.verification.differences import Difference
 
 FACTOR = 2.0
 SLACK = 64
+SANE = 0.1
+"""Where the step as it is is farther from float64 than this share of all gradients, float64 did something else: mostly
+it drew other random numbers. Rounding alone can make 0.02 where batch norms of few samples follow one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,13 @@ def rounded(
         slack = SLACK * torch.finfo(candidate[name].dtype).eps * largest[name.rpartition(".")[0]]
         found.append(Rounded(kind, name, step, error, reference, norms[name], FACTOR * reference + slack))
     return found
+
+
+def is_truth(judged: Sequence[Rounded]) -> bool:
+    """Whether the step as it is comes so near to float64 that this can say what is right."""
+    gradients = [one for one in judged if one.kind in ("gradients", "parameters")]
+    error, norm = (math.hypot(*(getattr(one, what) for one in gradients)) for what in ("reference", "norm"))
+    return error <= SANE * norm
 
 
 def serious(differences: Sequence[Difference], judged: Sequence[Rounded]) -> list[Difference]:

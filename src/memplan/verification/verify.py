@@ -14,7 +14,7 @@ from memplan.trace.step import StepOptions
 from memplan.verification.differences import Compared, Difference, difference, named_outputs, output_differences
 from memplan.verification.measured import Meter, compare_times
 from memplan.verification.proof import KINDS, Proof
-from memplan.verification.rounding import Rounded, floating, rounded, serious
+from memplan.verification.rounding import Rounded, floating, is_truth, rounded, serious
 from memplan.verification.states import RandomState, random_state_kept
 from memplan.verification.trial import Trial, Work
 
@@ -151,7 +151,8 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
     """As `compare`, for a candidate whose additions are in another order than the reference's.
 
     The rounding of the step as it is is allowed; where the candidate's is larger, also that of `torch.compile`. A model
-    that does not run in float64 is held against the step as it is, and then `torch.compile` says what rounding is.
+    that does not run in float64, or draws other random numbers there, is held against the step as it is, and then
+    `torch.compile` says what rounding is.
     """
     truth, compiled = sides.truth, sides.compiled
     assert truth is not None
@@ -163,6 +164,8 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
         )  # fmt: skip
     except Exception:  # the model's own code runs, which may insist on a dtype
         truth = sides.reference
+    if first is not None and not is_truth(first.rounded):
+        first, truth = None, sides.reference
     if first is not None and (first.same or first.random_streams):
         return first
     for side in (candidate, truth, compiled):

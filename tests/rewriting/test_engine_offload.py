@@ -1,0 +1,58 @@
+"""Planned steps whose values wait in host memory, behind autograd. On the CPU, where a copy is made at once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from rewriting.cells import CELLS, Planned, same_state, total
+from torch import nn
+
+from memplan.devices import find
+from memplan.planning.calls import Call
+from memplan.planning.capture import capture
+from memplan.planning.offload import with_offloads
+from memplan.planning.schedule import Choices, recomputable, schedule
+from memplan.planning.validate import validate
+from memplan.rewriting.install import install
+
+
+def offloaded(model: nn.Module) -> list[int]:
+    """Plan the model with every second value away and the rest made again; counts the copies of each plan."""
+    counts = list[int]()
+
+    def planned(call: Call, held: bool) -> Any:
+        captured = capture(model, call)
+        graph = with_offloads(captured.graph, find("rtx4090"), least=64)
+        away = frozenset(one.value for one in graph.offloads[::2])
+        made = schedule(graph, Choices(recomputable(graph), held=held, offload=away))
+        validate(graph, made)
+        counts.append(sum(action.kind == "fetch" for action in made.backward))
+        return Planned(captured, made)
+
+    install(model, planned)
+    return counts
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_two_steps_and_two_passes_through_one_graph_are_eagers_bit_for_bit(name: str) -> None:
+    cell = CELLS[name]
+    torch.manual_seed(1)
+    reference = cell.make()
+    model = copy.deepcopy(reference)
+    counts = offloaded(model)
+    for one in (reference, model):
+        torch.manual_seed(5)
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        for _ in range(2):
+            args, kwargs = cell.arguments(cell.batch)
+            optimizer.zero_grad()
+            loss = total(one(*args, **kwargs))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+    assert counts
+    assert min(counts) > 0
+    same_state(reference, model)
