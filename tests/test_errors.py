@@ -29,6 +29,7 @@ PARENTS = {
     "DataDependentError": (RecordingError,),
     "StepError": (RecordingError,),
     "VerificationError": (MemplanError, RuntimeError),
+    "CompileError": (MemplanError, RuntimeError),
     "BackwardError": (MemplanError, RuntimeError),
     "ScheduleError": (MemplanError, AssertionError),
 }
