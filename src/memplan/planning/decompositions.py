@@ -19,9 +19,11 @@ _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By op, the function that it is replaced by when a step is traced."""
     from memplan.planning import kernels  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
+    from memplan.planning.pools import POOLS
 
     ops: Any = torch.ops.memplan
     return {
+        **POOLS,
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,
         ops.unpack_bits.default: _unpacked,
         ops.threshold_backward_bits.default: _threshold_backward,
