@@ -182,7 +182,7 @@ def _lossy(
         codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
         size = quantized_bytes(elements)
         form = Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8")
-        held = min(PIECE, elements)
+        held = quantized_piece(elements)
         scratch = 4 * held + 4 * held * (value.dtype != "float32") + 32 * (1 + held // GROUP) + NUMBERS
         above = 4 * held * (codec == "uint8")
         decoding = scratch if value.dtype != "float32" else NUMBERS
@@ -194,6 +194,11 @@ def _lossy(
         op=None,
     )  # fmt: skip
     return Encoding(value.id, id, "bfloat16"), form
+
+
+def quantized_piece(elements: int) -> int:
+    """Elements of so many that are brought into eight bits at once: whole groups."""
+    return max(1, min(PIECE, elements // 16) // GROUP) * GROUP
 
 
 def quantized_bytes(elements: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +25,7 @@ SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
-Lever = Literal[
-    "keep", "recompute", "encode", "offload", "lower precision", "in place", "update early", "accumulate"
-]
+Lever = Literal["keep", "recompute", "encode", "offload", "lower precision", "in place", "update early", "accumulate"]
 Grade = Literal["exact", "reordered", "lossy"]
 ScopeKind = Literal["value", "segment", "parameter", "step"]
 
@@ -135,8 +133,13 @@ class Plan:
     @property
     def grade(self) -> Grade:
         """What it may change of the result. Fused kernels of an exact plan add in another order."""
-        lossy = self.precision.compute or any(one.grade == "lossy" for one in self.decisions)
-        return "lossy" if lossy else "reordered" if self.choices.fused else "exact"
+        return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
+
+    @property
+    def lost(self) -> Precision:
+        """What it really loses: its precision, less what was allowed and not made use of."""
+        saves = any(one.lever == "encode" and one.grade == "lossy" for one in self.decisions)
+        return self.precision if saves else replace(self.precision, save="exact")
 
     @property
     def total_seconds(self) -> float | None:
@@ -226,7 +229,7 @@ class Plan:
             return ""
         total, before = self.total_seconds, self.step_seconds
         took = f": {format_seconds(total)} predicted, {format_seconds(before)} without" if total and before else ""
-        text = f"Lossy, {self.precision}{took}. "
+        text = f"Lossy, {self.lost}{took}. "
         if self.cast_copies:
             text += f"Weights stay {format_bytes(self.resident.get('weight', 0))} as they are, copies of them in "
             text += f"{self.precision.compute} take {format_bytes(self.cast_copies)} at the most"

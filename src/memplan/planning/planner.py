@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memplan.devices import Device
+from memplan.errors import BudgetError
 from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
@@ -28,10 +29,10 @@ from memplan.planning.lowering import cast_copies, lowered
 from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
 from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.program import program
-from memplan.planning.schedule import Schedule, schedule, taken, with_fewest_pieces
+from memplan.planning.schedule import Choices, Schedule, schedule, taken, with_fewest_pieces
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
-from memplan.planning.tiers import fastest
+from memplan.planning.tiers import fastest, with_lossy_way
 from memplan.planning.trace import timeline_of
 from memplan.planning.updates import Optimizer, surroundings
 from memplan.planning.validate import validate
@@ -121,7 +122,13 @@ class Planner:
         if settings.undecided:
             key = object() if key is None else key
             return fastest(lambda settled: self.study(call, settled, key), self._model, settings)
-        return self.study(call, settings, key, captured).planned(settings)
+        key = object() if key is None and captured is None else key
+        try:
+            return self.study(call, settings, key, captured).planned(settings)
+        except BudgetError as error:
+            if settings.allow == "lossy" or settings.plan is not None or captured is not None:
+                raise
+            raise with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings) from None
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """What is known of a kind of call in one precision, whatever the budget."""
@@ -206,11 +213,7 @@ class Study:
                 lowest = fusing.lowest()
                 raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
-        stay = (of for of, _ in search.graph.gradients if not taken(search.graph, found.schedule.choices, of))
-        # Whatever is fused, this is there when the backward pass has ended.
-        least = sum(_resident(search.graph, settings, search.around).values())
-        least += sum(search.graph.values[of].own_bytes for of in stay)
-        bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), least, 0.0)
+        bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), self.least(settings), 0.0)
         plan = self._plan(settings, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
         captured = replace(self.captured, graph=search.graph)
@@ -226,6 +229,14 @@ class Study:
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
             budget=settings.budget,
         )  # fmt: skip
+
+    def least(self, settings: Settings) -> int:
+        """Bytes that are there when the backward pass has ended, whatever is planned."""
+        search = self.search(settings)
+        graph, choices = search.graph, Choices(early=settings.early, held=settings.held)
+        stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
+        there = sum(_resident(graph, settings, search.around).values())
+        return there + sum(graph.values[of].own_bytes for of in stay)
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
         """Plans from all kept to the floor."""

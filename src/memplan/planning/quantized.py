@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from memplan.planning.codecs import GROUP, quantized_bytes
-from memplan.planning.forms import PIECE
+from memplan.planning.codecs import GROUP, quantized_bytes, quantized_piece
 
 _LIBRARY = torch.library.Library("memplan", "FRAGMENT")  # lives as long as the process
 _TINY = torch.finfo(torch.float32).tiny
@@ -28,9 +27,9 @@ def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, 
     count = flat.numel()
     codes = form[:count].view(torch.int8 if signed else torch.uint8)
     scales = form[-(-count // 4) * 4 :].view(torch.float32)
-    whole = count // GROUP * GROUP
-    for begin in range(0, whole, PIECE):
-        end = min(begin + PIECE, whole)
+    whole, piece = count // GROUP * GROUP, quantized_piece(count)
+    for begin in range(0, whole, piece):
+        end = min(begin + piece, whole)
         some = scales[begin // GROUP : end // GROUP, None]
         yield flat[begin:end].view(-1, GROUP), codes[begin:end].view(-1, GROUP), some
     if whole < count:

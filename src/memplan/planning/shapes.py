@@ -58,9 +58,7 @@ class Shapes:
         precision: as for `capture`.
     """
 
-    def __init__(
-        self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT
-    ) -> None:
+    def __init__(self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT) -> None:
         self._module, self._kind, self._precision = module, kind, precision
         self._kinds: dict[Hashable, _Kind] = {}
 

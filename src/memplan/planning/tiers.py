@@ -12,7 +12,9 @@ from torch import nn
 from memplan.devices import Device
 from memplan.errors import BudgetError, MemplanError
 from memplan.planning.costs import step_seconds
+from memplan.planning.plan import format_seconds
 from memplan.planning.precision import EXACT, Compute, Precision
+from memplan.planning.shortfall import Way
 
 if TYPE_CHECKING:
     from memplan.planning.planner import Planned, Settings, Study
@@ -41,6 +43,7 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
                 continue  # whatever is chosen, that much it takes
             planned = one.planned(settled)
         except BudgetError as error:
+            error.precision = precision
             lacking.append(error)
             continue
         except MemplanError:
@@ -53,6 +56,31 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
     if best is None:
         raise min(lacking, key=lambda error: error.smallest_budget)
     return best
+
+
+def with_lossy_way(
+    error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings
+) -> BudgetError:
+    """The error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
+    least = study(settings).least(settings)
+    if settings.budget < least:
+        return error
+    try:
+        plan = fastest(study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT))).plan
+    except MemplanError:  # none does, or nothing of it runs in fewer bits
+        return error
+    taken = "" if plan.total_seconds is None else f", {format_seconds(plan.total_seconds)} a step predicted"
+    taken += f" ({format_seconds(plan.step_seconds)} without a plan)" if taken and plan.step_seconds else ""
+    way = Way(f"allow='lossy' (--allow lossy) meets it by {plan.lost}{taken}", plan.peak)
+    return BudgetError(
+        error.found,
+        expected=error.expected,
+        do=f"{error.do}; or {way}",
+        smallest_budget=error.smallest_budget,
+        timeline=error.timeline,
+        held_by=error.held_by,
+        lower_by=(*error.lower_by, way),
+    )
 
 
 def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:

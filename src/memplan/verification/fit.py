@@ -225,6 +225,7 @@ class _Fitting:
     def _too_little(self, error: BudgetError) -> BudgetError:
         """The error with what the step takes when it really runs by the smallest plan, or without one."""
         floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
+        self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
             study = self.planner.study(self.asked.call, self.settings, key=0)
             planned, eager = study.planned(replace(self.settings, budget=floor)), study.eager_peak(self.settings)
@@ -247,6 +248,7 @@ class _Fitting:
             timeline=error.timeline,
             held_by=error.held_by,
             lower_by=error.lower_by,
+            precision=error.precision,
         )
 
     def _over(self, lowest: Proof) -> BudgetError:

@@ -183,8 +183,14 @@ class Proof:
         norm = max((one.norm for one in rows if one.kind == kind), default=0.0)
         large = [one for one in rows if one.kind == kind and one.norm > 1e-3 * norm]
         worst = max(large, key=lambda one: one.relative, default=None)
-        text = f"off from {self._truth()} by (relative, in L2): {told}; the step without a plan under autocast by {others}"
-        return text if worst is None else f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
+        text = (
+            f"off from {self._truth()} by (relative, in L2): {told}; the step without a plan under autocast by {others}"
+        )
+        return (
+            text
+            if worst is None
+            else f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
+        )
 
     def _truth(self) -> str:
         return "float64" if self.truth == "float64" else "the step as it is"
