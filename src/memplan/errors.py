@@ -101,6 +101,7 @@ class BudgetError(UsageError):
         timeline: bytes over time of the step in that budget, where it is known (a Timeline).
         held_by: what is live at its peak, the largest first (planning.shortfall.Holder).
         lower_by: what would lower it, and to how much (planning.shortfall.Way).
+        precision: of the plan that takes the least, where lossy ones were allowed (planning.precision.Precision).
 
     Example:
         >>> BudgetError("The budget is 1.0 GiB", smallest_budget=2 << 30).smallest_budget
@@ -117,9 +118,11 @@ class BudgetError(UsageError):
         timeline: Any = None,
         held_by: tuple[Any, ...] = (),
         lower_by: tuple[Any, ...] = (),
+        precision: Any = None,
     ) -> None:
         super().__init__(found, expected=expected, do=do)
         self.smallest_budget = smallest_budget
+        self.precision = precision
         self.timeline = timeline
         self.held_by = held_by
         self.lower_by = lower_by

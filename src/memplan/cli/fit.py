@@ -37,7 +37,8 @@ is all that is on the device at any moment of the step: weights, inputs, gradien
 optimizer is named, its state and its update. Parts of the forward pass are run again, kept in a smaller form
 or worked on in place; then the planned step runs beside the original one, and all results must be the same
 bits. With --engine inductor each half of the step becomes fused kernels, and results must be the same but for
-rounding.
+rounding. With --allow lossy the step may also compute and save in fewer bits: the answer says how far its
+gradients are off.
 
 \b
   memplan fit examples/resnet18.py:make --input 16x3x224x224 \\
@@ -94,6 +95,10 @@ class _Files:
     "--engine", type=click.Choice(["graph", "inductor"]), default="graph", show_default=True,
     help="What runs the plan: torch's own kernels, or fused ones, which a C++ compiler makes first.",
 )  # fmt: skip
+@click.option(
+    "--allow", type=click.Choice(["exact", "lossy"]), default="exact", show_default=True,
+    help="What may change of the result: nothing, or what computing and saving in fewer bits changes.",
+)  # fmt: skip
 @click.option("--early", is_flag=True, help="Let the optimizer update each parameter in the backward pass.")
 @click.option(
     "--accumulate", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
@@ -116,7 +121,7 @@ class _Files:
 )  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
 def command(
-    budget: str | None, engine: str, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
+    budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
     top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, json_file: str | None,
     **given: Any,
@@ -130,6 +135,7 @@ def command(
     plan = None if use_plan is None else _read_plan(use_plan, budget)
     options: dict[str, Any] = {"budget": budget if budget is not None or plan is None else plan.budget}
     options |= {"engine": engine} if engine != "graph" else {}
+    options |= {"allow": allow} if allow != "exact" else {}
     options |= {"early": True} if early else {}
     options |= {"accumulate": accumulate} if accumulate > 1 else {}
     options |= {"costs": costs} if costs != "measured" else {}

@@ -25,6 +25,7 @@ from memplan.planning.graph import GraphOp, JointGraph
 from memplan.planning.idle import split
 from memplan.planning.losses import WithLoss
 from memplan.planning.opaque import Around, Opaque
+from memplan.planning.precision import EXACT, Precision, Save
 from memplan.planning.reader import Reader
 from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
 from memplan.planning.unseen import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
@@ -53,7 +54,7 @@ class Captured:
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
-def capture(model: nn.Module, call: Call) -> Captured:
+def capture(model: nn.Module, call: Call, precision: Precision = EXACT) -> Captured:
     """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
 
     Values of small integer inputs may decide a branch (is this mask all ones?). Then what is captured is right for
@@ -62,6 +63,7 @@ def capture(model: nn.Module, call: Call) -> Captured:
     Args:
         model: in the state in which it is to run: ``training``, autocast and what needs a gradient are those of now.
         call: what it is called with.
+        precision: what it is to compute in, and what may be kept in fewer bits.
 
     Raises:
         UsageError: the step is one that cannot be planned, or nothing in it needs a gradient.
@@ -71,18 +73,20 @@ def capture(model: nn.Module, call: Call) -> Captured:
     refuse_hooks(model)
     watch, around = Watch(model), Around()
     try:
-        joint, flat = _traced(lambda: _trace(model, call, around), model, call, around, watch)
-        _refuse_unseen(lambda: _trace(model, call, around), watch)
+        joint, flat = _traced(lambda: _trace(model, call, around, precision), model, call, around, watch)
+        _refuse_unseen(lambda: _trace(model, call, around, precision), watch)
     finally:
         watch.restore()
-    return read(joint, flat, call, tuple(around.found))
+    return read(joint, flat, call, tuple(around.found), save=precision.save)
 
 
-def capture_symbolic(model: nn.Module, call: Call, varying: Sequence[Collection[int]]) -> tuple[_torch.Symbolic, Flat]:
+def capture_symbolic(
+    model: nn.Module, call: Call, varying: Sequence[Collection[int]], precision: Precision = EXACT
+) -> tuple[_torch.Symbolic, Flat]:
     """Trace a call with symbols for sizes, instead of what they are in this call.
 
     Args:
-        model: as for `capture`.
+        model, precision: as for `capture`.
         call: what it is called with; sizes that are equal here are taken to be equal in other calls.
         varying: for each tensor of the call the dimensions whose sizes are symbols.
 
@@ -98,7 +102,8 @@ def capture_symbolic(model: nn.Module, call: Call, varying: Sequence[Collection[
 
     watch, around = Watch(model), Around()
     try:
-        joint, flat = _trace(model, call, around, conditional=False, fake=fake, mode=_torch.symbolic_mode())
+        mode = _torch.symbolic_mode()
+        joint, flat = _trace(model, call, around, precision, conditional=False, fake=fake, mode=mode)
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
         if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
@@ -114,8 +119,10 @@ class SymbolicError(Exception):
     """A call that is not traced with symbols for sizes; the text says why."""
 
 
-def read(joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = ()) -> Captured:
-    """What was traced as a graph, with all that is known of its ops."""
+def read(
+    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), *, save: Save = "exact"
+) -> Captured:
+    """What was traced as a graph, with all that is known of its ops. ``save``: what its values may be kept in."""
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
@@ -129,7 +136,7 @@ def read(joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...]
     graph = fused(apart(split(graph)))
     if reader.on_cpu:
         graph = with_again(graph)
-    graph = codecs.encodings(_with_overwrites(graph))
+    graph = codecs.encodings(_with_overwrites(graph), save)
     return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
 
 
@@ -170,7 +177,7 @@ class _Untraceable(Exception):
         self.error, self.layer = error, layer
 
 
-def _trace(model: nn.Module, call: Call, around: Around, **how: Any) -> _Traced:
+def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, **how: Any) -> _Traced:
     place, names = Place(), _layers(model)
 
     autocast, kept = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
@@ -178,10 +185,12 @@ def _trace(model: nn.Module, call: Call, around: Around, **how: Any) -> _Traced:
     @contextmanager
     def inside() -> Iterator[None]:
         layer = around.tracing(lambda: names.get(place.module, ""))
-        with _torch.casts_kept(kept) as region, autocast(), layer, _placing(names, place, region):
+        with _torch.casts_kept(kept) as region, autocast(), _lowered(model, precision), layer, (
+            _placing(names, place, region)
+        ):  # fmt: skip
             yield
 
-    flat = Flat(model, call, inside)
+    flat = Flat(model, call, inside, getattr(torch, precision.compute) if precision.compute else None)
     try:
         with place.following():
             return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
@@ -189,6 +198,17 @@ def _trace(model: nn.Module, call: Call, around: Around, **how: Any) -> _Traced:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
         raise _Untraceable(error, names.get(place.failed_in)) from error
+
+
+@contextmanager
+def _lowered(model: nn.Module, precision: Precision) -> Iterator[None]:
+    """What the step computes in: autocast, where that is not what it is written in."""
+    if not precision.compute:
+        yield
+        return
+    device = next((one.device.type for one in model.parameters()), "cpu")
+    with torch.autocast("cuda" if device == "cuda" else "cpu", dtype=getattr(torch, precision.compute)):
+        yield
 
 
 def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:

@@ -1,4 +1,4 @@
-"""Smaller forms in which a forward value can be kept for the backward pass: exact ones only.
+"""Smaller forms in which a forward value can be kept for the backward pass. Exact ones:
 
 * ``bits``: a bool tensor, eight elements a byte.
 * ``index``: indices of which the range is known, as the smallest integers that hold it.
@@ -7,12 +7,20 @@
   each of which has a form that reads bits.
 
 Bits are in the order in which the value lies in memory.
+
+And, where it is allowed to lose something (``save``; grade lossy), of a value of floating point that is more than
+compared with 0:
+
+* ``bfloat16``: every element rounded to eight significant bits, of the same range.
+* ``int8``: eight bits an element, times a scale for every GROUP of them: see `memplan.planning.quantized`. ``uint8``
+  for what is never below 0, where whatever is above 0 stays so. For readers to whom an error of so much of the largest
+  neighbour is no more than that (EIGHT_BITS); bfloat16 for the others.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,6 +29,7 @@ import torch
 
 from memplan.planning.forms import NUMBERS, PIECE, arguments_of, is_dense, itemsize
 from memplan.planning.graph import Encoding, GraphOp, JointGraph, Ref, Value
+from memplan.planning.precision import Save
 
 WORTHWHILE = 4096
 """Bytes that a value must at least have to be encoded."""
@@ -83,22 +92,53 @@ INDICES: Mapping[str, tuple[int, _Bound]] = {
 """Ops with indices among their results: which result, and the number that every index is below."""
 
 
+LOSSY = ("bfloat16", "int8", "uint8")
+"""Codecs that do not give back just what was encoded."""
+
+GROUP = 256
+"""Elements that share a scale: 4 bytes of that are 1.6 % of their 256."""
+
+EIGHT_BITS = frozenset(
+    """
+    aten.addmm.default aten.avg_pool2d_backward.default aten.avg_pool3d_backward.default aten.bmm.default
+    aten.convolution_backward.default aten.gelu_backward.default aten.hardswish_backward.default
+    aten.hardtanh_backward.default aten.leaky_relu_backward.default aten.max_pool2d_with_indices_backward.default
+    aten.max_pool3d_with_indices_backward.default aten.mm.default aten.mul.Tensor
+    aten.native_batch_norm_backward.default aten.native_group_norm_backward.default
+    aten.native_layer_norm_backward.default aten.sigmoid_backward.default aten.silu_backward.default
+    aten.tanh_backward.default aten.threshold_backward.default
+    """.split()
+)
+"""Ops of the backward pass that can read what eight bits give back. Not what divides by it or takes its exponential."""
+
+_STEEP = frozenset(
+    f"aten.{name}" for name in ("div.Tensor", "exp.default", "log.default", "log1p.default", "pow.Tensor_Scalar",
+    "reciprocal.default", "rsqrt.default", "sqrt.default", "_log_softmax.default")
+)  # fmt: skip
+"""Ops of the forward pass that make much of a small error, were they run again."""
+
+_NEVER_BELOW_0 = frozenset(f"aten.{name}.default" for name in ("relu", "sigmoid", "_softmax", "exp"))
+
+
 def packed(elements: int) -> int:
     """Bytes of one bit for each element."""
     return (elements + 7) // 8
 
 
-def encodings(graph: JointGraph, *, bytes_per_second: float = 5e9) -> JointGraph:
+def encodings(graph: JointGraph, save: Save = "exact", *, bytes_per_second: float = 5e9) -> JointGraph:
     """The graph with the encodings that are worth having, and the values that stand for what they encode.
 
     Args:
-        graph: one without encodings.
+        graph: its encodings, if it has some, are replaced.
+        save: in what a value may be kept that is not got back bit for bit.
         bytes_per_second: how fast a value is read and its encoded form written, and back.
     """
+    graph = _without(graph)
     readers: dict[int, list[GraphOp]] = defaultdict(list)
     for op in graph.backward_ops:
         for base in op.reads:
             readers[base].append(op)
+    steep = {base for op in graph.forward_ops if op.target in _STEEP for base in op.reads}
     values, found = list(graph.values), list[Encoding]()
     for base in sorted(readers):
         value = graph.values[base]
@@ -111,13 +151,59 @@ def encodings(graph: JointGraph, *, bytes_per_second: float = 5e9) -> JointGraph
             or value.bytes != prod(value.shape) * itemsize(value.dtype)
         ):
             continue
-        made = _encoding(graph, value, maker, readers[base], len(values))
+        made = _lossy(graph, value, maker, readers[base], save, base in steep, len(values))
+        made = made or _encoding(graph, value, maker, readers[base], len(values))
         if made is not None and made[1].bytes < value.bytes:
             encoding, encoded = made
             seconds = (value.bytes + encoded.bytes) / bytes_per_second
             values.append(encoded)
             found.append(replace(encoding, encode_seconds=seconds, decode_seconds=seconds if encoding.whole else 0.0))
     return replace(graph, values=tuple(values), encodings=tuple(found))
+
+
+def _without(graph: JointGraph) -> JointGraph:
+    """The graph as it was before it had encodings."""
+    values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
+    assert all(value.id == at for at, value in enumerate(values)), "encoded forms are added last"
+    return replace(graph, values=values, encodings=(), offloads=())
+
+
+def _lossy(
+    graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, steep: bool, id: int
+) -> tuple[Encoding, Value] | None:
+    """The encoding of a value that is not got back as it was, where there may be one. What is only compared with 0 is
+    smaller as bits, and exact."""
+    if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
+        return None
+    if all(reads_bits(graph, op, value.id) for op in readers):
+        return None
+    elements = prod(value.shape)
+    if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
+        codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
+        size = quantized_bytes(elements)
+        form = Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8")
+        held = quantized_piece(elements)
+        scratch = 4 * held + 4 * held * (value.dtype != "float32") + 32 * (1 + held // GROUP) + NUMBERS
+        above = 4 * held * (codec == "uint8")
+        decoding = scratch if value.dtype != "float32" else NUMBERS
+        return Encoding(value.id, id, codec, encode_scratch=scratch + above, decode_scratch=decoding), form
+    if itemsize(value.dtype) <= 2:
+        return None
+    form = replace(
+        value, id=id, name=f"{value.name}_bfloat16", kind="encoded", base=id, bytes=2 * elements, dtype="bfloat16",
+        op=None,
+    )  # fmt: skip
+    return Encoding(value.id, id, "bfloat16"), form
+
+
+def quantized_piece(elements: int) -> int:
+    """Elements of so many that are brought into eight bits at once: whole groups."""
+    return max(1, min(PIECE, elements // 16) // GROUP) * GROUP
+
+
+def quantized_bytes(elements: int) -> int:
+    """Of so many elements in eight bits: these, from the next multiple of 4 on the scales of all groups."""
+    return -(-elements // 4) * 4 + 4 * -(-elements // GROUP)
 
 
 def _encoding(
@@ -201,16 +287,21 @@ Called = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 def encode_call(graph: JointGraph, encoding: Encoding) -> Called:
     """The call that makes the encoded form of a value."""
-    if encoding.codec == "index":
+    if encoding.codec in ("index", "bfloat16"):
         return _converted(encoding.value, graph.values[encoding.encoded].dtype)
+    if encoding.codec in LOSSY:
+        return "memplan.quantize.default", (Ref(encoding.value), encoding.codec == "int8"), {}
     return "memplan.pack_bits.default", (Ref(encoding.value), encoding.codec), {}
 
 
 def decode_call(graph: JointGraph, encoding: Encoding) -> Called:
     """The call that makes the value again, of its encoded form."""
     value = graph.values[encoding.value]
-    if encoding.codec == "index":
+    if encoding.codec in ("index", "bfloat16"):
         return _converted(encoding.encoded, value.dtype)
+    if encoding.codec in LOSSY:
+        how = value.shape, value.stride, getattr(torch, value.dtype), encoding.codec == "int8"
+        return "memplan.dequantize.default", (Ref(encoding.encoded), *how), {}
     return "memplan.unpack_bits.default", (Ref(encoding.encoded), value.shape, value.stride), {}
 
 

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from memplan._bytes import format_bytes
+from memplan.planning.codecs import LOSSY
 from memplan.planning.graph import Encoding, GraphOp, JointGraph
-from memplan.planning.plan import Decision, Lever, Scope, format_seconds
+from memplan.planning.plan import Decision, Grade, Lever, Scope, format_seconds
 from memplan.planning.plan_json import Json
 from memplan.planning.schedule import Action, Schedule, recomputable
 
@@ -88,11 +89,12 @@ class _Decider:
         return found
 
     def _decision(
-        self, op: GraphOp, value: int, lever: Lever, size: int, reason: str, details: Mapping[str, Json] | None = None
-    ) -> Decision:
+        self, op: GraphOp, value: int, lever: Lever, size: int, reason: str,
+        details: Mapping[str, Json] | None = None, grade: Grade = "exact",
+    ) -> Decision:  # fmt: skip
         scope = Scope("value", (self._name(value),))
         seconds = self.seconds.get(value, 0.0)
-        return Decision(lever, scope, "exact", size, seconds, op.layer, op.where, reason, details or {})
+        return Decision(lever, scope, grade, size, seconds, op.layer, op.where, reason, details or {})
 
     def _encoded(self, op: GraphOp, value: int, size: int) -> Decision:
         encoding = self.encodings[value]
@@ -108,9 +110,9 @@ class _Decider:
             parts.append(f"for the rest made again in {format_seconds(op.rerun.seconds)}")
         elif self.readers[value]:
             parts.append(self._needed(value))
-        return self._decision(
-            op, value, "encode", freed, "; ".join(parts), {"codec": encoding.codec, "encoded_bytes": smaller}
-        )
+        details = {"codec": encoding.codec, "encoded_bytes": smaller}
+        grade: Grade = "lossy" if encoding.codec in LOSSY else "exact"
+        return self._decision(op, value, "encode", freed, "; ".join(parts), details, grade)
 
     def _offloaded(self, op: GraphOp, value: int, size: int) -> Decision:
         """A value that waits in host memory; where some read an encoded form, that is there meanwhile."""

@@ -14,7 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memplan.planning import forms
+from memplan.planning import (
+    forms,
+    quantized,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops, too
+)
 from memplan.planning.codecs import packed
 from memplan.planning.forms import PIECE, channels, groups, rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from memplan.planning import plan_json
 from memplan.planning.fusion import Fusion
 from memplan.planning.graph import JointGraph
 from memplan.planning.plan_json import Json, Unreadable
+from memplan.planning.precision import EXACT, Precision
 from memplan.planning.schedule import Choices
 from memplan.simulation.model import Timeline
 from memplan.trace.json import write_whole
@@ -24,7 +25,7 @@ SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
-Lever = Literal["keep", "recompute", "encode", "offload", "in place", "update early", "accumulate"]
+Lever = Literal["keep", "recompute", "encode", "offload", "lower precision", "in place", "update early", "accumulate"]
 Grade = Literal["exact", "reordered", "lossy"]
 ScopeKind = Literal["value", "segment", "parameter", "step"]
 
@@ -110,6 +111,13 @@ class Plan:
     field."""
     fusion: Fusion | None = None
     """What the engine ``inductor`` makes of it; None for the engine ``graph``, and where Inductor does not say."""
+    precision: Precision = EXACT
+    """What the step computes in, and what values may be kept in."""
+    base_seconds: float | None = None
+    """Predicted time of the step in that precision, before ``seconds`` are added; None: ``step_seconds``."""
+    cast_copies: int = 0
+    """Bytes of copies of weights in lower precision that are there at once, at the most: beside the weights, which
+    stay what they are. They come and go with the step, and are not resident."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -123,6 +131,23 @@ class Plan:
         return self.predicted.peak_allocated
 
     @property
+    def grade(self) -> Grade:
+        """What it may change of the result. Fused kernels of an exact plan add in another order."""
+        return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
+
+    @property
+    def lost(self) -> Precision:
+        """What it really loses: its precision, less what was allowed and not made use of."""
+        saves = any(one.lever == "encode" and one.grade == "lossy" for one in self.decisions)
+        return self.precision if saves else replace(self.precision, save="exact")
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Predicted time of the planned step; None where no costs are known."""
+        base = self.step_seconds if self.base_seconds is None else self.base_seconds
+        return None if base is None else base + self.seconds
+
+    @property
     def gap(self) -> float:
         """Seconds that a better plan within the same budget could save at the most."""
         return max(0.0, self.seconds - self.lower_bound_seconds)
@@ -130,7 +155,7 @@ class Plan:
     @property
     def changes_nothing(self) -> bool:
         """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
-        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
+        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused")) or self.precision.compute
         return self.eager_peak <= self.budget and not chosen
 
     @property
@@ -182,7 +207,8 @@ class Plan:
         floor += f"{format_bytes(self.lower_bound)} can be."
         if self.changes_nothing:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
-        share = f" ({100 * self.seconds / self.step_seconds:.1f} %)" if self.step_seconds else ""
+        base = self.step_seconds if self.base_seconds is None else self.base_seconds
+        share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
         counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
         if self.choices.offload:
             counts += f", {self.count('offload')} offloaded ({format_bytes(self.host_bytes)} of host memory)"
@@ -193,8 +219,23 @@ class Plan:
             bound += f"(gap {format_seconds(self.gap)}). "
         return (
             f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
-            f"{format_seconds(self.seconds)} added{share}, {counts}. {bound}{floor}"
+            f"{format_seconds(self.seconds)} added{share}, {counts}. {self._lossy}{bound}{floor}"
         )
+
+    @property
+    def _lossy(self) -> str:
+        """What is lossy about it, in sentences; nothing where it is exact."""
+        if self.grade != "lossy":
+            return ""
+        total, before = self.total_seconds, self.step_seconds
+        took = f": {format_seconds(total)} predicted, {format_seconds(before)} without" if total and before else ""
+        text = f"Lossy, {self.lost}{took}. "
+        if self.cast_copies:
+            text += f"Weights stay {format_bytes(self.resident.get('weight', 0))} as they are, copies of them in "
+            text += f"{self.precision.compute} take {format_bytes(self.cast_copies)} at the most"
+            state = self.resident.get("optimizer_state", 0)
+            text += f", the optimizer's state {format_bytes(state)}. " if state else ". "
+        return text
 
     def __str__(self) -> str:
         """The summary and, where the step is changed, what fusion brings it, and a table: what is decided about the

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from memplan.devices import Device
+from memplan.errors import BudgetError
 from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
+from memplan.planning.codecs import encodings
 from memplan.planning.costs import step_seconds, with_costs
 from memplan.planning.decisions import decide
 from memplan.planning.fused import Fused
@@ -23,11 +25,14 @@ from memplan.planning.graph import RESIDENT, JointGraph
 from memplan.planning.offload import with_offloads
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
+from memplan.planning.lowering import cast_copies, lowered
 from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
+from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.program import program
-from memplan.planning.schedule import Schedule, schedule, taken, with_fewest_pieces
+from memplan.planning.schedule import Choices, Schedule, schedule, taken, with_fewest_pieces
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
+from memplan.planning.tiers import fastest, with_lossy_way
 from memplan.planning.trace import timeline_of
 from memplan.planning.updates import Optimizer, surroundings
 from memplan.planning.validate import validate
@@ -36,6 +41,9 @@ from memplan.trace.model import HOST
 
 Engine = Literal["graph", "inductor"]
 """What runs a plan: torch's own kernels one by one, or fused ones that Inductor makes of each half."""
+
+Allow = Literal["exact", "lossy"]
+"""What a plan may change of the result: nothing (but for an engine's rounding), or as `Precision` says."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,21 @@ class Settings:
     engine: Engine = "graph"
     offload: bool = False
     """Values may wait in host memory, where the device is a card. What runs on this machine's CPU must not."""
+    allow: Allow = "exact"
+    precision: Precision | None = None
+    """What is computed and kept in fewer bits, where lossy plans are allowed; None: the fastest is chosen."""
+    without: tuple[Precision, ...] = ()
+    """Of those to choose from, what is not to be taken."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether there is a precision to be chosen."""
+        return self.allow == "lossy" and self.precision is None and self.plan is None
+
+    @property
+    def settled(self) -> Precision:
+        """The precision of a plan that is there, the one that is asked for, or none lower than the step's own."""
+        return self.plan.precision if self.plan is not None else self.precision or EXACT
 
 
 @dataclass(frozen=True)
@@ -78,12 +101,13 @@ class Planner:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._studies: dict[Hashable, Study] = {}
+        self._studies: dict[tuple[Hashable, Precision], Study] = {}
 
     def planned(
         self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None
     ) -> Planned:
-        """The fastest plan that the search finds within the budget.
+        """The fastest plan that the search finds within the budget; where lossy plans are allowed, and no precision is
+        settled, in whichever of them it is the fastest (planning.tiers).
 
         Args:
             call: what the model is called with; the model's and autocast's state are those of now.
@@ -95,18 +119,36 @@ class Planner:
             BudgetError: no plan fits the budget.
             RecordingError, UsageError: the step cannot be captured.
         """
-        return self.study(call, settings, key, captured).planned(settings)
+        if settings.undecided:
+            key = object() if key is None else key
+            return fastest(lambda settled: self.study(call, settled, key), self._model, settings)
+        key = object() if key is None and captured is None else key
+        try:
+            return self.study(call, settings, key, captured).planned(settings)
+        except BudgetError as error:
+            if settings.allow == "lossy" or settings.plan is not None or captured is not None:
+                raise
+            raise with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings) from None
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
-        """What is known of a kind of call whatever the budget."""
-        found = self._studies.get(key) if key is not None else None
+        """What is known of a kind of call in one precision, whatever the budget."""
+        precision = settings.settled
+        found = self._studies.get((key, precision)) if key is not None else None
         if found is None:
-            captured = captured or capture(self._model, call)
-            graph = _with_costs(captured.graph, settings)
-            found = Study(self._model, call, replace(captured, graph=graph))
+            plain = self._studies.get((key, EXACT)) if precision.lossy else None
+            captured = captured or self._captured(call, key, precision)
+            found = Study(self._model, call, replace(captured, graph=_with_costs(captured.graph, settings)), plain)
             if key is not None:
-                self._studies[key] = found
+                self._studies[key, precision] = found
         return found
+
+    def _captured(self, call: Call, key: Hashable, precision: Precision) -> Captured:
+        """Captured once for whatever computes in the same precision."""
+        for (other, known), study in self._studies.items():
+            if key is not None and other == key and known.compute == precision.compute:
+                captured = study.captured
+                return replace(captured, graph=encodings(captured.graph, precision.save))
+        return capture(self._model, call, precision)
 
 
 def planned(model: nn.Module, call: Call, settings: Settings) -> Planned:
@@ -128,10 +170,13 @@ class _Bounds:
 
 
 class Study:
-    """A captured call and what is known of it whatever the budget: peaks without a plan, the floor."""
+    """A captured call and what is known of it whatever the budget: peaks without a plan, the floor.
 
-    def __init__(self, model: nn.Module, call: Call, captured: Captured) -> None:
-        self.model, self.call, self.captured = model, call, captured
+    ``plain``: the same in the precision that the step is written in, where this is another one.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None) -> None:
+        self.model, self.call, self.captured, self.plain = model, call, captured, plain
         self._searches: dict[_Kind, Search] = {}
         self._fusings: dict[_Kind, Fusing] = {}
         self._eager: dict[_Kind, int] = {}
@@ -168,11 +213,7 @@ class Study:
                 lowest = fusing.lowest()
                 raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
-        stay = (of for of, _ in search.graph.gradients if not taken(search.graph, found.schedule.choices, of))
-        # Whatever is fused, this is there when the backward pass has ended.
-        least = sum(_resident(search.graph, settings, search.around).values())
-        least += sum(search.graph.values[of].own_bytes for of in stay)
-        bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), least, 0.0)
+        bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), self.least(settings), 0.0)
         plan = self._plan(settings, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
         captured = replace(self.captured, graph=search.graph)
@@ -188,6 +229,14 @@ class Study:
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
             budget=settings.budget,
         )  # fmt: skip
+
+    def least(self, settings: Settings) -> int:
+        """Bytes that are there when the backward pass has ended, whatever is planned."""
+        search = self.search(settings)
+        graph, choices = search.graph, Choices(early=settings.early, held=settings.held)
+        stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
+        there = sum(_resident(graph, settings, search.around).values())
+        return there + sum(graph.values[of].own_bytes for of in stay)
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
         """Plans from all kept to the floor."""
@@ -218,6 +267,8 @@ class Study:
 
     def eager_peak(self, settings: Settings) -> int:
         """Predicted bytes of the step without a plan."""
+        if self.plain is not None:
+            return self.plain.eager_peak(settings)
         kind = _kind(settings)
         if kind not in self._eager:
             timeline = baseline(self.model, self.call, settings.optimizer, held=settings.held)
@@ -226,13 +277,14 @@ class Study:
         return self._eager[kind]
 
     def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
-        graph = self.captured.graph
+        graph, precision = self.captured.graph, settings.settled
+        plain = graph if self.plain is None else self.plain.captured.graph
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
             device=HOST if settings.device is None else settings.device.name,
             budget=settings.budget,
-            decisions=decide(made.graph, made),
+            decisions=(*lowered(made.graph, precision), *decide(made.graph, made)),
             choices=made.choices,
             names=names_of(graph),
             predicted=bounds.predicted,
@@ -240,19 +292,24 @@ class Study:
             floor=bounds.floor,
             lower_bound=bounds.lower,
             seconds=made.seconds,
-            step_seconds=step_seconds(graph) or None,
+            step_seconds=step_seconds(plain) or None,
             lower_bound_seconds=bounds.seconds,
             resident=_resident(graph, settings, around),
             program=program(made),
             notes=self._notes(settings),
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
+            precision=precision,
+            base_seconds=(step_seconds(graph) or None) if precision.compute else None,
+            cast_copies=cast_copies(made) if precision.compute else 0,
         )
 
     def _notes(self, settings: Settings) -> tuple[str, ...]:
         notes = []
         if settings.optimizer is None:
             notes.append("no optimizer was given: its state and update are not counted")
+        if settings.settled.compute == "float16":
+            notes.append(UNSCALED)
         if settings.device is not None:
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of the CPU's kernels")
         notes.extend(map(str, self.captured.opaque))

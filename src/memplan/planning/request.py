@@ -17,12 +17,11 @@ from memplan.devices.model import Device
 from memplan.errors import DeviceError, InputError, TargetError, UnitError, UsageError
 from memplan.planning.calls import Call, call_of
 from memplan.planning.losses import WithLoss
-from memplan.planning.planner import Engine, Settings
+from memplan.planning.planner import Allow, Engine, Settings
+from memplan.planning.precision import UNSCALED
 from memplan.planning.unseen import is_fake
 from memplan.trace.model import HOST
 from memplan.trace.step import StepOptions
-
-LOSSLESS = "exact"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def request(
     budget: Any,
     autocast: torch.dtype | str | None,
     device: str | torch.device | None,
-    allow: str,
+    allow: Allow,
     clip_norm: float | None,
     accumulate: int,
     settings: Settings,
@@ -72,8 +71,7 @@ def request(
     """
     _check_engine(settings.engine)
     _check_early(settings, accumulate, clip_norm)
-    if allow != LOSSLESS:
-        raise UsageError(f"allow={allow!r}", expected="'exact', the one grade that there is", do="Leave it out")
+    _check_allow(allow, settings)
     size, card, notes = _budget(budget)
     card = _card(device) or card
     targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
@@ -88,9 +86,26 @@ def request(
     if settings.early:
         _check_apart(step)
     held = settings.held or accumulate > 1
-    settings = replace(settings, budget=size, device=card, held=held)
+    settings = replace(settings, budget=size, device=card, held=held, allow=allow)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
+    if options.autocast is torch.float16:
+        notes = (*notes, UNSCALED)
     return Request(made, step, call_of(args, keywords), options.autocast, settings, notes)
+
+
+def _check_allow(allow: str, settings: Settings) -> None:
+    if allow not in get_args(Allow):
+        raise UsageError(
+            f"allow={allow!r}",
+            expected="'exact', which changes no bit, or 'lossy', which may compute and save in fewer bits",
+            do="Leave it out for 'exact'",
+        )
+    if allow == "exact" and settings.plan is not None and settings.plan.precision.lossy:
+        raise UsageError(
+            f"The plan is lossy ({settings.plan.precision}), and allow is 'exact'",
+            expected="a plan that changes no bit",
+            do="Allow it: allow='lossy' (--allow lossy), or plan this step anew",
+        )
 
 
 def _check_engine(engine: str) -> None:

@@ -16,6 +16,7 @@ from memplan import _torch
 from memplan.planning.calls import Call, Flat
 from memplan.planning.capture import Captured, SymbolicError, capture, capture_symbolic, read
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.precision import EXACT, Precision, Save
 from memplan.planning.schedule import Choices
 
 _log = logging.getLogger("memplan")
@@ -30,11 +31,12 @@ class Template:
 
     symbolic: _torch.Symbolic
     flat: Flat
+    save: Save = "exact"
 
     def at(self, call: Call) -> Captured | None:
         """What capturing the call would give; None where its sizes lead to another graph."""
         joint = self.symbolic.at(call.tensors)
-        return None if joint is None else read(joint, self.flat, call)
+        return None if joint is None else read(joint, self.flat, call, save=self.save)
 
 
 class _Kind:
@@ -53,10 +55,11 @@ class Shapes:
     Args:
         module: whose calls they are.
         kind: tells kinds of calls, and states of the module, from others; whatever the sizes of the call's tensors.
+        precision: as for `capture`.
     """
 
-    def __init__(self, module: nn.Module, kind: Callable[[Call], Hashable]) -> None:
-        self._module, self._kind = module, kind
+    def __init__(self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT) -> None:
+        self._module, self._kind, self._precision = module, kind, precision
         self._kinds: dict[Hashable, _Kind] = {}
 
     def known(self, call: Call) -> None:
@@ -70,7 +73,7 @@ class Shapes:
         if found is None and self._renewed(kind, call) and kind.template is not None:
             found = kind.template.at(call)
         kind.seen.append(_sizes(call))
-        return capture(self._module, call) if found is None else found
+        return capture(self._module, call, self._precision) if found is None else found
 
     def _of(self, call: Call) -> _Kind:
         about = tuple((one.dim(), one.dtype, one.device, one.requires_grad) for one in call.tensors)
@@ -83,7 +86,8 @@ class Shapes:
             return False
         kind.varying = varying
         try:
-            kind.template = Template(*capture_symbolic(self._module, call, varying))
+            traced = capture_symbolic(self._module, call, varying, self._precision)
+            kind.template = Template(*traced, self._precision.save)
         except SymbolicError as error:
             _log.debug("not traced with symbols for sizes: %s", error)
             return False

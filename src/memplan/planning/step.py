@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from memplan.planning.plan import Plan
-from memplan.planning.planner import Engine, Planner, Settings
+from memplan.planning.planner import Allow, Engine, Planner, Settings
 from memplan.planning.request import request
 from memplan.planning.search import Heuristics
 from memplan.trace.session import undisturbed
@@ -24,7 +24,7 @@ def plan(
     optimizer: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
-    allow: str = "exact",
+    allow: Allow = "exact",
     engine: Engine = "graph",
     early: bool = False,
     accumulate: int = 1,
@@ -42,7 +42,8 @@ def plan(
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of this machine's. Values may then wait for the
             backward pass in host memory, where that is cheaper than making them again.
-        allow: ``"exact"``: only what leaves the result as it is, bit for bit.
+        allow: ``"exact"``: only what leaves the result as it is, bit for bit. ``"lossy"``: also computing and saving in
+            fewer bits, wherever the step is faster by it, or fits only so (see `Plan.precision`).
         engine: what is to run it: ``"graph"``, torch's kernels one by one, or ``"inductor"``, fused ones.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.

@@ -21,9 +21,12 @@ from memplan.reports.frontier import Frontier
 from memplan.reports.output import Page, print_parts
 from memplan.reports.terminal import clean
 from memplan.verification.proof import Proof
+from memplan.verification.rounding import overall
 
 FORMAT = "memplan.fit"
 SCHEMA = 1
+_LAYERS = 8
+"""Of a lossy step, layers whose errors are shown: the farthest off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
         yield ""
         yield Text("Proof", "bold")
         yield Text(str(outcome.proof), "" if outcome.proof.ok else "bold red")
+        if outcome.proof.grade == "lossy":
+            yield _errors(outcome.proof, page)
     if outcome.plan is not None and outcome.changed:
         yield ""
         yield from plans.render(outcome.plan, page, top)
@@ -121,8 +126,27 @@ def _verdict(outcome: Outcome) -> Text:
         return Text(f"{title} fits {budget} already: nothing was changed.", "bold green")
     if proof is None:
         return Text(f"{title} can be made to fit {budget}; nothing was run.", "bold green")
+    if proof.grade == "lossy":
+        assert plan is not None, "it was proven"
+        total = overall(proof.rounded, "parameters" if proof.early else "gradients")
+        what = f"its {'updates' if proof.early else 'gradients'} are {total.relative:.2%} off"
+        return Text(f"{title} fits {budget} now. It is lossy, {plan.lost}: {what}.", "bold green")
     rounding = "" if proof.exact else " but for rounding"
     return Text(f"{title} fits {budget} now, and its result is the same{rounding}.", "bold green")
+
+
+def _errors(proof: Proof, page: Page) -> Table:
+    """Relative errors of a lossy step, in L2: all outputs and gradients, then the layers that are the farthest off."""
+    shown = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
+    totals = [overall(proof.rounded, kind) for kind in shown]
+    layers = sorted((one for one in proof.layers if one.kind != "outputs"), key=lambda one: -one.relative)
+    totals = [one for one in totals if one.norm or one.error]
+    rows = [(f"all {shown[one.kind]}", one) for one in totals]
+    rows += [(f"{shown[one.kind]} of {one.layer or 'the model'}", one) for one in layers[:_LAYERS]]
+    columns = [Column("Off by (relative, L2)", tuple(clean(name) for name, _ in rows))]
+    columns.append(Column("planned", tuple(f"{one.relative:.2%}" for _, one in rows), right=True))
+    columns.append(Column("autocast, no plan", tuple(f"{one.relative_reference:.2%}" for _, one in rows), right=True))
+    return page.table(columns)
 
 
 def _sentences(error: BudgetError) -> Iterator[str]:
@@ -138,8 +162,8 @@ def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> T
     rows = [_bytes_row("predicted peak", plan.eager_peak, plan.peak)]
     if proof is not None:
         rows += _measured_peak(proof)
-    if plan.step_seconds is not None:
-        rows.append(_seconds_row("predicted time", plan.step_seconds, plan.step_seconds + plan.seconds))
+    if plan.step_seconds is not None and plan.total_seconds is not None:
+        rows.append(_seconds_row("predicted time", plan.step_seconds, plan.total_seconds))
     if proof is not None and proof.times is not None:
         samples = "" if proof.cut is None else f", {proof.cut.samples} of {proof.cut.of} samples"
         rows.append(_seconds_row(f"measured time{samples}", proof.times.before, proof.times.after, proof.times.ratio))

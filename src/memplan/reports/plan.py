@@ -58,8 +58,8 @@ def _head(plan: Plan) -> Table:
     """The figures of the whole step."""
     change = plan.eager_peak - plan.peak
     share = f", {100 * change / plan.eager_peak:.0f} % less" if change > 0 and plan.eager_peak else ""
-    of = f" of {format_seconds(plan.step_seconds)}" if plan.step_seconds else ""
-    of += f" ({100 * plan.seconds / plan.step_seconds:.1f} %)" if plan.step_seconds else ""
+    base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
+    of = f" of {format_seconds(base)} ({100 * plan.seconds / base:.1f} %)" if base else ""
     facts = {
         "budget": format_bytes(plan.budget),
         "predicted peak": f"{format_bytes(plan.eager_peak)} before, {format_bytes(plan.peak)} after{share}",
@@ -72,6 +72,13 @@ def _head(plan: Plan) -> Table:
         least, end = format_bytes(plan.floor), format_bytes(plan.lower_bound)
         facts["floor"] = f"{least} is the least that was looked at; {end} is there when the backward pass has ended"
         del facts["gap"]  # the search's bounds are of single ops
+    if plan.grade == "lossy":
+        facts["lossy"] = str(plan.lost)
+    if plan.base_seconds is not None and plan.step_seconds is not None:
+        facts["time"] = f"{format_seconds(plan.base_seconds + plan.seconds)} a step predicted, "
+        facts["time"] += f"{format_seconds(plan.step_seconds)} as it is written"
+    if plan.cast_copies:
+        facts["cast copies"] = f"{format_bytes(plan.cast_copies)} at the most, of weights in {plan.precision.compute}"
     if plan.choices.offload:
         facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:

@@ -14,7 +14,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, DeviceError, MemplanError, VerificationError
 from memplan.planning.losses import WithLoss
 from memplan.planning.plan import Plan
-from memplan.planning.planner import Engine, Planned, Planner, Settings
+from memplan.planning.planner import Allow, Engine, Planned, Planner, Settings
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
 from memplan.planning.unseen import without_hooks
@@ -31,6 +31,8 @@ from memplan.verification.states import ModuleCopy, attributes_kept, copies, ran
 _ATTEMPTS = 4
 """How often a plan is made that keeps the budget, with less each time, before it is given up."""
 
+_HOW_NEAR = {"exact": "bit for bit", "reordered": "but for rounding", "lossy": "as near as plain autocast comes to it"}
+
 
 def fit(
     model: Any,
@@ -42,7 +44,7 @@ def fit(
     optimizer: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
-    allow: str = "exact",
+    allow: Allow = "exact",
     engine: Engine = "graph",
     early: bool = False,
     accumulate: int = 1,
@@ -61,7 +63,8 @@ def fit(
         budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of this machine's.
-        allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding.
+        allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding. ``"lossy"``: also computing and
+            saving in fewer bits; the proof then says how far outputs and gradients are off (see `Proof.layers`).
         engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler makes
             first: faster, and the same but for rounding, which is held against float64.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
@@ -142,6 +145,19 @@ class _Fitting:
         fitting = self._as_it_is()
         if fitting is not None:
             return fitting
+        asked = self.settings
+        while True:
+            try:
+                return self._until_it_fits()
+            except VerificationError as error:
+                lost = self.settings.settled
+                if not lost.lossy or asked.precision is not None or asked.plan is not None:
+                    raise
+                self.notes.append(f"{lost} was tried and not taken: {error.found}")
+                self.settings = replace(asked, without=(*self.settings.without, lost))
+
+    def _until_it_fits(self) -> Fitted:
+        """Plan, and where the measured peak is over the budget, plan again with less."""
         budget, lowest = self.settings.budget, None
         for left in reversed(range(_ATTEMPTS)):
             planned = self._planned(budget)
@@ -199,13 +215,17 @@ class _Fitting:
             )
         try:
             with self._tracing():
-                return self.planner.planned(self.asked.call, replace(self.settings, budget=budget), key=0)
+                planned = self.planner.planned(self.asked.call, replace(self.settings, budget=budget), key=0)
         except BudgetError as error:
             raise self._too_little(error) from None
+        if self.settings.undecided:  # planned again, and in later calls, it loses what this one does
+            self.settings = replace(self.settings, precision=planned.plan.precision)
+        return planned
 
     def _too_little(self, error: BudgetError) -> BudgetError:
         """The error with what the step takes when it really runs by the smallest plan, or without one."""
         floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
+        self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
             study = self.planner.study(self.asked.call, self.settings, key=0)
             planned, eager = study.planned(replace(self.settings, budget=floor)), study.eager_peak(self.settings)
@@ -228,6 +248,7 @@ class _Fitting:
             timeline=error.timeline,
             held_by=error.held_by,
             lower_by=error.lower_by,
+            precision=error.precision,
         )
 
     def _over(self, lowest: Proof) -> BudgetError:
@@ -285,7 +306,7 @@ class _Fitting:
     def _differs(self, proof: Proof) -> MemplanError:
         return VerificationError(
             f"The planned step is {str(proof).splitlines()[0]}",
-            expected=f"the step as it is, {'bit for bit' if proof.grade == 'exact' else 'but for rounding'}",
+            expected=f"the step as it is, {_HOW_NEAR[proof.grade]}",
             do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
             proof=proof,
         )

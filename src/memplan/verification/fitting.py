@@ -48,7 +48,7 @@ class Plans:
     def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
         self._module, self._settings, self._told = module, settings, told
         self._planner, self._keys = Planner(module), Keys(module)
-        self._shapes, self._captured = Shapes(module, self._kind), 0
+        self._shapes, self._captured = Shapes(module, self._kind, settings.settled), 0
         self._expected: Planned | None = None
         self.made: list[Planned] = []
 
@@ -97,7 +97,7 @@ class Plans:
     def _capture(self, call: Call) -> Captured:
         self._captured += 1
         if self._captured % _CAPTURED == 0:
-            self._shapes = Shapes(self._module, self._kind)
+            self._shapes = Shapes(self._module, self._kind, self._settings.settled)
         return self._shapes.captured(call)
 
     def _kind(self, call: Call) -> Hashable:

@@ -12,7 +12,7 @@ from memplan.errors import UsageError
 from memplan.planning.plan import Grade
 from memplan.verification.differences import Compared, Difference
 from memplan.verification.measured import Times
-from memplan.verification.rounding import Rounded
+from memplan.verification.rounding import LayerError, Rounded, by_layer, overall
 
 FORMAT = "memplan.proof"
 SCHEMA = 1
@@ -69,7 +69,8 @@ class Proof:
     """Reference and candidate; None where they were not timed."""
     torch: str = ""
     grade: Grade = "exact"
-    """What was asked for: the same bits, or the same but for rounding (``reordered``)."""
+    """What was asked for: the same bits, the same but for rounding (``reordered``), or no farther off than lower
+    precision is anyway (``lossy``)."""
     rounded: tuple[Rounded, ...] = ()
     """Where rounding is allowed: how far every tensor is from the truth."""
     truth: str = ""
@@ -92,6 +93,12 @@ class Proof:
     def same(self) -> bool:
         """Whether nothing differed, or nothing by more than rounding where the grade allows that."""
         return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
+
+    @property
+    def layers(self) -> tuple[LayerError, ...]:
+        """How far off each output is, and the gradients of each layer (where updates are early, what these add to the
+        layer's parameters): none where every bit is the same."""
+        return by_layer([one for one in self.rounded if one.kind != "buffers"])
 
     @property
     def exact(self) -> bool:
@@ -140,8 +147,10 @@ class Proof:
             return f"NOT the same: {'; '.join(wrong[:4])}{more}"
         gradients = "" if self.early else f"{_several(self.gradients.tensors, 'gradient')}, "
         each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
-        rounding = self.grade == "reordered"
-        head = "the same but for rounding" if rounding else "the same bit for bit"
+        rounding = self.grade != "exact"
+        lossy = self.grade == "lossy"
+        head = "lossy, and no farther off than allowed" if lossy else "the same but for rounding"
+        head = head if rounding else "the same bit for bit"
         updated = "" if rounding and not self.early else f"{_several(self.parameters.tensors, 'updated parameter')}, "
         return (
             f"{head} over {_several(self.steps, 'step')}{each} with {self.optimizer}"
@@ -154,12 +163,37 @@ class Proof:
         judged = [one for one in self.rounded if one.kind == "gradients"] or list(self.rounded)
         if not judged:
             return ""
+        if self.grade == "lossy":
+            return self._errors()
         worst = max(judged, key=lambda one: one.error / one.allowed if one.allowed else one.error)
         return (
-            f"farthest from {'float64' if self.truth == 'float64' else 'the step as it is'}, of what is allowed: "
+            f"farthest from {self._truth()}, of what is allowed: "
             f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
             f"{worst.reference:.2g} and {worst.allowed:.2g} is allowed"
         )
+
+    def _errors(self) -> str:
+        """How far off all outputs and gradients are, and the layer that is the farthest."""
+        kinds = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
+        rows = self.layers
+        totals = [(name, overall(self.rounded, kind)) for kind, name in kinds.items()]
+        told = ", ".join(f"{name} {one.relative:.2%}" for name, one in totals if one.norm or one.error)
+        others = ", ".join(f"{one.relative_reference:.2%}" for _, one in totals if one.norm or one.error)
+        kind = "gradients" if any(one.kind == "gradients" for one in rows) else "parameters"
+        norm = max((one.norm for one in rows if one.kind == kind), default=0.0)
+        large = [one for one in rows if one.kind == kind and one.norm > 1e-3 * norm]
+        worst = max(large, key=lambda one: one.relative, default=None)
+        text = (
+            f"off from {self._truth()} by (relative, in L2): {told}; the step without a plan under autocast by {others}"
+        )
+        return (
+            text
+            if worst is None
+            else f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
+        )
+
+    def _truth(self) -> str:
+        return "float64" if self.truth == "float64" else "the step as it is"
 
     def _compared(self) -> str:
         cut = self.cut

@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import MemplanError, UsageError
 from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
-from memplan.planning.plan import Plan
+from memplan.planning.plan import Grade, Plan
 from memplan.planning.planner import Planned
 from memplan.planning.request import Request
 from memplan.rewriting.install import Planner, install
@@ -22,7 +24,7 @@ from memplan.verification.measured import Meter, storage_bytes
 from memplan.verification.proof import Cut, Proof
 from memplan.verification.states import attributes_kept, random_state_kept
 from memplan.verification.trial import Trial, Work
-from memplan.verification.verify import Sides, compare, compare_rounded, with_times
+from memplan.verification.verify import Sides, compare, compare_lossy, compare_rounded, with_times
 
 _STEPS = 3
 
@@ -79,10 +81,10 @@ class Prover:
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
         part = self._part(plan)
         if part is None:
-            sides = self._sides(self._asked.call)  # made before the plan is in place: they run without
+            sides = self._sides(self._asked.call, plan.grade)  # made before the plan is in place: they run without
             put_in_place()
             return self._beside(sides, self._asked.call, planned, predicted, budget)
-        proof = self._for_fewer(part, planned)
+        proof = self._for_fewer(part, planned, plan.grade)
         put_in_place()
         measured = proof.same and self._has_room(predicted, part.free)
         resident, peak = self._measured(planned) if measured else (sum(plan.resident.values()), predicted)
@@ -91,16 +93,19 @@ class Prover:
             cut=Cut(part.samples, part.of, part.needed, part.free, measured),
         )  # fmt: skip
 
-    def _for_fewer(self, part: _Part, planned: Planned | None) -> Proof:
-        sides = self._sides(part.call)
+    def _for_fewer(self, part: _Part, planned: Planned | None, grade: Grade) -> Proof:
+        sides = self._sides(part.call, grade)
         with ExitStack() as undo:
             if planned is not None:
                 undo.callback(install(self._step, self._planner_of(part, planned)).undo)
             return self._beside(sides, part.call, planned)
 
-    def _sides(self, call: Call) -> Sides:
-        """The step as it is; for fused kernels also what tells their rounding from errors."""
+    def _sides(self, call: Call, grade: Grade) -> Sides:
+        """The step as it is; where bits may differ, also what tells from errors what is allowed."""
         reference = self._trial("reference", call)
+        if grade == "lossy":
+            lowered = self._trial("autocast", call, autocast=self._asked.autocast or torch.bfloat16)
+            return Sides(reference, self._trial("float64", call, wide=True), lowered=lowered)
         if self._settings.engine == "graph":
             return Sides(reference)
         compiled = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
@@ -120,7 +125,9 @@ class Prover:
         self._warm_up(call, early=self._settings.early)
         candidate = self._trial("candidate", call, early=self._settings.early)
         candidate.beside = storage_bytes(planned.captured.constants.values())
-        if sides.truth is None:
+        if planned.plan.grade == "lossy":
+            proof = compare_lossy(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        elif sides.truth is None:
             proof = compare(sides.reference, candidate, _STEPS, predicted=predicted, budget=budget)
         else:
             proof = compare_rounded(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
@@ -152,11 +159,11 @@ class Prover:
 
     def _trial(
         self, name: str, call: Call, *, early: bool = False, updates: bool = True, wide: bool = False,
-        instead: Callable[..., Any] | None = None,
+        instead: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
     ) -> Trial:  # fmt: skip
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
-            args, kwargs, optimizer=self._settings.optimizer, autocast=self._asked.autocast,
+            args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
             micro_batches=2 if self._settings.held else 1,
         )  # fmt: skip
         return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
@@ -167,7 +174,7 @@ class Prover:
         """What the step is compared for; None: for all samples."""
         free, beside = room.available(), self._other_side(plan)
         needed = plan.eager_peak + beside
-        if self._settings.engine != "graph":
+        if self._settings.engine != "graph" or plan.grade == "lossy":
             needed = 2 * plan.eager_peak + 4 * beside  # float64, while the others wait
         if free is None or needed <= free:
             return None
@@ -199,7 +206,7 @@ class Prover:
 
     def _planner_of(self, part: _Part, planned: Planned) -> Planner:
         """The plan for fewer samples: by the decisions of the whole, where they can be taken over."""
-        settings = replace(self._settings, budget=planned.plan.peak, plan=None)
+        settings = replace(self._settings, budget=planned.plan.peak, plan=None, precision=planned.plan.precision)
         plans = Plans(self._step, settings, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():

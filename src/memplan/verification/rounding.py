@@ -3,6 +3,9 @@
 A candidate whose additions are in another order has other bits. Its error is measured against float64, and so is that
 of the step as it is: ``FACTOR`` times the latter is allowed, and ``SLACK`` roundings of the largest gradient of the
 same module, which is what is left of a gradient that is zero in truth (a bias before a normalisation).
+
+A lossy candidate is held against float64 just so; what is allowed then is ``LOSSY``: so many times the error of plain
+autocast, which is what people take for granted when they train in lower precision.
 """
 
 from __future__ import annotations
@@ -24,6 +27,31 @@ it drew other random numbers. Rounding alone can make 0.02 where batch norms of 
 
 
 @dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far a candidate may be from the truth."""
+
+    factor: float = FACTOR
+    """Times the largest error of those that it is held against."""
+    slack: float = SLACK
+    """And so many roundings of the largest gradient of the same module."""
+    dtype: torch.dtype | None = None
+    """In what these roundings are counted; None: in the tensor's own."""
+    share: float = float("inf")
+    """Of the module's largest gradient, beyond which nothing but the others' own error is allowed: a gradient that is
+    lost is as far off as it is large."""
+
+    def allowed(self, reference: float, largest: float, dtype: torch.dtype) -> float:
+        """The error that a tensor may have: ``reference`` is that of the others."""
+        scaled = max(reference, min(self.factor * reference, self.share * largest))
+        return scaled + self.slack * torch.finfo(self.dtype or dtype).eps * largest
+
+
+ROUNDING = Tolerance()
+LOSSY = Tolerance(factor=4.0, slack=2.0, dtype=torch.bfloat16, share=0.5)
+"""Four times plain autocast's error, and two roundings to bfloat16 (1.6 %) of the module's largest gradient."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rounded:
     """How far a tensor is from float64, in L2."""
 
@@ -39,6 +67,8 @@ class Rounded:
     norm: float
     """The tensor's own."""
     allowed: float
+    own: float = 0.0
+    """That of the step as it is. (Older files do not say.)"""
 
     @property
     def within(self) -> bool:
@@ -57,14 +87,16 @@ def rounded(
     truth: Mapping[str, torch.Tensor],
     references: Sequence[Mapping[str, torch.Tensor]],
     candidate: Mapping[str, torch.Tensor],
+    tolerance: Tolerance = ROUNDING,
 ) -> list[Rounded]:
     """The errors of a candidate's tensors of floating point.
 
     Args:
         kind, step: what they are, and of which step.
         truth: the tensors in float64, by name: what is before the last dot is the module.
-        references: the same as other ways to run the step have them.
+        references: the same as other ways to run the step have them, first the step as it is.
         candidate: the same as the candidate has them.
+        tolerance: what is allowed.
     """
     alike = {name for name, one in candidate.items() if name in truth and one.shape == truth[name].shape}
     alike = {name for name in alike if all(name in one and one[name].shape == truth[name].shape for one in references)}
@@ -78,17 +110,60 @@ def rounded(
         if name not in alike:
             continue  # which is said elsewhere
         error = distance(exact, candidate[name])
-        reference = max(distance(exact, one[name]) for one in references)
-        slack = SLACK * torch.finfo(candidate[name].dtype).eps * largest[name.rpartition(".")[0]]
-        found.append(Rounded(kind, name, step, error, reference, norms[name], FACTOR * reference + slack))
+        errors = [distance(exact, one[name]) for one in references]
+        reference = max(errors)
+        allowed = tolerance.allowed(reference, largest[name.rpartition(".")[0]], candidate[name].dtype)
+        found.append(Rounded(kind, name, step, error, reference, norms[name], allowed, errors[0]))
     return found
 
 
 def is_truth(judged: Sequence[Rounded]) -> bool:
     """Whether the step as it is comes so near to float64 that this can say what is right."""
     gradients = [one for one in judged if one.kind in ("gradients", "parameters")]
-    error, norm = (math.hypot(*(getattr(one, what) for one in gradients)) for what in ("reference", "norm"))
+    error, norm = (math.hypot(*(getattr(one, what) for one in gradients)) for what in ("own", "norm"))
     return error <= SANE * norm
+
+
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """How far what a layer has is from the truth, over all of its tensors and all steps, in L2."""
+
+    kind: str
+    layer: str
+    """The module's name; of outputs, the output's."""
+    error: float
+    reference: float
+    """The largest of the steps that it is held against."""
+    norm: float
+
+    @property
+    def relative(self) -> float:
+        """The candidate's error, of the norm."""
+        return self.error / self.norm if self.norm else 0.0 if self.error == 0 else float("inf")
+
+    @property
+    def relative_reference(self) -> float:
+        """That of the steps that it is held against."""
+        return self.reference / self.norm if self.norm else 0.0 if self.reference == 0 else float("inf")
+
+
+def by_layer(judged: Sequence[Rounded]) -> tuple[LayerError, ...]:
+    """One row for each output, and for the gradients of each layer, in the order of their names."""
+    groups: dict[tuple[str, str], list[Rounded]] = {}
+    for one in judged:
+        layer = one.name if one.kind == "outputs" else one.name.rpartition(".")[0]
+        groups.setdefault((one.kind, layer), []).append(one)
+    return tuple(_added_up(kind, layer, ones) for (kind, layer), ones in groups.items())
+
+
+def overall(judged: Sequence[Rounded], kind: str) -> LayerError:
+    """All of one kind as one."""
+    return _added_up(kind, "all", [one for one in judged if one.kind == kind])
+
+
+def _added_up(kind: str, layer: str, ones: Sequence[Rounded]) -> LayerError:
+    sums = (math.hypot(*(getattr(one, what) for one in ones)) for what in ("error", "reference", "norm"))
+    return LayerError(kind, layer, *sums)
 
 
 def serious(differences: Sequence[Difference], judged: Sequence[Rounded]) -> list[Difference]:

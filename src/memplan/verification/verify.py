@@ -14,7 +14,17 @@ from memplan.trace.step import StepOptions
 from memplan.verification.differences import Compared, Difference, difference, named_outputs, output_differences
 from memplan.verification.measured import Meter, compare_times
 from memplan.verification.proof import KINDS, Proof
-from memplan.verification.rounding import Rounded, floating, is_truth, rounded, serious
+from memplan.verification.rounding import (
+    LOSSY,
+    ROUNDING,
+    Rounded,
+    Tolerance,
+    floating,
+    is_truth,
+    overall,
+    rounded,
+    serious,
+)
 from memplan.verification.states import RandomState, random_state_kept
 from memplan.verification.trial import Trial, Work
 
@@ -129,10 +139,14 @@ def compare(
         predicted=predicted,
         budget=budget,
         torch=torch.__version__,
-        grade="exact" if rounding is None else "reordered",
+        grade="exact" if rounding is None else "lossy" if rounding.lossy else "reordered",
         rounded=tuple(found.rounded),
         truth="" if rounding is None else rounding.truth.name,
     )
+
+
+USELESS = 0.5
+"""The share of all gradients by which plain autocast is off where it says nothing: mostly it drew other numbers."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,8 @@ class Sides:
     """In float64."""
     compiled: Trial | None = None
     """By `torch.compile`, without a plan."""
+    lowered: Trial | None = None
+    """Under plain autocast, without a plan."""
 
 
 def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: int | None, budget: int | None) -> Proof:
@@ -179,6 +195,37 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
         return first
 
 
+def compare_lossy(sides: Sides, candidate: Trial, steps: int, *, predicted: int | None, budget: int | None) -> Proof:
+    """As `compare`, for a candidate that computes or saves in fewer bits.
+
+    It is held against the step in float64; where that does not run, or draws other random numbers, against the step as
+    it is. The errors of plain autocast say what is allowed (`rounding.LOSSY`); where autocast does not run, or is
+    farther off than half of all gradients, those of the step as it is.
+    """
+    sides_of_autocast = () if sides.lowered is None else (sides.lowered,)
+    ways = [(truth, others) for truth in (sides.truth, sides.reference) for others in (sides_of_autocast, ())]
+    proof, failed, false = None, None, False
+    for truth, others in dict.fromkeys(ways):
+        if truth is None or (false and truth is sides.truth):
+            continue
+        for side in (candidate, truth, *others) if proof or failed else ():
+            side.begin_as(sides.reference)
+        rounding = Rounding(truth, others, LOSSY)
+        try:
+            proof = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
+        except Exception as error:  # the model's own code runs, which may insist on a dtype
+            failed = error
+            continue
+        false = truth is sides.truth and not is_truth(proof.rounded)
+        told = overall(proof.rounded, "parameters" if candidate.early else "gradients")
+        if not false and not (others and told.reference > USELESS * told.norm):
+            return proof
+    if proof is None:
+        assert failed is not None, "the step as it is is among the ways"
+        raise failed
+    return proof
+
+
 def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> Proof:
     """The proof with the seconds of both, which have run before and rest now."""
     return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs))
@@ -192,6 +239,12 @@ class Rounding:
     """In float64."""
     others: tuple[Trial, ...] = ()
     """Other ways to run the step whose rounding is taken for granted, beside the reference."""
+    tolerance: Tolerance = ROUNDING
+
+    @property
+    def lossy(self) -> bool:
+        """Whether more than rounding is allowed."""
+        return self.tolerance is not ROUNDING
 
     @property
     def sides(self) -> tuple[Trial, ...]:
@@ -215,6 +268,8 @@ class _Found:
     after: dict[str, RandomState] = field(default_factory=dict)
     """By side: where the random streams are when its backward pass has ended."""
     _stopped: bool = False
+    _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters before the step, where it is their updates that are held against others."""
 
     def start(self, reference: Trial, candidate: Trial) -> None:
         """Before the first step: the same values."""
@@ -226,6 +281,19 @@ class _Found:
                     expected="modules with the same parameters and buffers",
                     do="Load the one's state_dict into the other",
                 )
+        self._note(reference, candidate)
+
+    def _note(self, reference: Trial, candidate: Trial) -> None:
+        if candidate.early and self.rounding is not None and self.rounding.lossy:
+            named = floating(reference.parameters)
+            self._before = {name: one.detach().to(torch.float64, copy=True) for name, one in named.items()}
+
+    def _judged(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What is held against others: of parameters, where they are known from before, what was added to them."""
+        found = floating(named)
+        if kind != "parameters" or not self._before:
+            return found
+        return {name: one.detach().to(torch.float64) - self._before[name] for name, one in found.items()}
 
     def step(self, step: int, reference: Trial, candidate: Trial) -> None:
         """After both backward passes."""
@@ -247,6 +315,7 @@ class _Found:
         if self.rounding is not None:
             for side in (candidate, *self.rounding.sides):
                 side.begin_as(reference)
+            self._note(reference, candidate)
         self._stopped = bool(self.streams or any(self.differences.values()))
 
     def compared(self, kind: str) -> Compared:
@@ -273,9 +342,9 @@ class _Found:
         self.tensors[kind] += number
         if self.rounding is not None:
             reference, candidate = sides
-            others = [floating(named(side)) for side in (reference, *self.rounding.others)]
-            truth, ours = floating(named(self.rounding.truth)), floating(named(candidate))
-            judged = rounded(kind, step, truth, others, ours)
+            others = [self._judged(kind, named(side)) for side in (reference, *self.rounding.others)]
+            truth, ours = self._judged(kind, named(self.rounding.truth)), self._judged(kind, named(candidate))
+            judged = rounded(kind, step, truth, others, ours, self.rounding.tolerance)
             self.rounded += judged
             differences = serious(differences, judged)
         self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda one: one.name)

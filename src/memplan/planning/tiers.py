@@ -1,0 +1,107 @@
+"""Which precision a lossy plan has: a few kinds are planned, and the fastest that fits is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memplan.devices import Device
+from memplan.errors import BudgetError, MemplanError
+from memplan.planning.costs import step_seconds
+from memplan.planning.plan import format_seconds
+from memplan.planning.precision import EXACT, Compute, Precision
+from memplan.planning.shortfall import Way
+
+if TYPE_CHECKING:
+    from memplan.planning.planner import Planned, Settings, Study
+
+WORTH_IT = 0.98
+"""A plan that loses more has to take this share of the time of one that loses less, or less than that."""
+
+
+def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Settings) -> Planned:
+    """The fastest plan within the budget, by its predicted time, exact or lossy.
+
+    Args:
+        study: what is known of the call in a precision that is settled.
+        model: the step.
+        settings: without a precision.
+
+    Raises:
+        BudgetError: no plan fits, whatever is lost; the one that lacks the least.
+    """
+    lacking, best, least = list[BudgetError](), None, float("inf")
+    for precision in tiers(model, settings):
+        settled = replace(settings, precision=precision)
+        try:
+            one = study(settled)
+            if best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * least:
+                continue  # whatever is chosen, that much it takes
+            planned = one.planned(settled)
+        except BudgetError as error:
+            error.precision = precision
+            lacking.append(error)
+            continue
+        except MemplanError:
+            if not precision.lossy:
+                raise
+            continue  # not everything runs in fewer bits
+        taken = planned.plan.total_seconds or 0.0
+        if best is None or taken < WORTH_IT * least:
+            best, least = planned, taken
+    if best is None:
+        raise min(lacking, key=lambda error: error.smallest_budget)
+    return best
+
+
+def with_lossy_way(
+    error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings
+) -> BudgetError:
+    """The error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
+    least = study(settings).least(settings)
+    if settings.budget < least:
+        return error
+    try:
+        plan = fastest(study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT))).plan
+    except MemplanError:  # none does, or nothing of it runs in fewer bits
+        return error
+    taken = "" if plan.total_seconds is None else f", {format_seconds(plan.total_seconds)} a step predicted"
+    taken += f" ({format_seconds(plan.step_seconds)} without a plan)" if taken and plan.step_seconds else ""
+    way = Way(f"allow='lossy' (--allow lossy) meets it by {plan.lost}{taken}", plan.peak)
+    return BudgetError(
+        error.found,
+        expected=error.expected,
+        do=f"{error.do}; or {way}",
+        smallest_budget=error.smallest_budget,
+        timeline=error.timeline,
+        held_by=error.held_by,
+        lower_by=(*error.lower_by, way),
+    )
+
+
+def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
+    """What there is to choose from: first what loses nothing."""
+    device = next((one.device.type for one in model.parameters()), "cpu")
+    under_autocast = any(torch.is_autocast_enabled(one) for one in ("cpu", "cuda"))
+    compute = "" if under_autocast else lower_precision(settings.device, device)
+    every = [EXACT]
+    if settings.engine == "graph":
+        every += [Precision(compute, "bfloat16"), Precision(compute, "int8")] if compute else []
+        every += [Precision("", "bfloat16"), Precision("", "int8")]
+    elif compute:
+        every.append(Precision(compute))  # Inductor has no kernels for what is encoded
+    yield from (one for one in every if one not in settings.without)
+
+
+def lower_precision(card: Device | None, device: str) -> Compute:
+    """What there are kernels for: float16 on a card that has only that, else bfloat16. On a CPU without instructions for
+    it bfloat16 is slow, which the measured seconds say, and float16 no faster."""
+    if card is not None:
+        return "bfloat16" if card.flops.get("bfloat16") or not card.flops.get("float16") else "float16"
+    if device == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return "bfloat16"
