@@ -80,11 +80,11 @@ class Flat(nn.Module):
         model: nn.Module,
         call: Call,
         around: Callable[[], AbstractContextManager[Any]],
-        low: torch.dtype | None = None,
+        finished: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         super().__init__()
-        self._low = low
-        """What the call is to compute in, and not to return: outputs of this dtype are float32 for the caller."""
+        self._finished = finished
+        """Makes an output what the caller expects, whatever the call computes in."""
         self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
         self._call, self._around = call, around
         self.paths: dict[str, str] = {}
@@ -115,8 +115,9 @@ class Flat(nn.Module):
         with self._around():
             output = self._bare[0].called(state, args, kwargs)
         found, structure = take_apart(output)
-        if any(tensor.dtype == self._low for tensor in found):
-            output = structure.rebuild([one.float() if one.dtype == self._low else one for one in found])
+        finished = [self._finished(tensor) for tensor in found]
+        if any(one is not other for one, other in zip(finished, found, strict=True)):
+            output = structure.rebuild(finished)
             found, structure = take_apart(output)
         unique = list({id(tensor): tensor for tensor in found}.values())
         place = {id(tensor): at for at, tensor in enumerate(unique)}

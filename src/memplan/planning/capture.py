@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from memplan.planning.dropout import apart
 from memplan.planning.fuse import fused
 from memplan.planning.graph import GraphOp, JointGraph
 from memplan.planning.idle import split
+from memplan.planning.layouts import ChannelsLast, in_order
 from memplan.planning.losses import WithLoss
 from memplan.planning.opaque import Around, Opaque
 from memplan.planning.precision import EXACT, Precision, Save
@@ -48,13 +49,15 @@ class Captured:
     """What could not be traced and is called as it is, once: what it is, and where."""
     conditions: tuple[_torch.Condition, ...] = ()
     """Values of inputs that decided what was traced (see `capture`)."""
+    relaid: bool = False
+    """Whether convolutions work in channels last (see planning.layouts)."""
 
     def holds(self, call: Call) -> bool:
         """Whether a call of the same shapes takes the same branches."""
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
-def capture(model: nn.Module, call: Call, precision: Precision = EXACT) -> Captured:
+def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relaid: bool = False) -> Captured:
     """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
 
     Values of small integer inputs may decide a branch (is this mask all ones?). Then what is captured is right for
@@ -64,6 +67,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT) -> Captu
         model: in the state in which it is to run: ``training``, autocast and what needs a gradient are those of now.
         call: what it is called with.
         precision: what it is to compute in, and what may be kept in fewer bits.
+        relaid: whether convolutions are to work in channels last, whatever they are given.
 
     Raises:
         UsageError: the step is one that cannot be planned, or nothing in it needs a gradient.
@@ -72,21 +76,30 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT) -> Captu
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
     watch, around = Watch(model), Around()
+
+    def trace() -> _Traced:
+        return _trace(model, call, around, precision, relaid)
+
     try:
-        joint, flat = _traced(lambda: _trace(model, call, around, precision), model, call, around, watch)
-        _refuse_unseen(lambda: _trace(model, call, around, precision), watch)
+        joint, flat = _traced(trace, model, call, around, watch)
+        _refuse_unseen(trace, watch)
     finally:
         watch.restore()
-    return read(joint, flat, call, tuple(around.found), save=precision.save)
+    return replace(read(joint, flat, call, tuple(around.found), save=precision.save), relaid=relaid)
 
 
 def capture_symbolic(
-    model: nn.Module, call: Call, varying: Sequence[Collection[int]], precision: Precision = EXACT
+    model: nn.Module,
+    call: Call,
+    varying: Sequence[Collection[int]],
+    precision: Precision = EXACT,
+    *,
+    relaid: bool = False,
 ) -> tuple[_torch.Symbolic, Flat]:
     """Trace a call with symbols for sizes, instead of what they are in this call.
 
     Args:
-        model, precision: as for `capture`.
+        model, precision, relaid: as for `capture`.
         call: what it is called with; sizes that are equal here are taken to be equal in other calls.
         varying: for each tensor of the call the dimensions whose sizes are symbols.
 
@@ -103,7 +116,7 @@ def capture_symbolic(
     watch, around = Watch(model), Around()
     try:
         mode = _torch.symbolic_mode()
-        joint, flat = _trace(model, call, around, precision, conditional=False, fake=fake, mode=mode)
+        joint, flat = _trace(model, call, around, precision, relaid, conditional=False, fake=fake, mode=mode)
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
         if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
@@ -177,7 +190,7 @@ class _Untraceable(Exception):
         self.error, self.layer = error, layer
 
 
-def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, **how: Any) -> _Traced:
+def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, relaid: bool, **how: Any) -> _Traced:
     place, names = Place(), _layers(model)
 
     autocast, kept = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
@@ -185,12 +198,11 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, *
     @contextmanager
     def inside() -> Iterator[None]:
         layer = around.tracing(lambda: names.get(place.module, ""))
-        with _torch.casts_kept(kept) as region, autocast(), _lowered(model, precision), layer, (
-            _placing(names, place, region)
-        ):  # fmt: skip
+        lowered, layout = _lowered(model, precision), ChannelsLast() if relaid else nullcontext()
+        with _torch.casts_kept(kept) as region, autocast(), lowered, layer, _placing(names, place, region), layout:
             yield
 
-    flat = Flat(model, call, inside, getattr(torch, precision.compute) if precision.compute else None)
+    flat = Flat(model, call, inside, lambda output: _finished(output, precision, relaid))
     try:
         with place.following():
             return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
@@ -198,6 +210,13 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, *
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
         raise _Untraceable(error, names.get(place.failed_in)) from error
+
+
+def _finished(output: torch.Tensor, precision: Precision, relaid: bool) -> torch.Tensor:
+    """An output as the caller expects it, whatever the call computes in."""
+    if precision.compute and output.dtype == getattr(torch, precision.compute):
+        output = output.float()
+    return in_order(output) if relaid else output
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Fusing:
 
     def within(self, budget: int) -> Candidate | None:
         """The fastest that keeps the budget, of a few that are looked at; None: not even the floor keeps it."""
-        aim, best, seen = budget, None, set[Choices]()
+        aim, best, last, seen = budget, None, None, set[Choices]()
         for _ in range(_AIMS):
             found = self._search.within(aim)
             if found.choices in seen:
@@ -90,7 +90,9 @@ class Fusing:
                     break
             elif best is not None or isinstance(found, Infeasible):
                 break
-            aim += budget - one.peak
+            # What changed nothing was too little.
+            aim += (budget - one.peak) * (2 if last is not None and one.peak >= last > budget else 1)
+            last = one.peak
         return best or self._lowest(budget)
 
     def lowest(self) -> Candidate:

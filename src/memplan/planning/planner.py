@@ -22,6 +22,7 @@ from memplan.planning.fused import Fused
 from memplan.planning.fusing import Candidate, Fusing, as_fusible
 from memplan.planning.fusion import UNTOLD, fusion_of
 from memplan.planning.graph import RESIDENT, JointGraph
+from memplan.planning.layouts import relaid
 from memplan.planning.offload import with_offloads
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
@@ -172,7 +173,7 @@ class _Bounds:
 class Study:
     """A captured call and what is known of it whatever the budget: peaks without a plan, the floor.
 
-    ``plain``: the same in the precision that the step is written in, where this is another one.
+    ``plain``: the same in the precision and the layout that the step is written in, where these are others.
     """
 
     def __init__(self, model: nn.Module, call: Call, captured: Captured, plain: Study | None = None) -> None:
@@ -180,11 +181,13 @@ class Study:
         self._searches: dict[_Kind, Search] = {}
         self._fusings: dict[_Kind, Fusing] = {}
         self._eager: dict[_Kind, int] = {}
+        self._relaid: Study | None = None
+        self._looked = captured.relaid
 
     def planned(self, settings: Settings) -> Planned:
         """The plan for one budget. Raises BudgetError."""
         if settings.engine == "inductor":
-            return self._fused(settings)
+            return self._in_either_layout(settings)
         graph, search = self.captured.graph, self.search(settings)
         around = search.around
         if settings.plan is not None:
@@ -201,8 +204,33 @@ class Study:
         bounds = _Bounds(timeline_of(made, around), search.floor_peak, search.lower_bound, bound)
         return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
 
+    def _in_either_layout(self, settings: Settings) -> Planned:
+        """The same, for fused kernels: with convolutions in channels last where that fits, or as they are."""
+        relaid = self.relaid(settings)
+        if relaid is None:
+            return self._fused(settings)
+        if settings.plan is not None:
+            same = settings.plan.fingerprint == relaid.captured.graph.fingerprint
+            return (relaid if same else self)._fused(settings)
+        try:
+            return relaid._fused(settings)
+        except BudgetError as error:
+            try:
+                return self._fused(settings)
+            except BudgetError as other:
+                raise min(error, other, key=lambda one: one.smallest_budget) from None
+
+    def relaid(self, settings: Settings) -> Study | None:
+        """What is known of the same call with its convolutions in channels last; None where that is not as good."""
+        if not self._looked:
+            self._looked = True
+            found = relaid(self.model, self.call, self.captured, settings.settled)
+            if found is not None:
+                found = replace(found, graph=_with_costs(found.graph, settings))
+                self._relaid = Study(self.model, self.call, found, self.plain or self)
+        return self._relaid
+
     def _fused(self, settings: Settings) -> Planned:
-        """The same, for fused kernels."""
         fusing, search = self._fusing(settings), self.search(settings)
         if settings.plan is not None:
             found = fusing.candidate(settings.plan.choices)
@@ -240,10 +268,12 @@ class Study:
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
         """Plans from all kept to the floor."""
-        found = self.search(settings).frontier(points)
         if settings.engine == "graph":
-            return found
-        fusing = self._fusing(settings)
+            return self.search(settings).frontier(points)
+        relaid = self.relaid(settings)
+        if relaid is not None:
+            return relaid.frontier(settings, points)
+        found, fusing = self.search(settings).frontier(points), self._fusing(settings)
         return [replace(one, peak=fusing.candidate(one.choices).peak) for one in found]
 
     def search(self, settings: Settings) -> Search:

@@ -32,11 +32,12 @@ class Template:
     symbolic: _torch.Symbolic
     flat: Flat
     save: Save = "exact"
+    relaid: bool = False
 
     def at(self, call: Call) -> Captured | None:
         """What capturing the call would give; None where its sizes lead to another graph."""
         joint = self.symbolic.at(call.tensors)
-        return None if joint is None else read(joint, self.flat, call, save=self.save)
+        return None if joint is None else replace(read(joint, self.flat, call, save=self.save), relaid=self.relaid)
 
 
 class _Kind:
@@ -55,11 +56,18 @@ class Shapes:
     Args:
         module: whose calls they are.
         kind: tells kinds of calls, and states of the module, from others; whatever the sizes of the call's tensors.
-        precision: as for `capture`.
+        precision, relaid: as for `capture`.
     """
 
-    def __init__(self, module: nn.Module, kind: Callable[[Call], Hashable], precision: Precision = EXACT) -> None:
-        self._module, self._kind, self._precision = module, kind, precision
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: Callable[[Call], Hashable],
+        precision: Precision = EXACT,
+        *,
+        relaid: bool = False,
+    ) -> None:
+        self._module, self._kind, self._precision, self._relaid = module, kind, precision, relaid
         self._kinds: dict[Hashable, _Kind] = {}
 
     def known(self, call: Call) -> None:
@@ -73,7 +81,7 @@ class Shapes:
         if found is None and self._renewed(kind, call) and kind.template is not None:
             found = kind.template.at(call)
         kind.seen.append(_sizes(call))
-        return capture(self._module, call, self._precision) if found is None else found
+        return capture(self._module, call, self._precision, relaid=self._relaid) if found is None else found
 
     def _of(self, call: Call) -> _Kind:
         about = tuple((one.dim(), one.dtype, one.device, one.requires_grad) for one in call.tensors)
@@ -86,8 +94,8 @@ class Shapes:
             return False
         kind.varying = varying
         try:
-            traced = capture_symbolic(self._module, call, varying, self._precision)
-            kind.template = Template(*traced, self._precision.save)
+            traced = capture_symbolic(self._module, call, varying, self._precision, relaid=self._relaid)
+            kind.template = Template(*traced, self._precision.save, self._relaid)
         except SymbolicError as error:
             _log.debug("not traced with symbols for sizes: %s", error)
             return False

@@ -227,8 +227,8 @@ class _Fitting:
         floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
-            study = self.planner.study(self.asked.call, self.settings, key=0)
-            planned, eager = study.planned(replace(self.settings, budget=floor)), study.eager_peak(self.settings)
+            planned = self.planner.planned(self.asked.call, replace(self.settings, budget=floor), key=0)
+            eager = self.planner.study(self.asked.call, self.settings, key=0).eager_peak(self.settings)
         with ExitStack() as undo:
             self._put_in_place(planned, floor, undo)
             measured = max(floor, self.prover.peak(floor, planned) or 0)

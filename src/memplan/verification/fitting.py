@@ -48,14 +48,15 @@ class Plans:
     def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
         self._module, self._settings, self._told = module, settings, told
         self._planner, self._keys = Planner(module), Keys(module)
-        self._shapes, self._captured = Shapes(module, self._kind, settings.settled), 0
         self._expected: Planned | None = None
         self.made: list[Planned] = []
+        self._shapes, self._captured = self._new_shapes(), 0
 
     def expect(self, planned: Planned) -> None:
         """The next call that is asked about runs by this plan, which was made for it."""
         self._expected = planned
         self.made.append(planned)
+        self._shapes = self._new_shapes()
 
     def __call__(self, call: Call, held: bool) -> Planned | Reused:
         """The plan of a call.
@@ -88,6 +89,8 @@ class Plans:
             self._told(f"planned anew: {_said(call, held)}")
         else:
             self._shapes.known(call)
+        if captured is not None and captured.relaid:
+            captured = None  # whether the other layout is as good is looked at again
         planned = self._planner.planned(call, replace(self._settings, held=held, plan=None), captured=captured)
         self.made.append(planned)
         if len(self.made) > _MADE:
@@ -97,8 +100,12 @@ class Plans:
     def _capture(self, call: Call) -> Captured:
         self._captured += 1
         if self._captured % _CAPTURED == 0:
-            self._shapes = Shapes(self._module, self._kind, self._settings.settled)
+            self._shapes = self._new_shapes()
         return self._shapes.captured(call)
+
+    def _new_shapes(self) -> Shapes:
+        relaid = bool(self.made) and self.made[0].captured.relaid
+        return Shapes(self._module, self._kind, self._settings.settled, relaid=relaid)
 
     def _kind(self, call: Call) -> Hashable:
         """What tells a call and the module's state from others, but for the call's tensors."""

@@ -1,0 +1,122 @@
+"""A captured step with its convolutions in channels last: where that is done, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memplan
+from memplan import _torch
+from memplan.planning import layouts
+from memplan.planning.calls import call_of
+from memplan.planning.capture import Captured, capture
+from memplan.planning.precision import EXACT
+
+
+class Net(nn.Module):
+    """Two convolutions with a norm, and something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.relu, dims: int = 2) -> None:
+        super().__init__()
+        convolution = {2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        self.first, self.second = convolution(3, 32, 3, padding=1), convolution(32, 4, 3, padding=1)
+        self.norm = {2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](32)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.norm(self.first(x))))
+
+
+def _relaid(model: nn.Module, x: Tensor) -> Captured | None:
+    call = call_of((x,), {})
+    return layouts.relaid(model, call, capture(model, call), EXACT)
+
+
+def _image(dims: int = 2) -> Tensor:
+    return torch.randn(2, 3, *[12] * dims)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_convolutions_read_and_make_channels_last(dims: int) -> None:
+    found = _relaid(Net(dims=dims), _image(dims))
+    assert found is not None
+    assert found.relaid
+    graph = found.graph
+    for name, operand in (("aten.convolution.default", 0), ("aten.convolution_backward.default", 1)):
+        read = [graph.values[op.args[operand].value] for op in graph.ops if op.target == name]
+        assert len(read) >= 2
+        assert all(one.stride[1] == 1 for one in read)
+    made = next(graph.values[op.makes[0]] for op in graph.ops if "norm" in op.target)
+    assert made.stride[1] == 1
+
+
+def test_what_is_returned_is_in_order() -> None:
+    found = _relaid(Net(), _image())
+    assert found is not None
+    output = found.graph.values[found.graph.outputs[0]]
+    assert output.stride == torch.empty(output.shape).stride()
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param(lambda x: F.dropout(x, 0.5), id="numbers are drawn in the order of memory"),
+        pytest.param(lambda x: x.view(2, -1).view(2, 32, 12, 12), id="a view of what lies in order"),
+        pytest.param(lambda x: x.as_strided((2, 32, 12, 12), (4608, 144, 12, 1)), id="a look at memory"),
+        pytest.param(lambda x: F.instance_norm(x) * 1.0, id="a norm that puts in order what it reads"),
+    ],
+)
+def test_left_as_it_is(between: Callable[[Tensor], Tensor]) -> None:
+    assert _relaid(Net(between), _image()) is None
+
+
+def test_left_as_the_user_laid_it_out() -> None:
+    assert _relaid(Net(), _image().contiguous(memory_format=torch.channels_last)) is None
+
+
+def test_left_without_convolutions_of_images() -> None:
+    assert _relaid(nn.Conv1d(3, 4, 3), torch.randn(2, 3, 16)) is None
+    assert _relaid(nn.Linear(12, 4), _image()) is None
+
+
+def test_keyword_arguments_are_relaid_too() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 3, 3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(input=x, weight=self.weight).relu().sum()
+
+    found = _relaid(Named(), _image())
+    assert found is not None
+    convolution = next(op for op in found.graph.ops if op.target == "aten.convolution.default")
+    assert found.graph.values[convolution.args[0].value].stride[1] == 1
+
+
+@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")
+def test_a_fused_step_in_channels_last_is_the_same_and_predicted() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Net(), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3)), torch.randn(4, 3, 64, 64)
+    twin = nn.Sequential(Net(), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3))
+    twin.load_state_dict(model.state_dict())
+    fitted = memplan.fit(model, x, budget="1 GiB", engine="inductor")
+    assert fitted.proof.ok
+    assert fitted.proof.predicted is not None
+    assert abs(fitted.proof.predicted - fitted.proof.peak) <= 0.01 * fitted.proof.peak
+    assert "clone" in fitted.plan.program, "the first convolution's operand is laid out anew"
+    output, expected = fitted.model(x), twin(x)
+    assert output.stride() == expected.stride()
+    torch.testing.assert_close(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one.grad is not None
+        assert one.grad.stride() == one.stride()
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4)
+    smaller = fitted.model(x[:2])
+    assert smaller.shape[0] == 2

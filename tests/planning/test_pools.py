@@ -1,0 +1,45 @@
+"""Max pools under memplan's names: torch's kernels, whatever they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memplan.planning.pools import POOLS
+
+_FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+
+
+@given(st.sampled_from([2, 3]), st.integers(1, 3), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(0, 99))
+def test_the_same_bits_and_layout_as_torchs(
+    dims: int, kernel: int, stride: int, last: bool, ceil: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(2, 3, *[7] * dims)
+    x = x.contiguous(memory_format=_FORMATS[dims]) if last else x
+    window = ([kernel] * dims, [stride] * dims, [kernel // 2] * dims, [1] * dims, ceil)
+    forward: Any = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices").default
+    backward: Any = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices_backward").default
+    results, expected = POOLS[forward](x, *window), forward(x, *window)
+    gradient = torch.randn_like(expected[0])
+    results += (POOLS[backward](gradient, x, *window, results[1]),)
+    expected += (backward(gradient, x, *window, expected[1]),)
+    for one, other in zip(results, expected, strict=True):
+        assert one.stride() == other.stride()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_without_data_as_with(dims: int) -> None:
+    x = torch.randn(2, 3, *[8] * dims).contiguous(memory_format=_FORMATS[dims])
+    forward: Any = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices").default
+    real = POOLS[forward](x, [2] * dims, [2] * dims)
+    with FakeTensorMode() as mode:
+        fake = POOLS[forward](mode.from_tensor(x), [2] * dims, [2] * dims)
+    for one, other in zip(fake, real, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
