@@ -236,6 +236,11 @@ def _uncached() -> Iterator[None]:
         yield
 
 
+def is_of_other_layout(error: AssertionError) -> bool:
+    """Whether the code found that an op returned something else than what it was written for."""
+    return "expected size" in str(error)  # as assert_size_stride says it
+
+
 def without_kernels(part: Lowerable, code: str) -> Boxed:
     """What `code_of` wrote, to be run on tensors without data: it allocates and frees, its own kernels do nothing."""
     from torch._inductor import async_compile

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memplan import _torch
 from memplan._torch import inductor
+from memplan.errors import CompileError, MemplanError
 from memplan.planning.fused import Fused, Halves
 from memplan.planning.graph import RESIDENT, JointGraph, Value
 from memplan.planning.peaks import Surroundings
@@ -35,10 +36,20 @@ def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surrou
         of: what runs.
         codes: by name of a part, what `inductor.code_of` wrote for it.
         around: what there is beside the graph's values.
+
+    Raises:
+        CompileError: the code calls what nobody knows here.
     """
     step, semantics = _Step(of, codes, around), _with_scratch(of.schedule.graph)
     with torch.autocast(HOST, enabled=False):
-        return simulate(record_for(step.build, choose_target(HOST), 1, semantics))
+        try:
+            return simulate(record_for(step.build, choose_target(HOST), 1, semantics))
+        except MemplanError as error:
+            raise CompileError(
+                f"The code that Inductor wrote cannot be followed without data: {error.found}",
+                expected="code as torch 2.11 to 2.15 write it",
+                do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
+            ) from error
 
 
 def _with_scratch(graph: JointGraph) -> Semantics:
