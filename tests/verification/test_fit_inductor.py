@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rewriting.cells import CELLS, total
+from rewriting.cells import CELLS, Norms, total
 from torch import nn
 from torch.nn import functional as F
 from verification.test_fit_cells import BATCH, QUICK, Twice
@@ -173,6 +173,17 @@ def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
     with pytest.raises(BudgetError) as caught:
         fit(model, x, targets=y, loss=F.cross_entropy, budget=1, **GIVEN)
     holds(fit(model, x, targets=y, loss=F.cross_entropy, budget=caught.value.smallest_budget, **GIVEN))
+
+
+def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small() -> None:
+    """Fused kernels were asked for, and take more here than torch's own one after the other."""
+    torch.manual_seed(0)
+    model, x = Norms(), torch.randn(32, 3, 16, 16)
+    with pytest.raises(BudgetError) as caught:
+        fit(model, x, loss=torch.sum, budget=1, **GIVEN)
+    fitted = fit(model, x, loss=torch.sum, budget=caught.value.smallest_budget, **GIVEN)
+    holds(fitted)
+    assert fitted.proof.reference_peak < fitted.proof.peak
 
 
 def test_without_a_compiler_one_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
