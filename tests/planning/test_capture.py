@@ -626,6 +626,14 @@ def test_tensors_that_are_not_plain_are_refused() -> None:
         capture(linear(), call_of((torch.eye(4).to_sparse(),), {}))
 
 
+def test_a_sparse_tensor_on_the_way_is_refused() -> None:
+    def product(parts: Any, x: Tensor) -> Tensor:
+        return torch.sparse.mm(torch.eye(3).to_sparse(), parts[0](x))
+
+    with pytest.raises(RecordingError, match=r"_to_sparse.default makes a tensor of layout torch.sparse_coo"):
+        capture(Calls(product, linear()), call_of((torch.ones(3, 4),), {}))
+
+
 class Unregistered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -94,6 +94,22 @@ def test_a_schedule_written_by_hand_passes_with_the_peak_added_up_by_hand() -> N
     assert {action.kind for action in (*FORWARD, *BACKWARD)} == SIX_KINDS
 
 
+def test_what_has_an_effect_and_no_result_runs_once() -> None:
+    """A check of a matrix makes nothing, and is no view."""
+    tape = Tape()
+    x, w = tape.value("input", 64), tape.value("parameter", 64)
+    h = tape.op("aten.mm.default", [x], 64, 1.0, parameters=[w], saves="i")
+    tape.raw("aten._linalg_check_errors.default", (h,), (), once=True)
+    tape.finish(tape.op("aten.sum.default", [h], 4, 0.1))
+    graph = tape.graph()
+    plan = schedule(graph, Choices())
+    validate(graph, plan)
+    (at,) = (at for at, action in enumerate(plan.forward) if action.op == 1)
+    without = replace(plan, forward=(*plan.forward[:at], *plan.forward[at + 1 :]))
+    with pytest.raises(ScheduleError):
+        validate(graph, without)
+
+
 def test_what_lives_beside_the_graph_counts() -> None:
     def peak(*, early: bool = False, held: bool = False) -> int:
         plan = replace(PLAN, choices=Choices(early=early, held=held))
@@ -374,7 +390,7 @@ def test_an_op_with_an_effect_runs_once_whoever_reads_its_result() -> None:
     graph, plan = tiny()
     effect = GraphOp(3, "aten.print.default", (), {}, "backward", (), False, (1,), (), discarded=4, once=True)
     graph = replace(graph, ops=(*graph.ops, effect))
-    with pytest.raises(ScheduleError, match="not every op ran once"):
+    with pytest.raises(ScheduleError, match="not all ran once"):
         validate(graph, plan)
     validate(graph, replace(plan, backward=(*plan.backward[:3], run(3, (1,), ()), *plan.backward[3:])))
 

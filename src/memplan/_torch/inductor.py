@@ -1,6 +1,6 @@
 """Functions of tensors as fused kernels: traced into core ops, lowered by Inductor.
 
-Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
+Seen in torch 2.11, 2.13 and 2.15: ``torch.fx.experimental.proxy_tensor.make_fx``,
 ``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
 ``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
 ``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
@@ -8,7 +8,7 @@ Seen in torch 2.11 and 2.13: ``torch.fx.experimental.proxy_tensor.make_fx``,
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
 (``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
 ``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
-``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.13, and in 2.11 of no use for ops that draw:
+``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.13 and 2.15, and in 2.11 of no use for ops that draw:
 ``preserve_node_ordering`` and ``control_deps_autograd`` in ``torch._inductor.fx_passes.control_dependencies``.
 """
 
@@ -234,6 +234,11 @@ def _uncached() -> Iterator[None]:
 
     with config.patch(fx_graph_cache=False):
         yield
+
+
+def is_of_other_layout(error: AssertionError) -> bool:
+    """Whether the code found that an op returned something else than what it was written for."""
+    return "expected size" in str(error)  # as assert_size_stride says it
 
 
 def without_kernels(part: Lowerable, code: str) -> Boxed:

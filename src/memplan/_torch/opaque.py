@@ -1,9 +1,9 @@
 """Calls that stay as they are in a traced graph: one op for the call, one for its derivative.
 
-Seen in torch 2.11, 2.13 and 2.15: frames of ``torch.autograd.function`` in tracebacks (``cls`` in ``Function.apply``,
-``self`` with ``_forward_cls`` in that of its backward), names of the functions that `torch.library.register_autograd`
-makes, ``func`` of UnsupportedOperatorException, ``torch.autograd._profiler_enabled``,
-``torch._C._DisablePythonDispatcher``.
+Seen in torch 2.11, 2.13 and 2.15: ``_forward_cls`` of contexts, names of the functions that
+`torch.library.register_autograd` makes, ``func`` of UnsupportedOperatorException, ``torch.autograd._profiler_enabled``,
+``torch._C._DisablePythonDispatcher``. Seen in 2.11 and 2.13 alone: frames of ``torch.autograd.function`` in tracebacks
+(``cls`` in ``Function.apply``, ``self`` in that of its backward).
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def culprit(error: BaseException) -> Any:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        if frame.f_code.co_filename == functions.__file__ and frame.f_code.co_name == "apply":
-            found = frame.f_locals.get("cls") or getattr(frame.f_locals.get("self"), "_forward_cls", None)
+        if found := _function_of(frame):
             if isinstance(found, type) and not found.__module__.startswith("torch."):
                 return found
             made = _op_of_formula(getattr(found, "__name__", ""))
@@ -111,6 +110,16 @@ def culprit(error: BaseException) -> Any:
         return _op(func.namespace, func._schema.name.split("::")[1])
     named = (_op(*name) for name in _NAMED.findall(str(error).split("\n")[0]))
     return next((op for op in named if op is not None), None)
+
+
+def _function_of(frame: Any) -> Any:
+    """The autograd Function of which a frame runs something: up to 2.13 torch calls it from Python, in 2.15 it does
+    not, and its forward and backward have the context first."""
+    code, given = frame.f_code, frame.f_locals
+    if code.co_filename == functions.__file__ and code.co_name == "apply":
+        return given.get("cls") or getattr(given.get("self"), "_forward_cls", None)
+    first = given.get(code.co_varnames[0]) if code.co_argcount else None
+    return type(first)._forward_cls if isinstance(first, functions.BackwardCFunction) else None
 
 
 def _op_of_formula(name: str) -> Any:

@@ -1,6 +1,6 @@
 """The kernels that Inductor's generated code calls: what each moves, and of which ops it is.
 
-Recorded as the code is written, since the code itself does not say. Seen in torch 2.11 and 2.13:
+Recorded as the code is written, since the code itself does not say. Seen in torch 2.11, 2.13 and 2.15:
 ``torch._inductor.scheduler.Scheduler.codegen_extern_call``, ``name_to_fused_node``, ``get_name``, ``get_nodes`` and
 ``get_outputs``, ``read_writes`` and ``get_read_write_buffer_accesses`` of its nodes;
 ``torch._inductor.dependencies.WeakDep``; ``define_kernel`` of ``torch._inductor.codegen.cpp.CppScheduling`` and

@@ -44,8 +44,12 @@ class Part:
 
 
 @contextmanager
-def lowering(part: Part) -> Iterator[None]:
-    """Say what failed while a part is lowered or compiled: Inductor raises whatever its passes and the compiler raise.
+def lowering(name: str) -> Iterator[None]:
+    """Say what failed while a part is traced, lowered or compiled: Inductor raises whatever its passes and the compiler
+    raise.
+
+    Args:
+        name: of the part.
 
     Raises:
         CompileError: in place of that.
@@ -53,12 +57,18 @@ def lowering(part: Part) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
         raise CompileError(
-            f"The {part.name} pass could not be compiled: {type(error).__name__}: {reason:.300}",
+            f"The {name} pass could not be compiled: {type(error).__name__}: {_reason(error):.300}",
             expected="a step that Inductor can lower, and a compiler that works",
             do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, and the first in which a compiler does."""
+    first, *more = str(error).strip().splitlines() or [""]
+    compilers = next((line.strip() for line in more if "error:" in line), None)
+    return first if compilers is None else f"{first}: {compilers}"
 
 
 Compiler = Callable[[Part], inductor.Boxed]
@@ -123,9 +133,11 @@ def fused(of: Schedule) -> Fused:
         saved, tangents = rest[: len(of.saved)], rest[len(of.saved) :]
         return [gradient for group in functions["backward"](inputs, saved, tangents) for _, gradient in group]
 
-    first = inductor.traced(forward, _fakes(resident, mode), mode, own)
+    with lowering("forward"):
+        first = inductor.traced(forward, _fakes(resident, mode), mode, own)
     later = [*(resident[at] for at in handed), *(graph.values[value] for value in of.saved), *_tangents(graph)]
-    second = inductor.traced(backward, _fakes(later, mode), mode, own)
+    with lowering("backward"):
+        second = inductor.traced(backward, _fakes(later, mode), mode, own)
     assert not second.written, "the backward pass changes nothing that it is handed"
     return _put_together(of, first, second, handed)
 

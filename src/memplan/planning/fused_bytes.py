@@ -6,20 +6,27 @@ code's own kernels hold nothing beyond what is allocated for them. So fusion is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memplan import _torch
 from memplan._torch import inductor
+from memplan.errors import CompileError, MemplanError
 from memplan.planning.fused import Fused, Halves
-from memplan.planning.graph import RESIDENT, Value
+from memplan.planning.graph import RESIDENT, JointGraph, Value
 from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import taken
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
 from memplan.trace.model import HOST
-from memplan.trace.record import record
+from memplan.trace.record import record_for
+from memplan.trace.semantics import cpu
+from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
+from memplan.trace.session import choose_target
 
 
 def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
@@ -29,10 +36,35 @@ def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surrou
         of: what runs.
         codes: by name of a part, what `inductor.code_of` wrote for it.
         around: what there is beside the graph's values.
+
+    Raises:
+        CompileError: the code calls what nobody knows here.
     """
-    step = _Step(of, codes, around)
+    step, semantics = _Step(of, codes, around), _with_scratch(of.schedule.graph)
     with torch.autocast(HOST, enabled=False):
-        return simulate(record(step.build, device=HOST, steps=1))
+        try:
+            return simulate(record_for(step.build, choose_target(HOST), 1, semantics))
+        except MemplanError as error:
+            raise CompileError(
+                f"The code that Inductor wrote cannot be followed without data: {error.found}",
+                expected="code as torch 2.11 to 2.15 write it",
+                do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
+            ) from error
+
+
+def _with_scratch(graph: JointGraph) -> Semantics:
+    """What kernels take on this CPU, and what calls take that stay as they are: that was found out for the graph."""
+    known = dict[tuple[str, str], int]()
+    for op in graph.ops:
+        if op.target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD):
+            key = op.target, op.args[-1]
+            known[key] = max(op.scratch, known.get(key, 0))
+
+    def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        taken = known.get((name, args[-1]), 0) if name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else 0
+        return (Extra(taken),) if taken else cpu.SEMANTICS.extras(name, args, kwargs, result, in_backward)
+
+    return replace(cpu.SEMANTICS, extras=extras)
 
 
 class _Step:

@@ -109,7 +109,7 @@ class Fusing:
 
 
 def _code_of(part: Part) -> inductor.Code:
-    with lowering(part):
+    with lowering(part.name):
         return inductor.code_of(part.lowerable)
 
 

@@ -27,7 +27,8 @@ from memplan.trace.model import HOST
 Bound = Literal["bandwidth", "compute"]
 
 UNTOLD = "this version of Inductor does not say what its kernels move: what fusion brings is not known"
-_COPY = "aten.copy_.default"
+COPY = "aten.copy_.default"
+"""The kernel of what the engine copies itself: into buffers, after the forward pass."""
 _TWICE = {
     "aten._native_batch_norm_legit_functional.default": ("input",),
     "aten._native_batch_norm_legit.default": ("input",),
@@ -213,7 +214,7 @@ class _Grouping:
                 made = self.about(action)
                 layers, where = ((), None) if made is None else ((made.layer,) * bool(made.layer), made.where)
                 size = 2 * self.graph.values[action.value].own_bytes
-                yield Group(_COPY, False, "forward", (_COPY,), layers, where, size, 0, 0.0, "bandwidth")
+                yield Group(COPY, False, "forward", (COPY,), layers, where, size, 0, 0.0, "bandwidth")
 
     def op(self, mark: int) -> GraphOp | None:
         """The op that an action runs, or is about."""

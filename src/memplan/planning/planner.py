@@ -35,6 +35,7 @@ from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
 from memplan.planning.tiers import fastest, with_lossy_way
 from memplan.planning.trace import timeline_of
+from memplan.planning.unfused import unfused
 from memplan.planning.updates import Optimizer, surroundings
 from memplan.planning.validate import validate
 from memplan.simulation.model import Timeline
@@ -353,7 +354,7 @@ class Study:
 
 def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
     made = fusion_of(found.fused, found.codes, settings.device)
-    return replace(plan, fusion=made, notes=plan.notes if made else (*plan.notes, UNTOLD))
+    return replace(plan, fusion=made, notes=(*plan.notes, *(unfused(made) if made else (UNTOLD,))))
 
 
 def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:

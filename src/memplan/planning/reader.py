@@ -200,6 +200,7 @@ class Reader:
         target, found = str(function), node.meta["val"]
         tokens = 0 if effect is None else 1
         results = (found,) if isinstance(found, torch.Tensor) else tuple(found)[tokens:]
+        _refuse_sparse(results, target, layer, where)
         multiple = len(results) > 1 if tokens else not isinstance(found, torch.Tensor)
         outputs, discarded = self._outputs(node, results, tokens, index)
         args = eager_arguments(
@@ -310,6 +311,19 @@ def _check(function: Any, layer: str, where: str | None) -> None:
         raise RecordingError(
             f"{function} takes functions, not only tensors, and a plan has no ops for that",
             expected="ops of tensors",
+            do="Leave that layer out of the plan",
+            layer=layer,
+            where=where,
+        )
+
+
+def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str | None) -> None:
+    """A plan counts the one storage of each tensor."""
+    odd = [one.layout for one in results if isinstance(one, torch.Tensor) and one.layout != torch.strided]
+    if odd:
+        raise RecordingError(
+            f"{target} makes a tensor of layout {odd[0]}",
+            expected="dense tensors",
             do="Leave that layer out of the plan",
             layer=layer,
             where=where,

@@ -113,7 +113,17 @@ def _check_engine(engine: str) -> None:
         raise UsageError(
             f"engine={engine!r}", expected=" or ".join(map(repr, get_args(Engine))), do="Leave it out"
         )  # fmt: skip
-    if engine == "inductor" and _torch.cpp_compiler() is None:
+    if engine == "graph":
+        return
+    try:
+        compiler = _torch.cpp_compiler()
+    except OSError as error:  # it makes the directory when it is imported
+        raise UsageError(
+            f"engine='inductor', and Inductor cannot make the directory of its cache ({error})",
+            expected="one that can be written to: what the environment's TORCHINDUCTOR_CACHE_DIR names, else TMPDIR",
+            do="Set that, or leave engine out: 'graph' compiles nothing",
+        ) from error
+    if compiler is None:
         raise UsageError(
             "engine='inductor', and no C++ compiler was found",
             expected="one that Inductor can call: g++, clang++, or what the environment's CXX names",

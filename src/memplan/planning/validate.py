@@ -53,7 +53,7 @@ class _Walk:
                 saved = self.live - self.resident - self.outputs
                 self.need(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
                 self.changed |= self.outputs - self.resident - {*self.plan.saved}  # what is not handed on
-        self.need(self.ran == [op.index for op in self.graph.ops if op.makes or op.discarded], "not every op ran once")
+        self.need(self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once")
         due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.given
         self.need(not due, f"the write or the gradient of {self.names(due)} is missing")
         odd = self.live ^ (self.resident | self.outputs | self.theirs)

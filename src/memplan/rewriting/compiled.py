@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
 from memplan._torch import inductor
+from memplan.errors import CompileError
 from memplan.planning.fused import Fused, Halves, Part, lowering
 
 
@@ -16,5 +22,20 @@ def compiled(of: Fused) -> Halves:
 
 
 def _kernels(part: Part) -> inductor.Boxed:
-    with lowering(part):
-        return inductor.kernels_of(part.lowerable)
+    with lowering(part.name):
+        function = inductor.kernels_of(part.lowerable)
+
+    def run(given: list[Any]) -> Sequence[Tensor]:
+        try:
+            return function(given)
+        except AssertionError as error:
+            if not inductor.is_of_other_layout(error):
+                raise
+            found = "; ".join(str(error).splitlines()[:2])
+            raise CompileError(
+                f"The {part.name} pass was compiled for what an op does not return: {found:.300}",
+                expected="ops that return shapes and strides as their fake implementations say",
+                do="Mend the op's register_fake (torch.library.opcheck tests it), or leave engine out",
+            ) from error
+
+    return run

@@ -17,6 +17,7 @@ from memplan.trace.model import HOST, Trace
 from memplan.trace.observer import Observer
 from memplan.trace.place import Place
 from memplan.trace.semantics import cpu, cuda
+from memplan.trace.semantics.extra import Semantics
 from memplan.trace.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
 from memplan.trace.standins import Standins
 
@@ -49,28 +50,28 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     return record_for(build, choose_target(device), steps)
 
 
-def record_for(build: Build, target: Target, steps: int = 2) -> Trace:
-    """As `record`, for a target that is chosen."""
+def record_for(build: Build, target: Target, steps: int = 2, semantics: Semantics = cpu.SEMANTICS) -> Trace:
+    """As `record`, for a target that is chosen. ``semantics``: of what runs on the CPU."""
     try:
-        return _Recording(target, "unknown").run(build, steps)
+        return _Recording(target, "unknown", semantics).run(build, steps)
     except NothingNamed:
-        return _Recording(target, "everything").run(build, steps)
+        return _Recording(target, "everything", semantics).run(build, steps)
     except NamedLate:  # only in a step: then what the building left on the CPU stays there
-        trace = _Recording(target, "named").run(build, steps)
+        trace = _Recording(target, "named", semantics).run(build, steps)
     weights = [storage for storage in trace.storages if storage.cause == "weight"]
     if weights and all(storage.device == HOST for storage in weights):
         # no model is on the card: CUDA was not named but derived from a tensor's device, which we had said is "cuda"
-        return _Recording(target, "everything").run(build, steps)
+        return _Recording(target, "everything", semantics).run(build, steps)
     return trace
 
 
 class _Recording:
     """The parts that record a step, put together."""
 
-    def __init__(self, target: Target, on_card: OnCard) -> None:
+    def __init__(self, target: Target, on_card: OnCard, semantics: Semantics) -> None:
         self._target = target
         self._place = Place()
-        self._observer = Observer(self._place, real=False, semantics=cpu.SEMANTICS)
+        self._observer = Observer(self._place, real=False, semantics=semantics)
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode)
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal

@@ -182,8 +182,8 @@ class _Fitting:
 
     def _as_it_is(self) -> Fitted | None:
         """The answer where the step fits without a plan, predicted and measured; None where it does not."""
-        if self.settings.plan is not None or self.settings.early or self.settings.engine != "graph":
-            return None  # they are asked for whether it fits or not
+        if not self._may_stay_as_it_is:
+            return None
         with self._tracing():
             study = self.planner.study(self.asked.call, self.settings, key=0)
             if study.eager_peak(self.settings) > self.settings.budget:
@@ -198,6 +198,11 @@ class _Fitting:
         self.notes.append("it fits already: nothing is changed")
         loss = None if self.asked.step is self.asked.model else self.asked.step
         return Fitted(self.asked.model, loss, plan, proof, False, None, self.notes)
+
+    @property
+    def _may_stay_as_it_is(self) -> bool:
+        """Whether it is enough that the step fits: a plan, early updates and fused kernels are asked for anyhow."""
+        return self.settings.plan is None and not self.settings.early and self.settings.engine == "graph"
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -236,7 +241,7 @@ class _Fitting:
         if measured > floor:
             least = _with_spare(measured, floor)
             expected = f"{expected}. That plan was measured at {format_bytes(measured)}"
-        if eager < least and not self.settings.early:
+        if eager < least and self._may_stay_as_it_is:
             eager = max(eager, self.prover.peak(eager, None) or 0)
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
