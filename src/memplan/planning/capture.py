@@ -18,6 +18,7 @@ from memplan.planning import codecs, forms
 from memplan.planning.again import with_again
 from memplan.planning.calls import Call, Flat, Returned
 from memplan.planning.casts import cast_once
+from memplan.planning.chunks import chunked
 from memplan.planning.copies import guarded, without_copies
 from memplan.planning.dropout import apart
 from memplan.planning.fuse import fused
@@ -25,7 +26,7 @@ from memplan.planning.graph import GraphOp, JointGraph
 from memplan.planning.idle import split
 from memplan.planning.losses import WithLoss
 from memplan.planning.opaque import Around, Opaque
-from memplan.planning.precision import EXACT, Precision, Save
+from memplan.planning.precision import EXACT, Precision
 from memplan.planning.reader import Reader
 from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
 from memplan.planning.unseen import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
@@ -77,7 +78,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT) -> Captu
         _refuse_unseen(lambda: _trace(model, call, around, precision), watch)
     finally:
         watch.restore()
-    return read(joint, flat, call, tuple(around.found), save=precision.save)
+    return read(joint, flat, call, tuple(around.found), precision)
 
 
 def capture_symbolic(
@@ -120,9 +121,9 @@ class SymbolicError(Exception):
 
 
 def read(
-    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), *, save: Save = "exact"
+    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), precision: Precision = EXACT
 ) -> Captured:
-    """What was traced as a graph, with all that is known of its ops. ``save``: what its values may be kept in."""
+    """What was traced, in a precision, as a graph with all that is known of its ops."""
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
@@ -136,7 +137,9 @@ def read(
     graph = fused(apart(split(graph)))
     if reader.on_cpu:
         graph = with_again(graph)
-    graph = codecs.encodings(_with_overwrites(graph), save)
+    if precision.compute and reader.on_cpu:
+        graph = chunked(graph)
+    graph = codecs.encodings(_with_overwrites(graph), precision.save)
     return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
 
 

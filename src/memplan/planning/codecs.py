@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from memplan.planning.forms import NUMBERS, PIECE, arguments_of, is_dense, itemsize
-from memplan.planning.graph import Encoding, GraphOp, JointGraph, Ref, Value
+from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph, Ref, Value
 from memplan.planning.precision import Save
 
 WORTHWHILE = 4096
@@ -172,7 +172,7 @@ def _lossy(
     smaller as bits, and exact."""
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
-    if all(reads_bits(graph, op, value.id) for op in readers):
+    if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
         return None
     elements = prod(value.shape)
     if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
@@ -191,6 +191,11 @@ def _lossy(
         op=None,
     )  # fmt: skip
     return Encoding(value.id, id, "bfloat16"), form
+
+
+def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
+    """Whether an op only casts what is there anyway: then it is cast again, for nothing lost and no bytes kept."""
+    return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
 
 
 def quantized_piece(elements: int) -> int:

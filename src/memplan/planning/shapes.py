@@ -16,7 +16,7 @@ from memplan import _torch
 from memplan.planning.calls import Call, Flat
 from memplan.planning.capture import Captured, SymbolicError, capture, capture_symbolic, read
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph
-from memplan.planning.precision import EXACT, Precision, Save
+from memplan.planning.precision import EXACT, Precision
 from memplan.planning.schedule import Choices
 
 _log = logging.getLogger("memplan")
@@ -31,12 +31,12 @@ class Template:
 
     symbolic: _torch.Symbolic
     flat: Flat
-    save: Save = "exact"
+    precision: Precision = EXACT
 
     def at(self, call: Call) -> Captured | None:
         """What capturing the call would give; None where its sizes lead to another graph."""
         joint = self.symbolic.at(call.tensors)
-        return None if joint is None else read(joint, self.flat, call, save=self.save)
+        return None if joint is None else read(joint, self.flat, call, precision=self.precision)
 
 
 class _Kind:
@@ -87,7 +87,7 @@ class Shapes:
         kind.varying = varying
         try:
             traced = capture_symbolic(self._module, call, varying, self._precision)
-            kind.template = Template(*traced, self._precision.save)
+            kind.template = Template(*traced, self._precision)
         except SymbolicError as error:
             _log.debug("not traced with symbols for sizes: %s", error)
             return False
