@@ -13,6 +13,7 @@ from memplan.planning import codecs, forms
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
 from memplan.planning.graph import Encoding, GraphOp, JointGraph, Kind, Phase, Ref, Value, map_refs
+from memplan.planning.precision import Save
 
 ATEN = torch.ops.aten
 
@@ -242,3 +243,58 @@ def test_a_view_in_another_shape_reads_the_same_bits() -> None:
     (encoding,) = r.graph().encodings
     assert encoding.value == y.value
     check_direct(r, r.graph(), encoding)
+
+
+def residual(save: Save) -> JointGraph:
+    """A value of floating point that a convolution and a ReLU's derivative read, one that is divided by, and a mask's
+    worth of signs."""
+    r = Recorder()
+    x, w = r.put(torch.randn(2, 8, 16, 16)), r.put(torch.randn(8, 8, 3, 3))
+    g = r.put(torch.randn(2, 8, 16, 16), "tangent")
+    y = r.call("aten.relu.default", x)
+    z = r.call("aten.sub.Tensor", y, x)
+    s = r.call("aten.relu.default", z)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    r.call("aten.convolution_backward.default", g, y, w, [8], *rest, [True] * 3, phase="backward")
+    r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
+    r.call("aten.div.Tensor", g, z, phase="backward")
+    r.call("aten.threshold_backward.default", g, s, 0, phase="backward")
+    return codecs.encodings(r.graph(), save)
+
+
+@pytest.mark.parametrize(
+    ("save", "expected"),
+    [
+        ("exact", [("sign", False), ("sign", False)]),
+        ("bfloat16", [("bfloat16", True), ("bfloat16", True), ("sign", False)]),
+        ("int8", [("uint8", True), ("bfloat16", True), ("sign", False)]),
+    ],
+)
+def test_what_may_be_lost_decides_what_a_value_is_kept_in(save: Save, expected: list[tuple[str, bool]]) -> None:
+    graph = residual(save)
+    assert [(one.codec, one.whole) for one in graph.encodings] == expected
+    assert codecs.encodings(graph, save) == graph  # encodings are replaced, not added
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_bfloat16_gives_back_every_element_rounded(channels_last: bool) -> None:
+    r = Recorder()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, w = r.put(special(2, 8, 16, 16).contiguous(memory_format=layout)), r.put(torch.randn(8, 8, 3, 3))
+    y = r.call("aten.tanh.default", x)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    r.call("aten.convolution_backward.default", x, y, w, [8], *rest, [True] * 3, phase="backward")
+    graph = codecs.encodings(r.graph(), "bfloat16")
+    (encoding,) = graph.encodings
+    form = encoded(r, graph, encoding)
+    back = r.run(codecs.decode_call(graph, encoding), {encoding.encoded: form})
+    assert same(back, r.tensors[y.value].bfloat16().float())
+    assert graph.values[encoding.encoded].bytes * 2 == graph.values[y.value].bytes
+
+
+def test_a_cast_of_what_is_there_is_cast_again_and_not_kept_in_fewer_bits() -> None:
+    r = Recorder()
+    w = r.put(torch.randn(64, 64), "parameter")
+    low = r.call("aten._to_copy.default", w)
+    r.call("aten.mm.default", low, low, phase="backward")
+    assert codecs.encodings(r.graph(), "int8").encodings == ()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memplan.verification.differences import Difference
-from memplan.verification.rounding import FACTOR, SLACK, distance, rounded, serious
+from memplan.verification.rounding import FACTOR, LOSSY, SLACK, by_layer, distance, overall, rounded, serious
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -72,3 +72,39 @@ def test_only_what_is_more_than_rounding_is_told() -> None:
     assert serious([differs], near) == []
     assert [one.what.partition(" (")[0] for one in serious([differs], far)] == ["is 0.5 from float64"]
     assert serious([shape], near) == [shape]
+
+
+def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_gone() -> None:
+    torch.manual_seed(0)
+    truth = torch.randn(200).double()
+    off = torch.randn(200).double()
+    off /= off.norm()
+
+    def within(error: float, autocast: float) -> bool:
+        one, other = (truth + share * float(truth.norm()) * off for share in (error, autocast))
+        (found,) = rounded("gradients", 0, {"a.w": truth}, [{"a.w": other.float()}], {"a.w": one.float()}, LOSSY)
+        assert found.relative == pytest.approx(error, abs=1e-6)
+        return found.within
+
+    assert within(0.039, 0.01)
+    assert not within(0.1, 0.01)
+    assert not within(1.0, 0.01)
+    assert not within(1.0, 0.3)  # four times 0.3 would allow that
+    assert within(0.3, 0.3)
+    assert not within(math.nan, 0.3)
+    assert within(0.01, 0.0)
+    assert not within(0.03, 0.0)
+
+
+def test_the_table_adds_up_squares() -> None:
+    torch.manual_seed(0)
+    truth = {name: torch.randn(7).double() for name in ("a.weight", "a.bias", "b.weight")}
+    found = {name: (one + 0.1 * torch.randn(7)).float() for name, one in truth.items()}
+    judged = rounded("gradients", 0, truth, [{name: one.float() for name, one in truth.items()}], found, LOSSY)
+    rows = {one.layer: one for one in by_layer(judged)}
+    assert list(rows) == ["a", "b"]
+    both = [torch.cat([one["a.weight"].double(), one["a.bias"].double()]) for one in (truth, found)]
+    assert rows["a"].relative == pytest.approx(float((both[0] - both[1]).norm() / both[0].norm()))
+    every = [torch.cat([one[name].double() for name in truth]) for one in (truth, found)]
+    assert overall(judged, "gradients").relative == pytest.approx(float((every[0] - every[1]).norm() / every[0].norm()))
+    assert overall(judged, "outputs").norm == 0

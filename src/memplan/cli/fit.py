@@ -121,8 +121,8 @@ class _Files:
 )  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
 def command(
-    budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str, use_plan: str | None,
-    top: int,
+    budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
+    use_plan: str | None, top: int,
     plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, json_file: str | None,
     **given: Any,
 ) -> int:  # fmt: skip

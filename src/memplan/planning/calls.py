@@ -80,7 +80,7 @@ class Flat(nn.Module):
         model: nn.Module,
         call: Call,
         around: Callable[[], AbstractContextManager[Any]],
-        finished: Callable[[torch.Tensor], torch.Tensor],
+        finished: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
     ) -> None:
         super().__init__()
         self._finished = finished

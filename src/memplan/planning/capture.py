@@ -18,6 +18,7 @@ from memplan.planning import codecs, forms
 from memplan.planning.again import with_again
 from memplan.planning.calls import Call, Flat, Returned
 from memplan.planning.casts import cast_once
+from memplan.planning.chunks import chunked
 from memplan.planning.copies import guarded, without_copies
 from memplan.planning.dropout import apart
 from memplan.planning.fuse import fused
@@ -26,7 +27,7 @@ from memplan.planning.idle import split
 from memplan.planning.layouts import ChannelsLast, in_order
 from memplan.planning.losses import WithLoss
 from memplan.planning.opaque import Around, Opaque
-from memplan.planning.precision import EXACT, Precision, Save
+from memplan.planning.precision import EXACT, Precision
 from memplan.planning.reader import Reader
 from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
 from memplan.planning.unseen import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
@@ -85,7 +86,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
         _refuse_unseen(trace, watch)
     finally:
         watch.restore()
-    return replace(read(joint, flat, call, tuple(around.found), save=precision.save), relaid=relaid)
+    return replace(read(joint, flat, call, tuple(around.found), precision), relaid=relaid)
 
 
 def capture_symbolic(
@@ -133,9 +134,9 @@ class SymbolicError(Exception):
 
 
 def read(
-    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), *, save: Save = "exact"
+    joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), precision: Precision = EXACT
 ) -> Captured:
-    """What was traced as a graph, with all that is known of its ops. ``save``: what its values may be kept in."""
+    """What was traced, in a precision, as a graph with all that is known of its ops."""
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
@@ -149,7 +150,9 @@ def read(
     graph = fused(apart(split(graph)))
     if reader.on_cpu:
         graph = with_again(graph)
-    graph = codecs.encodings(_with_overwrites(graph), save)
+    if precision.compute and reader.on_cpu:
+        graph = chunked(graph)
+    graph = codecs.encodings(_with_overwrites(graph), precision.save)
     return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
 
 

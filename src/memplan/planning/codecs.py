@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from memplan.planning.forms import NUMBERS, PIECE, arguments_of, is_dense, itemsize
-from memplan.planning.graph import Encoding, GraphOp, JointGraph, Ref, Value
+from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph, Ref, Value
 from memplan.planning.precision import Save
 
 WORTHWHILE = 4096
@@ -98,17 +98,14 @@ LOSSY = ("bfloat16", "int8", "uint8")
 GROUP = 256
 """Elements that share a scale: 4 bytes of that are 1.6 % of their 256."""
 
-EIGHT_BITS = frozenset(
-    """
-    aten.addmm.default aten.avg_pool2d_backward.default aten.avg_pool3d_backward.default aten.bmm.default
-    aten.convolution_backward.default aten.gelu_backward.default aten.hardswish_backward.default
-    aten.hardtanh_backward.default aten.leaky_relu_backward.default aten.max_pool2d_with_indices_backward.default
-    aten.max_pool3d_with_indices_backward.default aten.mm.default aten.mul.Tensor
-    aten.native_batch_norm_backward.default aten.native_group_norm_backward.default
-    aten.native_layer_norm_backward.default aten.sigmoid_backward.default aten.silu_backward.default
-    aten.tanh_backward.default aten.threshold_backward.default
-    """.split()
-)
+_GENTLE = """
+    addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
+    gelu_backward.default hardswish_backward.default hardtanh_backward.default leaky_relu_backward.default
+    max_pool2d_with_indices_backward.default max_pool3d_with_indices_backward.default mm.default mul.Tensor
+    native_batch_norm_backward.default native_group_norm_backward.default native_layer_norm_backward.default
+    sigmoid_backward.default silu_backward.default tanh_backward.default threshold_backward.default
+"""
+EIGHT_BITS = frozenset(f"aten.{name}" for name in _GENTLE.split())
 """Ops of the backward pass that can read what eight bits give back. Not what divides by it or takes its exponential."""
 
 _STEEP = frozenset(
@@ -175,7 +172,7 @@ def _lossy(
     smaller as bits, and exact."""
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
         return None
-    if all(reads_bits(graph, op, value.id) for op in readers):
+    if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
         return None
     elements = prod(value.shape)
     if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
@@ -194,6 +191,11 @@ def _lossy(
         op=None,
     )  # fmt: skip
     return Encoding(value.id, id, "bfloat16"), form
+
+
+def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
+    """Whether an op only casts what is there anyway: then it is cast again, for nothing lost and no bytes kept."""
+    return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
 
 
 def quantized_piece(elements: int) -> int:

@@ -209,13 +209,26 @@ def itemsize(dtype: str) -> int:
 
 CROSS_ENTROPY = "memplan.cross_entropy_backward.default"
 BATCH_NORM_AGAIN = "memplan.batch_norm_again.default"
+CHUNKED = "memplan.convolution_chunks.default"
 OWN: Mapping[str, tuple[str, ...]] = {
     BATCH_NORM_AGAIN: ("self", "weight", "bias", "mean", "invstd"),
     CROSS_ENTROPY: ("grad_output", "log_probs", "target", "weight", "reduction", "ignore_index", "total_weight"),
+    CHUNKED: (
+        "input",
+        "weight",
+        "bias",
+        "stride",
+        "padding",
+        "dilation",
+        "transposed",
+        "output_padding",
+        "groups",
+        "pieces",
+    ),
     "memplan.dropout_mask.default": ("self", "p"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
-"""Ops of the engine's own that a graph can have (memplan.planning.fuse, dropout and again), and their arguments: what
+"""Ops of the engine's own that a graph can have (memplan.planning.fuse, dropout, again and chunks), and their arguments: what
 plans does not load what registers them."""
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from memplan.planning import (
+    chunks,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its op, as quantized does
     forms,
-    quantized,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops, too
+    quantized,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 from memplan.planning.codecs import packed
 from memplan.planning.forms import PIECE, channels, groups, rows

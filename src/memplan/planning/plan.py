@@ -155,7 +155,8 @@ class Plan:
     @property
     def changes_nothing(self) -> bool:
         """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
-        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused")) or self.precision.compute
+        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
+        chosen = chosen or bool(self.precision.compute)
         return self.eager_peak <= self.budget and not chosen
 
     @property

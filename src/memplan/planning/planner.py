@@ -23,10 +23,10 @@ from memplan.planning.fusing import Candidate, Fusing, as_fusible
 from memplan.planning.fusion import UNTOLD, fusion_of
 from memplan.planning.graph import RESIDENT, JointGraph
 from memplan.planning.layouts import relaid
+from memplan.planning.lowering import cast_copies, lowered
 from memplan.planning.offload import with_offloads
 from memplan.planning.opaque import foreign
 from memplan.planning.peaks import Surroundings, levels
-from memplan.planning.lowering import cast_copies, lowered
 from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
 from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.program import program

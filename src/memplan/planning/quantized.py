@@ -42,7 +42,7 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def quantize(self: Tensor, signed: bool) -> Tensor:
-    """A dense tensor of floating point, up to 32 bits, in eight bits an element. ``signed``: elements can be below 0."""
+    """A dense tensor of floating point, of 32 bits or fewer, in eight. ``signed``: elements can be below 0."""
     form = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
     form[self.numel() : self.numel() + -self.numel() % 4] = 0
     for part, codes, scales in _groups(_in_memory(self), form, signed):
@@ -55,6 +55,7 @@ def quantize(self: Tensor, signed: bool) -> Tensor:
         if not signed:
             torch.maximum(found, wide.sign(), out=found)
         codes.copy_(found.nan_to_num_(0.0))
+        del wide, found  # before the next piece is there
     return form
 
 

@@ -84,10 +84,11 @@ def rates_of(device: Device) -> Rates:
 
 def work_of(graph: JointGraph, op: GraphOp) -> Work:
     """The work of an op."""
-    formula = _torch.flop_formula(op.target)
+    chunked = op.target == forms.CHUNKED
+    formula = _torch.flop_formula("aten.convolution.default" if chunked else op.target)
     flops = 0
     if formula is not None:
-        args = map_refs(op.args, lambda value: _shaped(graph.values[value]))
+        args = map_refs(op.args[:-1] if chunked else op.args, lambda value: _shaped(graph.values[value]))
         kwargs = map_refs(op.kwargs, lambda value: _shaped(graph.values[value]))
         made = tuple(None if value is None else _shaped(graph.values[value]) for value in op.outputs)
         flops = int(formula(*args, **kwargs, out_val=made if op.multiple else made[0]))

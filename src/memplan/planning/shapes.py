@@ -16,7 +16,7 @@ from memplan import _torch
 from memplan.planning.calls import Call, Flat
 from memplan.planning.capture import Captured, SymbolicError, capture, capture_symbolic, read
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph
-from memplan.planning.precision import EXACT, Precision, Save
+from memplan.planning.precision import EXACT, Precision
 from memplan.planning.schedule import Choices
 
 _log = logging.getLogger("memplan")
@@ -31,13 +31,15 @@ class Template:
 
     symbolic: _torch.Symbolic
     flat: Flat
-    save: Save = "exact"
+    precision: Precision = EXACT
     relaid: bool = False
 
     def at(self, call: Call) -> Captured | None:
         """What capturing the call would give; None where its sizes lead to another graph."""
         joint = self.symbolic.at(call.tensors)
-        return None if joint is None else replace(read(joint, self.flat, call, save=self.save), relaid=self.relaid)
+        if joint is None:
+            return None
+        return replace(read(joint, self.flat, call, precision=self.precision), relaid=self.relaid)
 
 
 class _Kind:
@@ -95,7 +97,7 @@ class Shapes:
         kind.varying = varying
         try:
             traced = capture_symbolic(self._module, call, varying, self._precision, relaid=self._relaid)
-            kind.template = Template(*traced, self._precision.save, self._relaid)
+            kind.template = Template(*traced, self._precision, self._relaid)
         except SymbolicError as error:
             _log.debug("not traced with symbols for sizes: %s", error)
             return False

@@ -98,8 +98,8 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:
-    """What there are kernels for: float16 on a card that has only that, else bfloat16. On a CPU without instructions for
-    it bfloat16 is slow, which the measured seconds say, and float16 no faster."""
+    """What there are kernels for: float16 on a card that has only that, else bfloat16. On a CPU without instructions
+    for it bfloat16 is slow, which the measured seconds say, and float16 no faster."""
     if card is not None:
         return "bfloat16" if card.flops.get("bfloat16") or not card.flops.get("float16") else "float16"
     if device == "cuda":

@@ -61,10 +61,9 @@ def fit(
     Args:
         model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
         budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
-        optimizer: a callable of the parameters. Its state and its update are part of the step then.
+        optimizer: a callable of the parameters: its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of this machine's.
-        allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding. ``"lossy"``: also computing and
-            saving in fewer bits; the proof then says how far outputs and gradients are off (see `Proof.layers`).
+        allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding; ``"lossy"``: see `plan`.
         engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler makes
             first: faster, and the same but for rounding, which is held against float64.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.

@@ -1,0 +1,109 @@
+"""Which precision is taken: the fastest that fits, the one that loses less where they are as fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.devices import find
+from memplan.errors import BudgetError
+from memplan.planning import tiers
+from memplan.planning.calls import call_of
+from memplan.planning.planner import Planner, Settings
+from memplan.planning.precision import EXACT, UNSCALED, Precision
+from memplan.planning.search import Heuristics
+
+QUICK = Heuristics(shakes=1, rounds=8)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *parts, nn.Flatten(), nn.Linear(8 * 256, 5))
+
+
+def given() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 3, 16, 16), torch.randint(5, (8,))
+
+
+def planned(budget: int | str, **options: Any) -> memplan.Plan:
+    x, y = given()
+    options = {"costs": "roofline", "heuristics": QUICK, **options}
+    return memplan.plan(net(), x, targets=y, loss=F.cross_entropy, budget=budget, **options)
+
+
+def test_the_fastest_of_all_kinds_is_taken() -> None:
+    x, _ = given()
+    call, model = call_of((x,), {}), net()
+    exact = Planner(model).planned(call, Settings(1 << 30, costs="roofline")).plan
+    for share in (0.9, 0.6, 0.5):
+        settings = Settings(int(share * exact.peak), costs="roofline", heuristics=QUICK, allow="lossy")
+        took = Planner(model).planned(call, settings).plan
+        times = list[float]()
+        for precision in (EXACT, *(Precision(c, s) for c in ("", "bfloat16") for s in ("exact", "bfloat16", "int8"))):
+            from dataclasses import replace
+
+            try:  # a planner of its own: nothing is shared
+                one = Planner(model).planned(call, replace(settings, precision=precision)).plan
+            except BudgetError:
+                continue
+            assert one.total_seconds is not None
+            times.append(one.total_seconds)
+        assert took.total_seconds is not None
+        assert took.peak <= settings.budget
+        assert took.total_seconds <= min(times) / tiers.WORTH_IT * 1.001
+
+
+def test_what_loses_less_is_taken_where_it_is_as_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "lower_precision", lambda card, device: "")
+    plan = planned("1GB", allow="lossy")
+    assert (plan.precision, plan.grade) == (EXACT, "exact")
+
+
+def test_what_an_exact_plan_cannot_do_is_offered_and_done() -> None:
+    floor = planned("1GB").floor
+    with pytest.raises(BudgetError) as caught:
+        planned(int(0.8 * floor))
+    said = str(caught.value)
+    assert "allow='lossy' (--allow lossy) meets it by computing in bfloat16" in said
+    assert "a step predicted" in said
+    plan = planned(int(0.8 * floor), allow="lossy")
+    assert plan.precision.compute == "bfloat16"
+    assert plan.peak <= 0.8 * floor < floor
+    assert caught.value.lower_by[-1].bytes == plan.peak
+    with pytest.raises(BudgetError) as caught:
+        planned(1)
+    assert "lossy" not in str(caught.value)
+    with pytest.raises(BudgetError) as caught:
+        planned(int(0.2 * floor), allow="lossy")
+    assert floor > caught.value.smallest_budget > 0.2 * floor
+    assert planned(caught.value.smallest_budget, allow="lossy").peak <= caught.value.smallest_budget
+
+
+def test_it_is_the_same_every_time() -> None:
+    budget = int(0.8 * planned("1GB").floor)
+    one, other = (planned(budget, allow="lossy") for _ in range(2))
+    assert one == other
+
+
+def test_a_card_without_bfloat16_computes_in_float16_and_says_what_that_needs() -> None:
+    assert tiers.lower_precision(find("t4"), "cpu") == "float16"
+    assert tiers.lower_precision(find("h100"), "cpu") == "bfloat16"
+    assert tiers.lower_precision(None, "cpu") == "bfloat16"
+    plan = planned(int(0.8 * planned("1GB").floor), allow="lossy", device="t4")
+    assert plan.precision.compute == "float16"
+    assert UNSCALED in plan.notes
+
+
+def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
+    settings = Settings(1 << 30, allow="lossy")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert {one.compute for one in tiers.tiers(net(), settings)} == {""}
+    assert [*tiers.tiers(net(), settings)][0] == EXACT
+    assert EXACT not in tiers.tiers(net(), Settings(1, allow="lossy", without=(EXACT,)))
