@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -108,17 +109,24 @@ def told(of: Fused, codes: dict[str, inductor.Code], device: devices.Device | No
 class Calls(TorchDispatchMode):
     """The kernels that are called, and the bytes of the tensors that each takes and gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Callable[[Tensor], int] = lambda one: one.numel() * one.element_size()) -> None:
         super().__init__()
-        self.found: list[tuple[str, int]] = []
+        self.size, self.found = size, list[tuple[str, int]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not func.is_view and func.namespace != "prim" and func is not torch.ops.aten.empty_strided.default:
             given = tensors((args, kwargs))
             made = [one for one in tensors(result) if all(one is not other for other in given)]
-            self.found.append((str(func), sum(one.numel() * one.element_size() for one in (*given, *made))))
+            self.found.append((str(func), sum(map(self.size, (*given, *made)))))
         return result
+
+
+def in_memory(of: Tensor) -> int:
+    """Bytes of the elements that lie apart. What stands for its shape alone, one element again and again, is not read."""
+    if of.dim() and not any(of.stride()):
+        return 0
+    return math.prod(n for n, step in zip(of.shape, of.stride(), strict=True) if step) * of.element_size()
 
 
 def tensors(of: Any) -> list[Tensor]:
@@ -152,7 +160,7 @@ def calls_of(part: Any, code: str) -> list[tuple[str, int]]:
     """What the code of a part calls, in order."""
     from torch._inductor import async_compile
 
-    calls = Calls()
+    calls = Calls(in_memory)
 
     class Recording:
         def cpp_pybinding(self, types: Any, source: str) -> Any:

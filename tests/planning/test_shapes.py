@@ -43,10 +43,10 @@ class Counted:
             monkeypatch.setattr(module, name, self._counting(name, getattr(module, name)))
 
     def _counting(self, name: str, function: Any) -> Any:
-        def counted(*args: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self.alone += name == "capture"
             self.symbolic += name == "capture_symbolic"
-            return function(*args)
+            return function(*args, **kwargs)
 
         return counted
 

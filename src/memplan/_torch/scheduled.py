@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from memplan._torch.flops import flop_formula
@@ -155,7 +156,22 @@ def _torchs(node: Any) -> Kernel | None:
     if isinstance(node.node, MultiOutput):  # takes one of the results of a call
         return None
     called = getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None)
-    return Kernel(str(called or type(node.node).__name__), False, _moved(node), _as_origins(_results(node.node)))
+    results = _results(node.node)
+    moved = _moved(node) + max(0, sum(map(_made, results)) - _made_and_read(node))
+    return Kernel(str(called or type(node.node).__name__), False, moved, _as_origins(results))
+
+
+def _made(node: fx.Node) -> int:
+    """Bytes of an op's several results, those among them that nobody reads; 0 for an op of one."""
+    made = node.meta.get("val")
+    if not isinstance(made, (tuple, list)):
+        return 0
+    return sum(one.numel() * one.element_size() for one in made if isinstance(one, torch.Tensor))
+
+
+def _made_and_read(node: Any) -> int:
+    sizes = node.get_read_write_buffer_accesses(include_reads=False, include_writes=True)
+    return sum(map(int, sizes.values()))
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
