@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -36,7 +38,7 @@ def test_a_stem_in_bfloat16_holds_less_than_its_result_beside_it() -> None:
     graph = capture(model, call_of((x,), {}), Precision("bfloat16")).graph
     (op,) = (op for op in graph.forward_ops if "conv" in op.target)
     made = graph.values[op.makes[0]]
-    rest = (model[0].weight.detach().bfloat16(), *op.args[2:9])
+    rest: tuple[Any, ...] = (next(model.parameters()).detach().bfloat16(), *op.args[2:9])
     low, kept = x.bfloat16(), list[torch.Tensor]()
     whole = measure_step(lambda: kept.append(torch.ops.aten.convolution(low, *rest))).growth_peak - made.bytes
     if op.target == CONVOLUTION:  # a machine whose kernel holds little

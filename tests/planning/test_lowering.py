@@ -1,4 +1,4 @@
-"""What computing in lower precision comes to: held against the model's own modules and the planned program, executed."""
+"""What computing in lower precision comes to: held against the model's own modules."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def in_memory(value: Tensor) -> list[float]:
 
 
 def check_bound(value: Tensor, back: Tensor, *, signed: bool) -> None:
-    """Group by group, in plain Python: half a scale, or a scale where the sign is kept; and the dtype's own rounding."""
+    """Group by group, in plain Python: half a scale, or one where the sign is kept, and the dtype's own rounding."""
     assert (back.shape, back.stride(), back.dtype) == (value.shape, value.stride(), value.dtype)
     one, other = in_memory(value), in_memory(back)
     own = torch.finfo(value.dtype).eps

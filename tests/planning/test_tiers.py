@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,8 +48,6 @@ def test_the_fastest_of_all_kinds_is_taken() -> None:
         took = Planner(model).planned(call, settings).plan
         times = list[float]()
         for precision in (EXACT, *(Precision(c, s) for c in ("", "bfloat16") for s in ("exact", "bfloat16", "int8"))):
-            from dataclasses import replace
-
             try:  # a planner of its own: nothing is shared
                 one = Planner(model).planned(call, replace(settings, precision=precision)).plan
             except BudgetError:
@@ -105,5 +104,5 @@ def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
     settings = Settings(1 << 30, allow="lossy")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert {one.compute for one in tiers.tiers(net(), settings)} == {""}
-    assert [*tiers.tiers(net(), settings)][0] == EXACT
+    assert next(tiers.tiers(net(), settings)) == EXACT
     assert EXACT not in tiers.tiers(net(), Settings(1, allow="lossy", without=(EXACT,)))

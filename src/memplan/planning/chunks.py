@@ -64,17 +64,16 @@ def _convolution_chunks(
     transposed: bool, output_padding: list[int], groups: int, pieces: int,
 ) -> Tensor:  # fmt: skip
     """As ``aten::convolution``, the batch in so many pieces."""
-    result: Tensor | None = None
+    made = list[Tensor]()
     rest: tuple[Any, ...] = (weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     size = input.shape[0] // pieces
     for at in range(pieces):
         part = torch.ops.aten.convolution(input[at * size : (at + 1) * size], *rest)
-        if result is None:
-            result = part.new_empty_strided((input.shape[0], *part.shape[1:]), part.stride())
-        result[at * size : (at + 1) * size].copy_(part)
+        if not made:
+            made.append(part.new_empty_strided((input.shape[0], *part.shape[1:]), part.stride()))
+        made[0][at * size : (at + 1) * size].copy_(part)
         del part  # before the next piece is there
-    assert result is not None, "there is a piece at least"
-    return result
+    return made[0]
 
 
 def _fake(input: Tensor, *rest: Any) -> Tensor:

@@ -228,8 +228,8 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "memplan.dropout_mask.default": ("self", "p"),
     "memplan.dropout.default": ("self", "mask", "scale"),
 }
-"""Ops of the engine's own that a graph can have (memplan.planning.fuse, dropout, again and chunks), and their arguments: what
-plans does not load what registers them."""
+"""Ops of the engine's own that a graph can have (memplan.planning.fuse, dropout, again, chunks), and their arguments:
+what plans does not load what registers them."""
 
 
 # -- torch's own forms

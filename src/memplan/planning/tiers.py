@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan.devices import Device
-from memplan.errors import BudgetError, MemplanError
+from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.planning.costs import step_seconds
 from memplan.planning.plan import format_seconds
 from memplan.planning.precision import EXACT, Compute, Precision
@@ -33,6 +33,7 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
 
     Raises:
         BudgetError: no plan fits, whatever is lost; the one that lacks the least.
+        RecordingError: there is no precision left to choose.
     """
     lacking, best, least = list[BudgetError](), None, float("inf")
     for precision in tiers(model, settings):
@@ -53,6 +54,8 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
         taken = planned.plan.total_seconds or 0.0
         if best is None or taken < WORTH_IT * least:
             best, least = planned, taken
+    if best is None and not lacking:
+        raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
     if best is None:
         raise min(lacking, key=lambda error: error.smallest_budget)
     return best

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, DeviceError, MemplanError, VerificationError
+from memplan.errors import BudgetError, DeviceError, MemplanError, RecordingError, VerificationError
 from memplan.planning.losses import WithLoss
 from memplan.planning.plan import Plan
 from memplan.planning.planner import Allow, Engine, Planned, Planner, Settings
@@ -144,13 +144,15 @@ class _Fitting:
         fitting = self._as_it_is()
         if fitting is not None:
             return fitting
-        asked = self.settings
+        asked, failed = self.settings, None
         while True:
             try:
                 return self._until_it_fits()
+            except (BudgetError, RecordingError) as error:
+                raise failed or error from None  # what is left does not do either
             except VerificationError as error:
-                lost = self.settings.settled
-                if not lost.lossy or asked.precision is not None or asked.plan is not None:
+                lost, failed = self.settings.settled, error
+                if not lost.lossy or not asked.undecided:
                     raise
                 self.notes.append(f"{lost} was tried and not taken: {error.found}")
                 self.settings = replace(asked, without=(*self.settings.without, lost))
