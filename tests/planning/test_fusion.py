@@ -256,7 +256,7 @@ def test_before_each_op_that_the_profiler_sees_is_a_kernel(made: Callable[..., M
     network, x = MODELS[model][0](), MODELS[model][1]()
     step = graph_engine(captured, choice)
     run(captured, step, network, x)  # imports and registers what it needs
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run(captured, step, network, x)
     seen = Counter(event.name for event in profile.events() or () if event.cpu_parent is None)
     made_here = len([value for value in captured.graph.values if value.kind == "tangent"])

@@ -119,7 +119,7 @@ def _function_of(frame: Any) -> Any:
     if code.co_filename == functions.__file__ and code.co_name == "apply":
         return given.get("cls") or getattr(given.get("self"), "_forward_cls", None)
     first = given.get(code.co_varnames[0]) if code.co_argcount else None
-    return type(first)._forward_cls if isinstance(first, functions.BackwardCFunction) else None
+    return getattr(type(first), "_forward_cls", None) if isinstance(first, functions.BackwardCFunction) else None
 
 
 def _op_of_formula(name: str) -> Any:
