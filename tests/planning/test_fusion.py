@@ -123,7 +123,7 @@ class Calls(TorchDispatchMode):
 
 
 def in_memory(of: Tensor) -> int:
-    """Bytes of the elements that lie apart. What stands for its shape alone, one element again and again, is not read."""
+    """Bytes of the elements that lie apart. What stands for its shape alone, one element again and again, is unread."""
     if of.dim() and not any(of.stride()):
         return 0
     return math.prod(n for n, step in zip(of.shape, of.stride(), strict=True) if step) * of.element_size()
