@@ -27,7 +27,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _CONVOLUTIONS = frozenset([torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d])
 _CORE = ("aten", "prims", "memplan")
 MORE = 1.1
-"""How many times the bytes a step may make in the other layout: where it is changed back and forth, nothing is gained."""
+"""How many times the bytes a step may make in the other layout: changed back and forth, it gains nothing."""
 
 
 class ChannelsLast(TorchFunctionMode):
