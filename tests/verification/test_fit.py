@@ -395,7 +395,7 @@ def test_a_plan_is_used_again_and_refused_elsewhere() -> None:
         ({"budget": "8 Gbit"}, UnitError, "bits"),
         ({"budget": "-1"}, UnitError, "-1"),
         ({"budget": SMALL, "engine": "steam"}, UsageError, "steam"),
-        ({"budget": SMALL, "allow": "lossy"}, UsageError, "lossy"),
+        ({"budget": SMALL, "allow": "roughly"}, UsageError, "roughly"),
         ({"budget": SMALL, "early": True}, UsageError, "without an optimizer"),
         (
             {"budget": SMALL, "early": True, "optimizer": torch.optim.SGD, "accumulate": 2},

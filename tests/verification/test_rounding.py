@@ -83,7 +83,7 @@ def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_g
     def within(error: float, autocast: float) -> bool:
         one, other = (truth + share * float(truth.norm()) * off for share in (error, autocast))
         (found,) = rounded("gradients", 0, {"a.w": truth}, [{"a.w": other.float()}], {"a.w": one.float()}, LOSSY)
-        assert found.relative == pytest.approx(error, abs=1e-6)
+        assert found.relative == pytest.approx(error, abs=1e-6, nan_ok=True)
         return found.within
 
     assert within(0.039, 0.01)
