@@ -25,6 +25,8 @@ FUSED_SHARE = 0.1
 nothing of its own."""
 _AIMS = 4
 """Candidates at most: each is lowered, which takes seconds."""
+_SEARCHES = 8
+"""Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
 
@@ -77,22 +79,23 @@ class Fusing:
 
     def within(self, budget: int) -> Candidate | None:
         """The fastest that keeps the budget, of a few that are looked at; None: not even the floor keeps it."""
-        aim, best, last, seen = budget, None, None, set[Choices]()
-        for _ in range(_AIMS):
+        aim, best, fits, over = budget, None, 0, 0
+        known = len(self._known)
+        for _ in range(_SEARCHES):
             found = self._search.within(aim)
-            if found.choices in seen:
-                break
-            seen.add(found.choices)
             one = self.candidate(found.choices)
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if not found.choices.recompute | found.choices.encode or self._is_close(one, budget):
                     break
-            elif best is not None or isinstance(found, Infeasible):
+                fits = aim
+            elif isinstance(found, Infeasible):
                 break
-            # What changed nothing was too little.
-            aim += (budget - one.peak) * (2 if last is not None and one.peak >= last > budget else 1)
-            last = one.peak
+            else:
+                over = aim
+            if len(self._known) - known >= _AIMS or (fits and over and self._is_same(fits, over)):
+                break
+            aim = (fits + over) // 2 if fits and over else aim + budget - one.peak
         return best or self._lowest(budget)
 
     def lowest(self) -> Candidate:
@@ -105,7 +108,10 @@ class Fusing:
         return lowest if lowest.peak <= budget else None
 
     def _is_close(self, one: Candidate, budget: int) -> bool:
-        return budget - one.peak <= _CLOSE * (self._search.kept.peak - self._search.lower_bound)
+        return self._is_same(one.peak, budget)
+
+    def _is_same(self, one: int, other: int) -> bool:
+        return abs(one - other) <= _CLOSE * (self._search.kept.peak - self._search.lower_bound)
 
 
 def _code_of(part: Part) -> inductor.Code:
