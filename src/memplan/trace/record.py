@@ -116,6 +116,7 @@ class _Recording:
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), notes,
             calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
+            forms=parts.forms, returned=parts.returned,
         )  # fmt: skip
 
 
