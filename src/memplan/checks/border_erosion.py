@@ -103,10 +103,8 @@ def touching(output: Output) -> Fraction:
 
 def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row]) -> Finding:
     sides, spatial = lost(output), output.spatial
-    left: list[Fraction] = [
-        max(Fraction(0), 1 - sum(pair) / field.extent) for pair, (_, field) in zip(sides, spatial, strict=True)
-    ]
-    share = 1 - math.prod(map(float, left))
+    left = [max(0.0, 1 - float(sum(pair)) / field.extent) for pair, (_, field) in zip(sides, spatial, strict=True)]
+    share = 1 - math.prod(left)
     eaters = sorted((row for row in rows if row.total > 0), key=lambda row: -row.total)
     found = costs(subject, output, followed, [row.layer for row in eaters])
     beyond = f", beyond the {subject.context} that the input brings as context" if subject.context else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from memplan.checks import border_erosion
+from memplan.checks import border_erosion, uneven_arithmetic
 from memplan.checks.model import Check
 
-CHECKS: tuple[Check, ...] = (Check(border_erosion.ID, border_erosion.TITLE, border_erosion.find),)
+_FILES = (border_erosion, uneven_arithmetic)
+CHECKS: tuple[Check, ...] = tuple(Check(file.ID, file.TITLE, file.find) for file in _FILES)
 IDS: tuple[str, ...] = tuple(check.id for check in CHECKS)

@@ -110,6 +110,24 @@ def _at(values: Any, number: int, default: int = 1) -> int:
     return given[min(number, len(given) - 1)] if given else default
 
 
+def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
+    """Kernel, stride, padding and dilation of a convolution or pool, for each dimension; None of any other op."""
+    rule = RULES.get(name)
+    if rule is _convolution and not form.option("transposed", False):
+        weight = form.read("weight")
+        assert weight is not None, "every convolution reads a weight"
+        kernel: tuple[int, ...] = weight.shape[2:]
+        stride = form.option("stride")
+    elif rule is _pool:
+        kernel = form.option("kernel_size")
+        stride = form.option("stride") or kernel
+    else:
+        return None
+    count = len(form.writes[0].shape) - 2 if rule is _convolution else len(kernel)
+    given = (kernel, stride, form.option("padding", 0), form.option("dilation", 1))
+    return tuple(tuple(_at(values, n, 0 if k == 2 else 1) for n in range(count)) for k, values in enumerate(given))
+
+
 def _spread(taps: float) -> float:
     return max(0.0, taps * taps - 1) / 12
 
@@ -137,10 +155,8 @@ def _pool(call: Call) -> Fields:
     form = call.form
     kernel, padding, dilation = (form.option(name) for name in ("kernel_size", "padding", "dilation"))
     stride = form.option("stride") or kernel
-    given = len(kernel) if isinstance(kernel, tuple) else 1
 
     def change(n: int, span: Span) -> Span | None:
-        n = min(n, given - 1) if given > 1 else n
         return span.window(_at(kernel, n), _at(stride, n), _at(padding, n, 0), _at(dilation, n))
 
     found = _spatial(call, change, lambda n: _spread(_at(kernel, n)) * _at(dilation, n) ** 2)

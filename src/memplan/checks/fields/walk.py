@@ -86,7 +86,7 @@ class _Walk:
             return
         if not reads:
             return  # made from nothing: an input, if it is read
-        results = fields_of(Call(_base(op.name), form, reads))
+        results = fields_of(Call(base_name(op.name), form, reads))
         self._results[form.op] = tuple(results)
         for view, fields in zip(form.writes, results, strict=True):
             self._known[_key(view)] = fields
@@ -154,6 +154,7 @@ def _key(view: View) -> View:
     return replace(view, strides=strides)
 
 
-def _base(name: str) -> str:
+def base_name(name: str) -> str:
+    """An op without its namespace, its overload and the underscore of the form in place: ``convolution``."""
     base = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
     return base.removesuffix("_") if base.endswith("_") and not base.endswith("__") else base
