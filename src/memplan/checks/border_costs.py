@@ -46,7 +46,12 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
     if trace is None or mirror is None:
         return found
     peak = simulate(trace).peak_allocated
-    details = {**found.details, "mirror_pad": [list(pair) for pair in mirror.pads], "mirrored_peak": peak}
+    whole = [output for output in trace.returned if output.tensors][-1:]
+    details = {
+        **found.details, "mirror_pad": [list(pair) for pair in mirror.pads], "mirrored_peak": peak,
+        "mirror_crop": [list(pair) for pair in mirror.crop], "mirror_reflects": mirror.reflects,
+        "mirrored_output": list(whole[0].tensors[0].shape[-len(mirror.pads) :]) if whole else None,
+    }  # fmt: skip
     return replace(found, mirrored=peak, details=details)
 
 

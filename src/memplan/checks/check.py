@@ -68,14 +68,14 @@ def check(
             )
         return check_trace(what, context=context, ignores=ignores)
     target = choose_target(_device_of(what) if device is None else device)
-    return findings_of(Remaker(what, options, target), context=context, ignores=ignores)
+    remaker = Remaker(what, options, target)
+    return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
 
 
-def findings_of(remaker: Remaker, *, context: int = 0, ignores: Sequence[Ignore] = ()) -> list[Finding]:
-    """Record a step and look at it: as `check`, for a step that is described."""
+def record_again(remaker: Remaker) -> Trace:
+    """The step as it is described."""
     on_card = remaker.target.card is not None
-    trace = record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
-    return check_trace(trace, remaker=remaker, context=context, ignores=ignores)
+    return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
 
 
 def check_trace(

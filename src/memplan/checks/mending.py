@@ -61,7 +61,7 @@ class Remaker:
             )  # fmt: skip
         except BudgetError as error:
             return error.smallest_budget
-        except (MemplanError, Unmendable):
+        except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is told of
             return None
 
     def _changed(self, change: Change, wrap: Wrap | None) -> Callable[[], Any]:

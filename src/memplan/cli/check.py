@@ -15,6 +15,7 @@ from memplan.errors import InputError, StepError, TargetError
 if TYPE_CHECKING:
     from memplan.checks.ignores import Ignore
     from memplan.checks.model import Finding
+    from memplan.trace.model import Trace
 
 HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
@@ -25,6 +26,7 @@ TARGET and its options are those of memplan explain.
       --target "32:int64<1000" --loss cross_entropy --optimizer adamw
   memplan check mymodels.py:unet --input 1x1x572x572 --context 92
   memplan check mymodels.py:unet --input 1x1x572x572 --ignore "border-erosion:encoder.*"
+  memplan check mymodels.py:unet --input 1x1x576x576 --fix
 
 A comment "# memplan: ignore[ID]" on the line that makes or calls a layer does as --ignore does.
 
@@ -48,12 +50,21 @@ usage, or a step that cannot be recorded.
     "--context", type=click.IntRange(min=0), default=0, metavar="N",
     help="Pixels that the input brings along on each side: a border lost up to that is no finding.",
 )  # fmt: skip
+@click.option("--fix", is_flag=True, help="Print the change of the source that keeps the border, or a wrapper.")
 @click.option(
     "--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
     help="Layers to list for a finding; 0 for all.",
 )  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write the findings as JSON, too; - for stdout alone.")
-def command(fail_on: str, ignored: tuple[str, ...], context: int, top: int, json_file: str | None, **given: Any) -> int:
+def command(
+    fail_on: str,
+    ignored: tuple[str, ...],
+    context: int,
+    fix: bool,
+    top: int,
+    json_file: str | None,
+    **given: Any,
+) -> int:
     """Run the command and return its exit code."""
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.model import SEVERITIES
@@ -63,17 +74,27 @@ def command(fail_on: str, ignored: tuple[str, ...], context: int, top: int, json
     arguments = StepArguments(**given)
     check_writable(json_file, "--json")
     ignores = [parse_ignore(text, IDS) for text in ignored]
-    findings = _findings(arguments, context, ignores)
+    if fix and (json_file == "-" or is_trace(arguments.target)):
+        raise InputError(
+            "--fix for a trace, or with --json -",
+            expected="a callable as the target, and stdout for the change",
+            do="Leave one out",
+        )
+    trace, findings = _findings(arguments, context, ignores)
     if json_file is not None:
         write(json_file, dumps(arguments.target, findings))
     if json_file != "-":
         print_findings(arguments.target, findings, top=top)
+    if fix:
+        from memplan.reports.check import print_fixes
+
+        print_fixes(trace, findings)
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
     return int(any(finding.severity in failing for finding in findings))
 
 
-def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> list[Finding]:
-    from memplan.checks.check import check_trace, findings_of
+def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tuple[Trace, list[Finding]]:
+    from memplan.checks.check import check_trace, record_again
     from memplan.checks.mending import Remaker
     from memplan.trace.json import load_trace
     from memplan.trace.session import choose_target
@@ -88,7 +109,8 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> list
                 do="Leave the options out, or name a callable",
             )
         try:
-            return check_trace(load_trace(given.target), context=context, ignores=ignores)
+            trace = load_trace(given.target)
+            return trace, check_trace(trace, context=context, ignores=ignores)
         except OSError as error:
             raise TargetError(
                 f"{given.target} cannot be read ({error.strerror})",
@@ -99,6 +121,7 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> list
         described = describe(given)
         remaker = Remaker(described.what, described.options, choose_target(given.device))
         try:
-            return findings_of(remaker, context=context, ignores=ignores)
+            trace = record_again(remaker)
+            return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
         except StepError as error:
             raise advised(error, given) from error.__cause__

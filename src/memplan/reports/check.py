@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
@@ -11,10 +12,13 @@ from rich.padding import Padding
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan.checks import border_erosion
+from memplan.checks.border_patch import fix_of
 from memplan.checks.model import Finding
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
 from memplan.reports.terminal import clean
+from memplan.trace.model import Trace
 
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
 
@@ -46,6 +50,24 @@ def render(
     for finding in findings:
         parts += ["", *_finding(finding, top, page)]
     return parts
+
+
+def print_fixes(trace: Trace, findings: Sequence[Finding], file: TextIO | None = None) -> None:
+    """Print how to keep the border that findings name, or that none does.
+
+    Args:
+        trace: the step that was looked at.
+        findings: what was found in it.
+        file: where to; stdout by default.
+    """
+    fixes = [fix_of(f, trace) for f in findings if f.id == border_erosion.ID and f.severity == "warning"]
+    lines = [] if fixes else ["", "--fix: no border is lost that padding could keep."]
+    for fix in fixes:
+        if fix.kind != "patch":
+            lines += ["", f"No patch: {clean(fix.why)}." + (" A wrapper instead:" if fix.text else "")]
+        lines += ["", fix.text.rstrip("\n"), "", fix.proof]
+    out = sys.stdout if file is None else file
+    out.write("\n".join(lines) + "\n")
 
 
 def _count(findings: Sequence[Finding]) -> str:
