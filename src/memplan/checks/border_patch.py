@@ -100,15 +100,17 @@ def _edited(source: str, lines: Mapping[int, Any]) -> str | None:
             elif len(call.args) >= 5 or any(isinstance(arg, ast.Starred) for arg in call.args):
                 return None  # padding stands among the positional arguments
             else:
-                assert call.end_lineno is not None, "parsed from text"
-                assert call.end_col_offset is not None, "parsed from text"
-                end = call.end_col_offset - 1
-                changes.append((call.end_lineno, end, end, f", padding={value}"))
+                last = max((*call.args, *(word.value for word in call.keywords)), key=_end)
+                changes.append((*_end(last), _end(last)[1], f", padding={value}"))
     for line, begin, end, value in sorted(changes, reverse=True):
         row = text[line - 1].encode()
-        head = row[:begin].decode().rstrip(" ,") if value.startswith(",") else row[:begin].decode()
-        text[line - 1] = head + value + row[end:].decode()
+        text[line - 1] = (row[:begin] + value.encode() + row[end:]).decode()
     return "".join(text)
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    """Line and column behind an expression that was parsed from text."""
+    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
 def _names_a_layer(call: ast.Call) -> bool:
