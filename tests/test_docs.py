@@ -23,6 +23,27 @@ def test_the_examples_of_fit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "plan.json").exists()
 
 
+PAGES = [DOCS / "check.md", *sorted((DOCS / "checks").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    assert len(blocks) >= 2
+    # a file of its own, since comments that ignore a finding are read from the source
+    (tmp_path / "example.py").write_text("".join(blocks), encoding="utf-8")
+    exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
+
+
+def test_every_check_has_a_page_with_its_title() -> None:
+    from memplan.checks.registry import CHECKS
+
+    rows = re.findall(r"^\| \[`([\w-]+)`\]\(checks/([\w-]+)\.md\) \| (.+) \|$", PAGES[0].read_text("utf-8"), re.M)
+    assert rows == [(check.id, check.id, check.title) for check in CHECKS]
+    assert {page.stem for page in PAGES[1:]} == {check.id for check in CHECKS}
+
+
 def test_every_switch_of_the_search_is_described() -> None:
     from dataclasses import fields
 

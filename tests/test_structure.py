@@ -24,6 +24,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 PUBLIC = [
     "BudgetError",
     "Explanation",
+    "Finding",
     "Fitted",
     "MemplanError",
     "Plan",
@@ -32,6 +33,7 @@ PUBLIC = [
     "Timeline",
     "Trace",
     "__version__",
+    "check",
     "explain",
     "fit",
     "load_plan",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
+    from memplan.checks.check import check
+    from memplan.checks.model import Finding
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
     from memplan.planning.losses import with_loss
@@ -32,12 +34,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Explanation": "memplan.explanation.model",
+    "Finding": "memplan.checks.model",
     "Fitted": "memplan.verification.fit",
     "Plan": "memplan.planning.plan",
     "Proof": "memplan.verification.proof",
     "Replay": "memplan.simulation.replay",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
+    "check": "memplan.checks.check",
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fit",
     "load_plan": "memplan.planning.plan",
@@ -57,6 +61,7 @@ _HOMES = {
 __all__ = [
     "BudgetError",
     "Explanation",
+    "Finding",
     "Fitted",
     "MemplanError",
     "Plan",
@@ -65,6 +70,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "__version__",
+    "check",
     "explain",
     "fit",
     "load_plan",

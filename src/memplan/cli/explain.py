@@ -101,7 +101,7 @@ def _write_snapshot(path: str, trace: Trace, explanation: Explanation, settings:
 
 
 def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
-    if _is_trace(given.target):
+    if is_trace(given.target):
         return _explain_file(given, really)
     with progress(f"{'running' if really else 'recording'} {given.target}"), contained(given.target):
         try:
@@ -115,7 +115,7 @@ def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
-def _is_trace(target: str) -> bool:
+def is_trace(target: str) -> bool:
     """Whether a target is a file that --trace wrote, by its name or by how it begins."""
     if target.endswith(".json"):
         return True

@@ -110,11 +110,16 @@ class Described:
     batch_name: str | None
     """The target's own argument for the batch, if it has one."""
 
+    @property
+    def what(self) -> Callable[[], Any]:
+        """The target without arguments: a callable that makes a module, or a step."""
+        return _maker(self.target, self.arguments, self.options)
+
     def build(self, *, on_card: bool = False) -> Build:
         """What `record` and `measure` take."""
         from memplan.trace.step import build_of
 
-        return build_of(_maker(self.target, self.arguments, self.options), self.options, on_card=on_card)
+        return build_of(self.what, self.options, on_card=on_card)
 
     @property
     def batch(self) -> int | None:

@@ -63,7 +63,7 @@ def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
     for storage in live_at(trace, tick):
         if storage.cause != "saved":
             continue
-        keepers = _by_op(storage)
+        keepers = keepers_of(storage)
         maker = _maker_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], overwritten)
         for position, keeper in enumerate(keepers):
             row = _saved_row(trace, storage, keeper, keepers, maker, position == 0, storage.id in masks)
@@ -144,7 +144,7 @@ Keeper = list[Sharer]
 """One op's sharers of one storage: the roles in which it meets it, once each."""
 
 
-def _by_op(storage: Storage) -> list[Keeper]:
+def keepers_of(storage: Storage) -> list[Keeper]:
     """An op that meets a storage in several roles (the packed q, k and v of attention) keeps it once."""
     found: dict[int, Keeper] = {}
     for sharer in storage.sharers:
@@ -156,11 +156,7 @@ def _saved_row(
     trace: Trace, storage: Storage, keeper: Keeper, keepers: list[Keeper], maker: str, counted: bool, is_mask: bool
 ) -> SavedRow:
     op = trace.ops[keeper[0].op]
-    needs = [need for sharer in keeper for need in needing(op.name, sharer.role, op.needs_grad)]
-    needed_for = tuple(sorted({_gradient(trace, op, variable) for variable, _ in needs}, reverse=True))
-    reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in keeper)
-    if not needs and not reads:
-        needed_for = ("input_gradient",)  # a function of the user's own, or one without a formula of torch's
+    needs, needed_for = gradients_needing(trace, keeper)
     others = tuple(dict.fromkeys(_title(trace, other, is_mask) for other in keepers if other is not keeper))
     others = (*others, maker) if maker and maker not in others else others
     word = "dropout" if is_mask else op_word(op, trace)
@@ -178,6 +174,18 @@ def _saved_row(
         _why(f"{word} saves {role}", needs, needed_for, others),
         op.where,
     )
+
+
+def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """What one op keeps a storage for: its arguments whose gradients need it, each with the function that computes it,
+    and which of ``weight_gradient`` and ``input_gradient`` these are. Neither: for nothing."""
+    op = trace.ops[keeper[0].op]
+    needs = [need for sharer in keeper for need in needing(op.name, sharer.role, op.needs_grad)]
+    needed_for = tuple(sorted({_gradient(trace, op, variable) for variable, _ in needs}, reverse=True))
+    reads = any(formula.reads(sharer.role) for formula in formulas(op.name) for sharer in keeper)
+    if not needs and not reads:
+        needed_for = ("input_gradient",)  # a function of the user's own, or one without a formula of torch's
+    return needs, needed_for
 
 
 def _gradient(trace: Trace, op: Op, variable: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from memplan.trace.ledger import Entry
-from memplan.trace.model import Cause, Layer, Op, Operand, Sharer, Storage
+from memplan.trace.model import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
 from memplan.trace.observer import Note, Observer
 from memplan.trace.place import Place, format_frame
 
@@ -19,6 +19,8 @@ class Finished:
     ops: list[Op]
     storages: list[Storage]
     layers: list[Layer]
+    forms: tuple[Form, ...]
+    returned: tuple[Returned, ...]
 
 
 @dataclass(slots=True)
@@ -50,7 +52,9 @@ def finish(observer: Observer, first_step: int) -> Finished:
             entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
             names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
         )  # fmt: skip
-    return Finished(ops, list(frames.values()), names.layers)
+    seen = observer.forms
+    returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in seen.returned)
+    return Finished(ops, list(frames.values()), names.layers, tuple(seen.forms), returned)
 
 
 def module_names(place: Place) -> dict[int, str]:
@@ -100,7 +104,8 @@ def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None
                 owned[kind].append(entry.id)
                 names.storages.setdefault(entry.id, f"{path}.{name}")
                 names.owners.setdefault(entry.id, path)
-    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]))
+    made = format_frame(observer.place.made.get(id(module)))
+    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), made)
 
 
 def _ops(observer: Observer, names: _Names) -> list[Op]:

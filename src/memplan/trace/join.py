@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memplan import _torch
 from memplan.trace.causes import Finished
 from memplan.trace.ledger import Entry
-from memplan.trace.model import Layer, Op, Operand, Storage
+from memplan.trace.model import Form, Layer, Op, Operand, Returned, Storage, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Joined:
     steps: tuple[int, ...]
     end: int
     lost: int
+    forms: tuple[Form, ...]
+    returned: tuple[Returned, ...]
 
 
 def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: int) -> Joined:
@@ -65,6 +68,8 @@ def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: i
         tuple(tick),
         len(events.times),
         lost,
+        tuple(_form(form, number_of) for form in parts.forms),
+        tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
     )
 
 
@@ -142,6 +147,15 @@ def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, 
 def _renumbered(op: Op, number_of: dict[int, int]) -> Op:
     reads = tuple(Operand(r.name, number_of[r.storage]) for r in op.reads if r.storage in number_of)
     return replace(op, reads=reads, writes=_all(op.writes, number_of))
+
+
+def _form(form: Form, number_of: dict[int, int]) -> Form:
+    names, views = [name for name, _ in form.reads], _views([view for _, view in form.reads], number_of)
+    return replace(form, reads=tuple(zip(names, views, strict=True)), writes=_views(form.writes, number_of))
+
+
+def _views(views: Iterable[View], number_of: dict[int, int]) -> tuple[View, ...]:
+    return tuple(replace(view, storage=number_of.get(view.storage, -1 - view.storage)) for view in views)
 
 
 def _all(entries: tuple[int, ...], number_of: dict[int, int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -16,12 +17,15 @@ from memplan.trace.model import (
     SCHEMA,
     Assumption,
     Call,
+    Form,
     Layer,
     Op,
     Operand,
+    Returned,
     Sharer,
     Storage,
     Trace,
+    View,
 )
 
 FORMAT = "memplan.trace"
@@ -57,8 +61,14 @@ def dumps(trace: Trace) -> str:
         for s in trace.storages
     ]  # fmt: skip
     layers = [[n.name, n.kind, n.weights, n.buffers] for n in trace.layers]
+    made = [n.made for n in trace.layers]
+    forms = [[f.op, [[n, *_view_row(v)] for n, v in f.reads], [_view_row(v) for v in f.writes], f.options]
+             for f in trace.forms]  # fmt: skip
+    returned = [[r.layer, r.after, [_view_row(v) for v in r.tensors]] for r in trace.returned]
     text = json.dumps(head, separators=(",", ":"))[:-1]
-    for name, rows in (("ops", ops), ("storages", storages), ("layers", layers)):
+    sections = {"ops": ops, "storages": storages, "layers": layers, "forms": forms, "returned": returned,
+                "made": made}  # fmt: skip
+    for name, rows in sections.items():
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
         text += f',\n"{name}":[\n{lines}\n]'
     return text + "}\n"
@@ -159,7 +169,10 @@ def _read(data: dict[str, Any]) -> Trace:
         data["torch"],
         ops,
         storages,
-        tuple(Layer(name, kind, tuple(w), tuple(b)) for name, kind, w, b in data["layers"]),
+        tuple(
+            Layer(name, kind, tuple(w), tuple(b), made)
+            for (name, kind, w, b), made in itertools.zip_longest(data["layers"], data.get("made", ()))
+        ),
         tuple(data["steps"]),
         data["end"],
         tuple(Assumption(*row) for row in data["assumptions"]),
@@ -167,7 +180,37 @@ def _read(data: dict[str, Any]) -> Trace:
         tuple(Call(*row) for row in data["calls"]),
         tuple(data["other_kernels"]),
         data["schema"],
-    )
+        tuple(
+            Form(op, tuple((name, _view(*row)) for name, *row in reads), tuple(_view(*row) for row in writes),
+                 tuple((name, _option(value)) for name, value in options))
+            for op, reads, writes, options in data.get("forms", ())
+        ),
+        tuple(
+            Returned(layer, after, tuple(_view(*row) for row in tensors))
+            for layer, after, tensors in data.get("returned", ())
+        ),
+    )  # fmt: skip
+
+
+def _view_row(view: View) -> list[Any]:
+    return [view.storage, view.shape, view.strides, view.offset]
+
+
+def _view(storage: int, shape: list[int], strides: list[int], offset: int) -> View:
+    for number in (storage, offset, *shape, *strides):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"found {number!r} where a whole number was expected")
+    if len(shape) != len(strides):
+        raise ValueError(f"a view has {len(shape)} sizes and {len(strides)} strides")
+    return View(storage, tuple(shape), tuple(strides), offset)
+
+
+def _option(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_option(item) for item in value)
+    if value is not None and not isinstance(value, (int, float, str)):
+        raise TypeError(f"found {value!r} where a number, a text or a list of such was expected")
+    return value
 
 
 def _check(trace: Trace) -> None:
@@ -180,6 +223,7 @@ def _check(trace: Trace) -> None:
     for layer in trace.layers:
         _text(layer.name)
         _text(layer.kind)
+        _text(layer.made or "")
     for assumption in trace.assumptions:
         _text(assumption.text)
     for op in trace.ops:
@@ -215,6 +259,13 @@ def _check(trace: Trace) -> None:
         if call.kind not in CALLS or not 0 < _index(call.tick) <= trace.end:
             raise ValueError(f"a call {call.kind!r} at tick {call.tick!r}")
         ticks.add(call.tick)
+    for form in trace.forms:
+        trace.ops[_index(form.op)]
+        for text in (name for name, _ in (*form.reads, *form.options)):
+            _text(text)
+    for returned in trace.returned:
+        _text(returned.layer)
+        _index(returned.after)
     if len(ticks) != sum(1 if s.died is None else 2 for s in trace.storages) + len(trace.calls):
         raise ValueError("two events share a tick")
     for layer in trace.layers:

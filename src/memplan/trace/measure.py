@@ -76,7 +76,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
     return Trace(
         "measured", target, torch.__version__, joined.ops, joined.storages, joined.layers, joined.steps, joined.end,
-        (), notes,
+        (), notes, forms=joined.forms, returned=joined.returned,
     )  # fmt: skip
 
 

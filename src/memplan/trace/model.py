@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 SCHEMA = 2
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
@@ -133,6 +133,8 @@ class Layer:
     weights: tuple[int, ...] = ()
     """Storages of its own parameters (tied ones are named by every owner)."""
     buffers: tuple[int, ...] = ()
+    made: str | None = None
+    """``file:line`` of the call that made it, where it was made while building and has parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,55 @@ class Assumption:
     text: str
     where: str | None
     count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as a window on its storage; sizes, strides and offset in elements."""
+
+    storage: int
+    """Negative where a measurement could not join it to an allocation; still the same for the same storage."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+Option = int | float | bool | str | None | tuple[Any, ...]
+"""An argument of an op that is no tensor: a number, a text, or a list of such."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a forward op of the first step was called: what it read and gave, as views, and its other arguments.
+
+    ``reads`` and ``writes`` of the op itself say which storages these are; this says which parts of them, in which
+    shape, so that what happens to the positions of a tensor can be followed (`memplan.checks.fields`).
+    """
+
+    op: int
+    reads: tuple[tuple[str, View], ...]
+    writes: tuple[View, ...]
+    options: tuple[tuple[str, Option], ...]
+
+    def option(self, name: str, default: Option = None) -> Any:
+        """The value of an argument that is no tensor; the default where the op has none of that name."""
+        return next((value for known, value in self.options if known == name), default)
+
+    def read(self, name: str) -> View | None:
+        """The first tensor given for an argument."""
+        return next((view for known, view in self.reads if known == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a module that was called from outside of all modules returned in the first step: its tensors, in order.
+
+    ``after`` is the number of ops that had begun by then.
+    """
+
+    layer: str
+    after: int
+    tensors: tuple[View, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +230,10 @@ class Trace:
     other_kernels: tuple[str, ...] = ()
     """Cards of the catalogue on which an op takes another kernel than it takes here: ask for them by name."""
     schema: int = field(default=SCHEMA)
+    forms: tuple[Form, ...] = ()
+    """Of the forward ops of the first step, in their order."""
+    returned: tuple[Returned, ...] = ()
+    """By the models of the first step, in order."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

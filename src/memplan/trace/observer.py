@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, StepError
+from memplan.trace.forms import Forms
 from memplan.trace.ledger import Entry, Ledger
 from memplan.trace.model import HOST, ON_CARD, Phase
 from memplan.trace.place import Place, format_frame, user_frame
@@ -109,6 +110,7 @@ class Observer:
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self.card: Residence | None = None
         self.semantics = semantics or NONE
+        self.forms = Forms(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
         self._updating: set[int] = set()
@@ -118,6 +120,7 @@ class Observer:
         self._last_reference: tuple[int, int] | None = None
         self._calibrating: list[tuple[int, int]] | None = None
         place.on_module = self.leave_backward
+        place.on_result = self._returned
         place.before_update = self._before_update
         place.after_update = self._mark_states
 
@@ -233,9 +236,15 @@ class Observer:
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
+        if note.phase == "forward" and note.step == 0:
+            self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":
             self._updating.update(note.writes)
         return result
+
+    def _returned(self, module: int, result: Any) -> None:
+        if self.place.step == 0 and not _torch.in_backward():
+            self.forms.returns(module, len(self.notes), result)
 
     def _stream_of(self, note: Note) -> int:
         """The engine runs a derivative formula on the stream that its forward op ran on."""

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -75,6 +75,8 @@ class Place:
         self.building = True
         self.step = -1
         self.modules: dict[int, weakref.ref[nn.Module]] = {}
+        self.made: dict[int, tuple[str, int] | None] = {}
+        """id() of a module -> where it was made: what was running when it got its first parameter or buffer."""
         self.called: list[int] = []
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.compiled: tuple[str, int] | None = None
@@ -84,6 +86,8 @@ class Place:
         self._thread = threading.get_ident()
         self._optimizers_running = 0
         self.on_module = _nothing
+        self.on_result: Callable[[int, Any], None] = lambda module, result: None
+        """Told what a module returned that was called from outside of all modules."""
         self.before_update = _nothing
         self.after_update = _nothing
 
@@ -145,6 +149,9 @@ class Place:
         known = self.modules.get(id(module))
         if known is None or known() is not module:
             self.modules[id(module)] = weakref.ref(module)
+            self.made.pop(id(module), None)
+        if id(module) not in self.made and self.building and isinstance(value, torch.Tensor):
+            self.made[id(module)] = user_frame()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -166,6 +173,8 @@ class Place:
         if id(module) in self._stack:
             while self._stack.pop() != id(module):
                 pass
+            if not self._stack:
+                self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))

@@ -65,6 +65,9 @@ def record_for(build: Build, target: Target, steps: int = 2, semantics: Semantic
     return trace
 
 
+_BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call with a shape tries all algorithms"
+
+
 class _Recording:
     """The parts that record a step, put together."""
 
@@ -109,14 +112,16 @@ class _Recording:
                 observer.end_step()
                 bounds.append(_boundary(observer))
             observer.ledger.close()
+            benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
             parts = finish(observer, bounds[0])
             del step
         calls = tuple(self._card.calls) if self._card is not None else ()
-        notes = self._target.notes + (_environment() if self._card is not None else ())
+        notes = self._target.notes + ((*_environment(), *benchmark) if self._card is not None else ())
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), notes,
             calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
+            forms=parts.forms, returned=parts.returned,
         )  # fmt: skip
 
 

@@ -1,0 +1,207 @@
+"""Unpadded kernels eat the border of the input: how many pixels on each side, by layer, and what padding would take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from memplan._bytes import format_bytes
+from memplan.checks.border_costs import Costs, costs
+from memplan.checks.fields.tensors import Field, Loss
+from memplan.checks.fields.walk import Followed, Output, follow
+from memplan.checks.model import Finding, Subject, number
+from memplan.trace.model import Trace
+
+ID = "border-erosion"
+TITLE = "Unpadded kernels lose the border of the input"
+
+Sides = tuple[Fraction, Fraction]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the calls of one layer lose, per dimension and side, in positions of the input; negative: give back."""
+
+    layer: str
+    where: str | None
+    lost: tuple[Sides, ...]
+
+    @property
+    def most(self) -> Fraction:
+        """Of all its sides."""
+        return max(abs(side) for sides in self.lost for side in sides)
+
+    @property
+    def total(self) -> Fraction:
+        """Over both sides of all dimensions."""
+        return sum((side for sides in self.lost for side in sides), Fraction(0))
+
+
+def find(subject: Subject) -> list[Finding]:
+    """One finding for the model's output that loses the most, none where no output loses anything."""
+    followed = follow(subject.trace)
+    outputs = [output for output in followed.outputs if output.spatial]
+    eroding = [output for output in outputs if any(max(sides) > 0 for sides in lost(output))]
+    if not eroding:
+        return []
+    worst = max(eroding, key=lambda output: (_net(output), -outputs.index(output)))
+    if max(side for sides in lost(worst) for side in sides) <= subject.context:
+        return []
+    rows = layer_rows(subject.trace, worst)
+    if _net(worst) <= 0:
+        return [_shifted(worst, rows)]
+    return [_eroded(subject, worst, followed, rows)]
+
+
+def lost(output: Output) -> list[Sides]:
+    """Positions of the input lost before and after, for each spatial dimension; never below 0."""
+    return [tuple(max(Fraction(0), side) for side in field.lost(size)) for size, field in output.spatial]  # pyright: ignore[reportReturnType]  # two sides
+
+
+def _net(output: Output) -> Fraction:
+    """What is lost at one side and not covered at the other, in the dimension where that is most."""
+    return max(sum(field.lost(size), Fraction(0)) for size, field in output.spatial)
+
+
+def layer_rows(trace: Trace, output: Output) -> list[Row]:
+    """What each layer takes from the border, on the path that decides the field, in the order of the path."""
+    spatial = output.spatial
+    found: dict[tuple[str, str | None], list[list[Fraction]]] = {}
+    for place, (_, field) in enumerate(spatial):
+        for loss in chain(field):
+            op = trace.ops[loss.op]
+            sides = found.setdefault((op.layer, op.where), [[Fraction(0), Fraction(0)] for _ in spatial])
+            sides[place][0] += loss.before
+            sides[place][1] += loss.after
+    rows = [Row(layer, where, tuple((a, b) for a, b in sides)) for (layer, where), sides in found.items()]
+    return [row for row in rows if row.most]
+
+
+def chain(field: Field) -> list[Loss]:
+    """What each op took, in the order of the path."""
+    found: list[Loss] = []
+    loss = field.losses
+    while loss is not None:
+        found.append(loss)
+        loss = loss.parent
+    return found[::-1]
+
+
+def touching(output: Output) -> Fraction:
+    """Share of the outputs whose field reaches beyond the input's border, where padding stands."""
+    inside = Fraction(1)
+    for size, field in output.spatial:
+        clean = sum(
+            all(span.low(place) >= 0 and span.high(place) < field.extent for span in field.spans)
+            for place in range(size)
+        )
+        inside *= Fraction(clean, size)
+    return 1 - inside
+
+
+def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row]) -> Finding:
+    sides, spatial = lost(output), output.spatial
+    left = [max(0.0, 1 - float(sum(pair)) / field.extent) for pair, (_, field) in zip(sides, spatial, strict=True)]
+    share = 1 - math.prod(left)
+    eaters = sorted((row for row in rows if row.total > 0), key=lambda row: -row.total)
+    found = costs(subject, output, followed, [row.layer for row in eaters])
+    beyond = f", beyond the {subject.context} that the input brings as context" if subject.context else ""
+    message = (
+        f"the output covers the input without its border{beyond}: {_sides(sides)} are lost, {_percent(share)} of the "
+        f"field of view, by {_layers(eaters)}"
+    )
+    main = eaters[0] if eaters else Row("", None, ())
+    details = _details(output, rows) | {"share": share} | dict(found.details if found is not None else {})
+    return Finding(
+        ID, "warning", main.layer, main.where, found.saved if found is not None else 0, message + _saved(found),
+        tuple(_advice(sides, found)), details,
+    )  # fmt: skip
+
+
+def _shifted(output: Output, rows: list[Row]) -> Finding:
+    """Nothing is lost in sum: the outputs' fields lie to one side, as after a strided convolution of odd kernel."""
+    sides = lost(output)
+    main = max(rows, key=lambda row: row.most, default=Row("", None, ()))
+    message = (
+        f"the outputs' fields lie to one side of where the outputs stand: {_sides(sides)} are covered less, as many "
+        "more on the other side; no border is lost in sum"
+    )
+    details = _details(output, rows) | {"share": 0}
+    advice = (
+        "Nothing, where causality or a stride makes it so on purpose; else choose kernels as even as their strides, "
+        "or align_corners and output_padding so that way down and way up match",
+    )
+    return Finding(ID, "info", main.layer, main.where, 0, message, advice, details)
+
+
+def _details(output: Output, rows: list[Row]) -> dict[str, Any]:
+    spatial = output.spatial
+    return {
+        "lost": [(number(a), number(b)) for a, b in lost(output)],
+        "stride": [number(field.stride(size)) for size, field in spatial],
+        "input": [field.extent for _, field in spatial],
+        "output": [size for size, _ in spatial],
+        "receptive_field": [field.width for _, field in spatial],
+        "effective_receptive_field": [_effective(field) for _, field in spatial],
+        "touching_padding": round(float(touching(output)), 4),
+        "layers": [
+            {"layer": row.layer, "where": row.where, "lost": [(number(a), number(b)) for a, b in row.lost]}
+            for row in rows
+        ],
+    }  # fmt: skip
+
+
+def _effective(field: Field) -> float:
+    """Pixels within two deviations of the centre, where Luo et al. 2016 (arXiv:1701.04128) find 95 % of what an output
+    answers to; for equal weights."""
+    return round(min(float(field.width), 4 * math.sqrt(field.variance) + 1), 1)
+
+
+def _saved(found: Costs | None) -> str:
+    if found is None:
+        return ""
+    how = "" if found.recorded else " (estimated from the sizes of the tensors)"
+    if found.saved <= 0:
+        return f"; it saves no memory{how}"
+    return f"; it saves {format_bytes(found.saved)}{how}"
+
+
+def _advice(sides: list[Sides], found: Costs | None) -> list[str]:
+    widths = ", ".join(dict.fromkeys(f"{math.ceil(a)} and {math.ceil(b)}" for a, b in sides))
+    inside = "pad inside of the model (--fix prints the change)"
+    if found is not None:
+        inside += f": {found.sentence}"
+    mirror = f"or mirror-pad the input once, by {widths} pixels in front and behind: the interior stays as it is"
+    if found is not None and found.mirrored is not None:
+        mirror += f"; the peak is {format_bytes(found.mirrored)} then"
+    most = math.ceil(max(side for pair in sides for side in pair))
+    tile = f"or cut tiles that overlap by {most} pixels on each side, and say so: --context {most}"
+    return [inside, mirror, tile]
+
+
+def _sides(sides: list[Sides]) -> str:
+    """``50 pixels on each side``, or for each dimension."""
+    if len({side for pair in sides for side in pair}) == 1:
+        value = number(sides[0][0])
+        return f"{value:g} pixel{'' if value == 1 else 's'} on each side, {2 * value:g} per dimension"
+    shown = [f"{number(a):g}" if a == b else f"{number(a):g} before and {number(b):g} after" for a, b in sides]
+    return f"{' x '.join(shown)} pixels on each side"
+
+
+def _percent(share: float) -> str:
+    value = 100 * share
+    return f"{value:.0f} %" if value >= 1 else f"{value:.1g} %"
+
+
+def _layers(rows: list[Row]) -> str:
+    if not rows:
+        return "layers that cannot be named"
+    first = f"{rows[0].layer or 'an op outside of layers'} ({_each(rows[0])})"
+    return first if len(rows) == 1 else f"{len(rows)} layers, most by {first}"
+
+
+def _each(row: Row) -> str:
+    pairs = {tuple(number(side) for side in sides) for sides in row.lost}
+    return " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sorted(pairs, reverse=True))

@@ -1,0 +1,115 @@
+"""Find the traps of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.checks.ignores import Ignore, kept, parse_ignore
+from memplan.checks.mending import Remaker
+from memplan.checks.model import SEVERITIES, Finding, Subject
+from memplan.checks.registry import CHECKS, IDS
+from memplan.devices import find
+from memplan.errors import DeviceError, InputError
+from memplan.trace.model import HOST, Trace
+from memplan.trace.record import record_for
+from memplan.trace.session import choose_target
+from memplan.trace.step import StepOptions, build_of
+
+
+def check(
+    what: Any,
+    *inputs: Any,
+    kwargs: Mapping[str, Any] = {},  # read only
+    targets: Any = (),
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    device: str | torch.device | None = None,
+    autocast: torch.dtype | str | None = None,
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+    context: int = 0,
+    ignore: Sequence[str] = (),
+) -> list[Finding]:
+    """Find where a step wastes memory, or saves it the wrong way, before it runs.
+
+    Args:
+        what: a module, a callable that makes one, a ``build`` that returns a step, or a Trace. Of a Trace, costs are
+            estimated where the others' are recorded.
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`.
+        context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
+            overlap): a border lost up to that is no finding.
+        ignore: findings not to be told of: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
+            ``# memplan: ignore[border-erosion]`` does it for the line that makes or calls a layer.
+
+    Returns:
+        Findings, warnings first, then by bytes.
+
+    Raises:
+        TargetError, InputError, DeviceError: what was given does not describe a step.
+        StepError, DataDependentError: the step cannot be recorded.
+
+    Example:
+        >>> stack = torch.nn.Sequential(*[torch.nn.Conv2d(1, 1, 3) for _ in range(50)])
+        >>> memplan.check(stack, "1x1x128x128")[0].details["lost"]
+        [(50, 50), (50, 50)]
+    """
+    options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
+    ignores = [parse_ignore(text, IDS) for text in ((ignore,) if isinstance(ignore, str) else ignore)]
+    if isinstance(what, Trace):
+        if replace(options, train=True) != StepOptions():
+            raise InputError(
+                "a Trace and inputs or other options of a module's step",
+                expected="a Trace alone: its step is already recorded",
+            )
+        return check_trace(what, context=context, ignores=ignores)
+    target = choose_target(_device_of(what) if device is None else device)
+    remaker = Remaker(what, options, target)
+    return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
+
+
+def record_again(remaker: Remaker) -> Trace:
+    """The step as it is described."""
+    on_card = remaker.target.card is not None
+    return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
+
+
+def check_trace(
+    trace: Trace, *, remaker: Remaker | None = None, context: int = 0, ignores: Sequence[Ignore] = ()
+) -> list[Finding]:
+    """Look at a step that was recorded before.
+
+    Args:
+        trace: the step.
+        remaker: makes it again after a change; without one, costs are estimated.
+        context: as for `check`.
+        ignores: what not to tell of.
+    """
+    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
+        raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")
+    card = None
+    if remaker is not None:
+        card = remaker.target.card
+    elif trace.device != HOST:
+        try:
+            card = find(trace.device)
+        except DeviceError:
+            card = None
+    subject = Subject(trace, card, remaker, context)
+    found = [finding for one in CHECKS for finding in one.find(subject)]
+    made = {layer.name: layer.made for layer in trace.layers}
+    return sorted(kept(found, ignores, made), key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
+
+
+def _device_of(what: Any) -> str | None:
+    """The kind of device that a module is on, None of anything else and of one that is nowhere yet."""
+    first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
+    return first.device.type if first is not None and first.device.type in (HOST, "cuda") else None
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -1,0 +1,149 @@
+"""The field of every position along one dimension: exact, and not clipped at the border.
+
+A position ``o`` of a tensor sees the positions ``low(o) ... high(o)`` of a dimension of the input. Both are whole
+numbers that repeat: ``low(o + period) = low(o) + advance``. A convolution, a pool or a crop has the period 1; a
+transposed convolution or an interpolation by s multiplies it by s. So every composition is exact, in whole numbers,
+and stays so outside of the tensor, where padding lets a field reach.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+_LONGEST = 4096
+"""Periods beyond which a field is no longer followed (interpolations between sizes without a common factor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Fields along a dimension. ``lows`` and ``highs`` are those of the positions ``0 ... period - 1``.
+
+    Example:
+        >>> conv3 = IDENTITY.window(3)
+        >>> conv3.low(5), conv3.high(5)
+        (5, 7)
+    """
+
+    advance: int
+    lows: tuple[int, ...]
+    highs: tuple[int, ...]
+
+    @property
+    def period(self) -> int:
+        """After how many positions the field repeats, moved by ``advance``."""
+        return len(self.lows)
+
+    @property
+    def stride(self) -> Fraction:
+        """Positions of the input from one field to the next, on average."""
+        return Fraction(self.advance, self.period)
+
+    def low(self, position: int) -> int:
+        """The first position of the input that a position sees."""
+        turn, place = divmod(position, self.period)
+        return self.lows[place] + turn * self.advance
+
+    def high(self, position: int) -> int:
+        """The last one."""
+        turn, place = divmod(position, self.period)
+        return self.highs[place] + turn * self.advance
+
+    @property
+    def first_low(self) -> Fraction:
+        """Where the line through the lows is at position 0."""
+        return self._line(self.lows)
+
+    @property
+    def first_high(self) -> Fraction:
+        """Where the line through the highs is at position 0."""
+        return self._line(self.highs)
+
+    def _line(self, values: tuple[int, ...]) -> Fraction:
+        offsets = [value - self.stride * place for place, value in enumerate(values)]
+        return sum(offsets, Fraction(0)) / len(offsets)
+
+    @property
+    def size(self) -> int:
+        """How many positions of the input the widest field covers."""
+        return max(high - low + 1 for low, high in zip(self.lows, self.highs, strict=True))
+
+    def through(self, period: int, advance: int, seen: Callable[[int], Sequence[int]]) -> Span | None:
+        """The fields of another tensor, each of whose positions sees the positions ``seen(o)`` of this one.
+
+        ``seen(o + period)`` must be ``seen(o)`` moved by ``advance``. A position that sees nothing (between the taps of
+        a transposed convolution) takes the field of the one before it. None where the period would grow too long.
+        """
+        repeat = self.period // math.gcd(advance, self.period) if advance else 1
+        if period * repeat > _LONGEST or advance == 0:
+            return None
+        lows, highs = list[int](), list[int]()
+        for position in range(period * repeat):
+            turn, place = divmod(position, period)
+            taps = [tap + turn * advance for tap in seen(place)]
+            if taps:
+                lows.append(min(map(self.low, taps)))
+                highs.append(max(map(self.high, taps)))
+            elif lows:
+                lows.append(lows[-1])
+                highs.append(highs[-1])
+        if not lows:
+            return None
+        missing = period * repeat - len(lows)  # the first positions see nothing: as the first that does
+        return _simplest(
+            advance * repeat * self.advance // self.period,
+            (*lows[:1] * missing, *lows),
+            (*highs[:1] * missing, *highs),
+        )
+
+    def window(self, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Span | None:
+        """Through a convolution or a pool. The inner taps of a long kernel cannot be the outermost."""
+        taps = (
+            range(kernel) if kernel <= 2 * self.period else (*range(self.period), *range(kernel - self.period, kernel))
+        )
+        return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
+
+    def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
+        """Through a transposed convolution: o sees those i with ``i * stride - padding + k * dilation = o``."""
+
+        def seen(position: int) -> list[int]:
+            targets = (position + padding - tap * dilation for tap in range(kernel))
+            return [target // stride for target in targets if target % stride == 0]
+
+        return self.through(stride, 1, seen)
+
+    def moved(self, offset: int, step: int = 1) -> Span | None:
+        """Through a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
+        return self.through(1, step, lambda _: [offset])
+
+    def joined(self, other: Span) -> Span | None:
+        """The fields of a position that sees what both see; both have the same stride."""
+        assert self.stride == other.stride, "spans of different strides stand apart"
+        period = math.lcm(self.period, other.period)
+        if period > _LONGEST:
+            return None
+        places = range(period)
+        return _simplest(
+            self.advance * period // self.period,
+            tuple(min(self.low(place), other.low(place)) for place in places),
+            tuple(max(self.high(place), other.high(place)) for place in places),
+        )
+
+
+def _simplest(advance: int, lows: tuple[int, ...], highs: tuple[int, ...]) -> Span:
+    """The same fields with the shortest period."""
+    length = len(lows)
+    for period in range(1, length):
+        if length % period or advance * period % length:
+            continue
+        step = advance * period // length
+        places = range(length - period)
+        if all(lows[i + period] == lows[i] + step and highs[i + period] == highs[i] + step for i in places):
+            return Span(step, lows[:period], highs[:period])
+    return Span(advance, lows, highs)
+
+
+IDENTITY = Span(1, (0,), (0,))
+"""Every position sees itself alone."""

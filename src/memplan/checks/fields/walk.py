@@ -1,0 +1,160 @@
+"""Follow the fields of every tensor through the first forward pass of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memplan.checks.fields.rules import Call, fields_of
+from memplan.checks.fields.tensors import Factor, Field, Fields, resolved, size_of, unknown
+from memplan.trace.model import Form, Trace, View
+
+_LEAST = 3
+"""Dimensions of the smallest tensor that can have a spatial one: (batch, channels, length)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A dimension of an input: which of the view's dimensions it is."""
+
+    view: View
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that a model gives back, with the fields of its dimensions."""
+
+    layer: str
+    view: View
+    fields: Fields
+
+    @property
+    def spatial(self) -> tuple[tuple[int, Field], ...]:
+        """Size and field of each dimension that a kernel slid along, in the order of the input's dimensions."""
+        axes = [(size_of(dim), resolved(dim)) for dim in self.fields]
+        found = [(size, field) for size, axis in axes for field in axis if field.windowed]
+        first = min((field.source for _, field in found), default=0)  # of several inputs the first one's
+        by_source = {field.source: (size, field) for size, field in found}
+        return tuple(by_source[source] for source in sorted(by_source) if source < first + len(self.fields))
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """The dimensions of the inputs, the models' outputs, and the fields of each op's results, by the op's index."""
+
+    sources: tuple[Source, ...]
+    outputs: tuple[Output, ...]
+    results: dict[int, tuple[Fields, ...]]
+
+
+def follow(trace: Trace) -> Followed:
+    """Follow the fields of every tensor through the forward ops of the first step.
+
+    A trace without forms (one that is hand-made, or older) has no outputs.
+    """
+    return _Walk(trace).run()
+
+
+class _Walk:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._sources: list[Source] = []
+        self._known: dict[View, Fields] = {}
+        self._results: dict[int, tuple[Fields, ...]] = {}
+
+    def run(self) -> Followed:
+        waiting = list(self._trace.returned)
+        outputs: list[tuple[int, Output]] = []
+        for form in self._trace.forms:
+            while waiting and waiting[0].after <= form.op:
+                one = waiting.pop(0)
+                outputs += [(one.after, self._output(one.layer, view)) for view in one.tensors]
+            self._op(form)
+        for one in waiting:
+            outputs += [(one.after, self._output(one.layer, view)) for view in one.tensors]
+        models = _models(self._trace)
+        final = [output for after, output in outputs if output.layer in models and not self._is_read(output, after)]
+        return Followed(tuple(self._sources), tuple(final) or self._last(), self._results)
+
+    def _output(self, layer: str, view: View) -> Output:
+        return Output(layer, view, self._known.get(_key(view), unknown(view.shape)))
+
+    def _op(self, form: Form) -> None:
+        op = self._trace.ops[form.op]
+        reads = tuple((name, self._fields(view)) for name, view in form.reads)
+        if not form.writes:
+            return
+        if not reads:
+            return  # made from nothing: an input, if it is read
+        results = fields_of(Call(base_name(op.name), form, reads))
+        self._results[form.op] = tuple(results)
+        for view, fields in zip(form.writes, results, strict=True):
+            self._known[_key(view)] = fields
+
+    def _fields(self, view: View) -> Fields:
+        known = self._known.get(_key(view))
+        if known is None:
+            known = self._known[_key(view)] = self._input(view) if self._is_input(view) else unknown(view.shape)
+        return known
+
+    def _is_input(self, view: View) -> bool:
+        """Data of the step: made while building, or from nothing outside of every layer."""
+        if view.storage < 0 or len(view.shape) < _LEAST:
+            return False
+        storage = self._trace.storages[view.storage]
+        maker = self._trace.ops[storage.op] if storage.op is not None else None
+        made_here = maker is not None and maker.phase == "forward" and bool(maker.reads or maker.layer)
+        return storage.cause not in ("weight", "buffer") and not made_here and storage.dtype.startswith(_REAL)
+
+    def _input(self, view: View) -> Fields:
+        fields: list[tuple[Factor, ...]] = []
+        for dim, size in enumerate(view.shape):
+            fields.append((Factor(size, (Field(len(self._sources), size),)),))
+            self._sources.append(Source(view, dim))
+        return tuple(fields)
+
+    def _is_read(self, output: Output, after: int) -> bool:
+        """Whether a model that runs later reads an output."""
+        key, models = _key(output.view), _models(self._trace)
+        losses = {one.layer for one in self._trace.returned} - models
+        for form in self._trace.forms:
+            layer = self._trace.ops[form.op].layer
+            if form.op < after or not layer or any(layer == one or layer.startswith(one + ".") for one in losses):
+                continue
+            if any(_key(view) == key for _, view in form.reads):
+                return True
+        return False
+
+    def _last(self) -> tuple[Output, ...]:
+        """Where no module returned anything: the last result with a spatial dimension."""
+        for form in reversed(self._trace.forms):
+            for view, fields in zip(form.writes, self._results.get(form.op, ()), strict=False):
+                output = Output(self._trace.ops[form.op].layer, view, fields)
+                if output.spatial:
+                    return (output,)
+        return ()
+
+
+_REAL = ("float", "bfloat", "complex", "uint8", "double", "half")
+
+
+def _models(trace: Trace) -> set[str]:
+    """Layers called from outside that own weights; where the only model's layers do not carry its name, the first."""
+    called = list(dict.fromkeys(one.layer for one in trace.returned))
+    owners = [layer.name for layer in trace.layers if layer.weights]
+    found = {name for name in called if any(own == name or own.startswith(name + ".") for own in owners)}
+    apart = [own for own in owners if not any(own == name or own.startswith(name + ".") for name in called)]
+    rest = [name for name in called if name not in found]
+    return found | set(rest[:1]) if apart or not found else found
+
+
+def _key(view: View) -> View:
+    """The same for every tensor that shows the same elements: the stride of a dimension of one element says nothing."""
+    strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
+    return replace(view, strides=strides)
+
+
+def base_name(name: str) -> str:
+    """An op without its namespace, its overload and the underscore of the form in place: ``convolution``."""
+    base = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
+    return base.removesuffix("_") if base.endswith("_") and not base.endswith("__") else base

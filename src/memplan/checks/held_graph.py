@@ -1,0 +1,136 @@
+"""Graphs that live on although no backward pass will read them: retain_graph, evaluation with grad, summed losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from memplan._bytes import format_bytes
+from memplan.checks.model import Finding, Subject
+from memplan.checks.savings import after_last_read, peak, rows_of, saving, without_saving
+from memplan.trace.model import Op, Storage, Trace
+
+ID = "held-graph"
+TITLE = "A graph is held that no backward pass will read"
+
+_LEAST = 0.02
+"""Share of the peak below which it is not worth a word."""
+_OWN = ("weight", "buffer", "optimizer_state", "parameter_gradient", "workspace")
+
+
+def find(subject: Subject) -> list[Finding]:
+    """What is held past its last use by the graph, by a step's end, and by evaluation with grad."""
+    trace = subject.trace
+    return [*_growing(trace), *_retained(trace), *_without_backward(trace)]
+
+
+def _bounds(trace: Trace, step: int) -> tuple[int, int]:
+    return trace.steps[step], trace.steps[step + 1] if step + 1 < len(trace.steps) else trace.end
+
+
+def _growing(trace: Trace) -> list[Finding]:
+    """Each step leaves tensors of its forward pass behind."""
+    if len(trace.steps) < 2:
+        return []
+    left: list[list[Storage]] = []
+    for step in range(len(trace.steps)):
+        begin, end = _bounds(trace, step)
+        born = [s for s in trace.counted if begin < s.born <= end and s.cause not in _OWN and s.op is not None]
+        left.append([s for s in born if (s.died is None or s.died > end) and trace.ops[s.op or 0].layer])
+    sizes = [sum(storage.bytes for storage in storages) for storages in left]
+    stays = [s for s in left[0] if s.died is None or s.died > _bounds(trace, 1)[1]]
+    size = sum(storage.bytes for storage in stays)
+    if not size or size < _LEAST * peak(trace) or 2 * min(sizes[1:]) < size:  # a cache is filled once
+        return []
+    blame = {storage.id: storage.op or 0 for storage in stays}
+    rows = rows_of(trace, stays, blame)
+    first = rows[0]
+    message = (
+        f"every step leaves {format_bytes(size)} of its forward pass behind: its graph is held by something that "
+        "outlives it, as a loss that is added up with its graph (total += loss)"
+    )
+    advice = ("Add numbers up instead: total += loss.item(), or loss.detach(); evaluate under torch.no_grad()",)
+    details = {"kind": "growing", "bytes_per_step": sizes, "layers": rows}
+    return [_finding(first, size, message, advice, details)]
+
+
+def _retained(trace: Trace) -> list[Finding]:
+    """Saved tensors that outlive the backward pass of their step, as retain_graph=True has it."""
+    found: list[Storage] = []
+    passed: list[Storage] = []
+    for step in range(len(trace.steps)):
+        begin, _ = _bounds(trace, step)
+        backward = [op for op in trace.ops if op.step == step and op.phase == "backward"]
+        if not backward:
+            continue
+        over = backward[-1].end
+        passed += [s for s in trace.counted if s.cause == "saved" and begin < s.born <= over]
+        found += [s for s in passed if begin < s.born <= over and _late(s, over)]
+    held = [s for s in found if s.op is not None and trace.ops[s.op].layer]
+    # the tensors that the step itself holds by name (output, loss) stay, too: a graph is more than these
+    if len(held) < 4 or 2 * sum(s.bytes for s in held) < sum(s.bytes for s in passed):
+        return []
+    size = saving(trace, after_last_read(trace, held))
+    rows = rows_of(trace, held, {s.id: s.op or 0 for s in held})
+    if not rows:
+        return []
+    kept = sum(int(str(row["bytes"])) for row in rows)
+    message = (
+        f"the graph lives on when its backward pass is over ({format_bytes(kept)} of saved tensors, "
+        f"{format_bytes(size)} at the peak), and nothing reads it again: retain_graph=True, or create_graph=True"
+    )
+    advice = ("Leave retain_graph out of the last backward(); add losses that share a graph, and call backward once",)
+    return [_finding(rows[0], size, message, advice, {"kind": "retained", "kept": kept, "layers": rows})]
+
+
+def _late(storage: Storage, tick: int) -> bool:
+    return storage.died is None or storage.died > tick
+
+
+def _without_backward(trace: Trace) -> list[Finding]:
+    """A model that runs with grad, and no backward pass reads any of it."""
+    used = {op.gradient_of for op in trace.ops if op.gradient_of is not None}
+    idle: list[Op] = []
+    begin = 0
+    for returned in trace.returned:
+        ops = [op for op in trace.ops[begin : returned.after] if op.phase == "forward" and op.step == 0 and op.layer]
+        begin = returned.after
+        graded = [op for op in ops if _in_graph(trace, op)]
+        again = {op.layer for op in trace.ops if op.recomputed}
+        if graded and not any(op.index in used for op in ops) and not any(op.layer in again for op in ops):
+            idle += ops
+    if not idle:
+        return []
+    models = Counter(op.layer.split(".")[0] for op in idle)
+    names = {op.name for op in idle}
+    layers = {op.layer for op in idle}
+    outputs = {view.storage for returned in trace.returned for view in returned.tensors}
+    storages = [
+        s for s in trace.counted
+        if s.op is not None and s.cause not in _OWN and s.id not in outputs and trace.ops[s.op].layer in layers
+        and trace.ops[s.op].name in names and trace.ops[s.op].phase == "forward"
+        and not any(sharer.op in used for sharer in s.sharers)
+    ]  # fmt: skip
+    size = saving(trace, without_saving(trace, storages))
+    if size <= 0 or size < _LEAST * peak(trace):
+        return []
+    rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
+    message = (
+        f"{models.most_common(1)[0][0] if len(models) == 1 else 'a model'} runs with grad and no backward pass "
+        f"follows: its graph holds {format_bytes(size)} at the peak"
+    )
+    advice = ("Run it under torch.no_grad() (or torch.inference_mode()); model.eval() alone does not do that",)
+    return [_finding(rows[0], size, message, advice, {"kind": "no backward", "layers": rows})]
+
+
+def _in_graph(trace: Trace, op: Op) -> bool:
+    """Whether an op reads a result that requires a gradient: under no_grad only the weights themselves do."""
+    needed = [trace.storages[r.storage] for r in op.reads if r.name in op.needs_grad]
+    return any(storage.cause != "weight" and storage.op is not None for storage in needed)
+
+
+def _finding(
+    first: dict[str, object], size: int, message: str, advice: tuple[str, ...], details: dict[str, object]
+) -> Finding:
+    where = first["where"]
+    return Finding(ID, "warning", str(first["layer"]), where if isinstance(where, str) else None, size, message, advice,
+                   details)  # fmt: skip

@@ -1,0 +1,43 @@
+"""Activations in place that clone their input first, so that in place saves nothing."""
+
+from __future__ import annotations
+
+from memplan.checks.model import Finding, Subject
+from memplan.checks.savings import rows_of
+from memplan.trace.model import Trace
+
+ID = "in-place-clone"
+TITLE = "An activation in place clones its input first"
+
+_CLONING = ("silu_", "hardswish_", "hardtanh_", "relu6_", "mish_", "gelu_", "softplus_", "log_sigmoid_")
+"""Their formulas read the input, which the op itself overwrites (derivatives.yaml)."""
+
+
+def find(subject: Subject) -> list[Finding]:
+    """One note for all such activations of a step."""
+    trace = subject.trace
+    clones = [storage for storage in trace.counted if storage.op is not None and _is_clone(trace, storage.op)]
+    if not clones:
+        return []
+    rows = rows_of(trace, clones, {storage.id: storage.op or 0 for storage in clones})
+    names = sorted({trace.ops[(storage.op or 0) + 1].name.split(".")[1] for storage in clones})
+    message = (
+        f"{', '.join(names)} read their own input in the backward pass, so that autograd clones it first: in place "
+        "saves nothing here"
+    )
+    advice = (
+        "Leave inplace=True out, or take an activation that reads its result: ReLU, LeakyReLU and ELU do in place",
+    )
+    where = rows[0]["where"] if rows else None
+    layer = str(rows[0]["layer"]) if rows else ""
+    return [Finding(ID, "info", layer, where if isinstance(where, str) else None, 0, message, advice, {"layers": rows})]
+
+
+def _is_clone(trace: Trace, index: int) -> bool:
+    """Whether an op is the clone that autograd makes before an op in place that follows at once in the same layer."""
+    op = trace.ops[index]
+    if op.phase != "forward" or not op.name.startswith("aten.clone") or index + 1 >= len(trace.ops):
+        return False
+    after = trace.ops[index + 1]
+    same = {operand.storage for operand in op.reads} & {operand.storage for operand in after.reads}
+    return after.name.split(".")[1] in _CLONING and after.layer == op.layer and bool(same) and bool(after.needs_grad)

@@ -1,0 +1,141 @@
+"""Tensors kept from forward to backward that no gradient reads, or of which it reads the shape alone, or a sign."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from memplan._bytes import format_bytes
+from memplan.checks.fields.walk import base_name
+from memplan.checks.model import Finding, Subject
+from memplan.checks.savings import forms_of_all_steps, peak, rows_of, saving, without_saving
+from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
+from memplan.trace.model import Form, Storage, Trace
+
+ID = "kept-for-nothing"
+TITLE = "Tensors are kept for the backward pass that no gradient reads"
+
+_LEAST = 0.02
+"""Share of the peak below which it is not worth a word."""
+
+_SHAPE_ALONE = frozenset({
+    "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d",
+    "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d",
+})  # fmt: skip
+"""Ops whose formula takes a tensor and reads only its shape (aten/src/ATen/native/AveragePool2d.cpp and others)."""
+_NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+                    "batch_norm_with_update", "_batch_norm_with_update", "_native_batch_norm_legit"})  # fmt: skip
+_RELU = frozenset({"relu", "threshold"})
+
+_TEXTS = {
+    "frozen": (
+        "frozen layers keep their inputs for the gradient of a weight that gets none",
+        "memplan.fit leaves them out (exact); or a torch.autograd.Function that saves the weight alone; or, where no "
+        "layer before them trains, run them under torch.no_grad()",
+    ),
+    "shape": (
+        "average pools and mirrored pads keep their inputs, of which their gradients read the shape alone",
+        "Put them where the next layer keeps the tensor anyway (a pool before the activation), or write the pool as a "
+        "torch.autograd.Function that keeps the shape; memplan.fit leaves them out (exact)",
+    ),
+    "relu before dropout": (
+        "a ReLU keeps its result, and dropout behind it makes another, which the next layer keeps",
+        "Swap the two: dropout, then ReLU. Both scale by factors of 0 or more, so the result is the same, and the next "
+        "layer keeps the very tensor that ReLU keeps",
+    ),
+}
+
+
+def find(subject: Subject) -> list[Finding]:
+    """A finding for each way of keeping for nothing that costs bytes at the peak."""
+    trace = subject.trace
+    forms = forms_of_all_steps(trace)
+    kinds = {layer.name: layer.kind for layer in trace.layers}
+    readers = _first_readers(trace)
+    found: dict[str, list[Storage]] = {}
+    for storage in trace.counted:
+        if storage.cause == "saved":
+            kind = _kind(trace, storage, forms, kinds, readers)
+            if kind is not None:
+                found.setdefault(kind, []).append(storage)
+    return [finding for kind in _TEXTS if kind in found for finding in _finding(trace, kind, found[kind])]
+
+
+def _finding(trace: Trace, kind: str, storages: Sequence[Storage]) -> list[Finding]:
+    changed = without_saving(trace, storages)
+    if kind == "relu before dropout":
+        changed |= _read_by_relu(trace, storages)
+    size = saving(trace, changed)
+    rows = rows_of(trace, storages, {storage.id: storage.sharers[0].op for storage in storages})
+    if not rows or size <= 0 or size < _LEAST * peak(trace):
+        return []
+    what, advice = _TEXTS[kind]
+    kept = sum(int(str(row["bytes"])) for row in rows)
+    message = f"{what}: {format_bytes(kept)} in all, {format_bytes(size)} of it at the peak"
+    first = rows[0]
+    where = first["where"]
+    details = {"kind": kind, "kept": kept, "layers": rows}
+    return [Finding(ID, "warning", str(first["layer"]), where if isinstance(where, str) else None, size, message,
+                    (advice,), details)]  # fmt: skip
+
+
+def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storage | None]:
+    """What dropout makes of the results of ReLUs, as it would live if the ReLU came last: until its gradient is done,
+    which takes the place of dropout's."""
+    readers = _first_readers(trace)
+    dropouts = {readers[storage.id]: trace.ops[readers[storage.id]] for storage in storages}
+    ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of in dropouts}
+    results = {index: trace.storages[op.writes[0]] for index, op in dropouts.items() if op.writes and index in ends}
+    return {
+        result.id: replace(result, died=max(result.died, ends[index] + 1))
+        for index, result in results.items()
+        if result.died is not None
+    }
+
+
+def _kind(
+    trace: Trace, storage: Storage, forms: Mapping[int, Form], kinds: Mapping[str, str], readers: Mapping[int, int]
+) -> str | None:
+    """In which of the ways a storage is kept for nothing; None where a gradient needs it."""
+    keepers = keepers_of(storage)
+    if not keepers:
+        return None
+    names = [base_name(trace.ops[keeper[0].op].name) for keeper in keepers]
+    idle = [_reads_nothing(trace, keeper, forms) for keeper in keepers]
+    if all(idle):
+        return "frozen"
+    shape = [name in _SHAPE_ALONE and all(s.role in ("self", "input") for s in keeper)
+             for name, keeper in zip(names, keepers, strict=True)]  # fmt: skip
+    if all(a or b for a, b in zip(idle, shape, strict=True)):
+        return "shape"
+    reader = readers.get(storage.id)
+    into_dropout = reader is not None and "Dropout" in kinds.get(trace.ops[reader].layer, "")
+    if into_dropout and len(keepers) == 1 and names[0] in _RELU and keepers[0][0].role == "result":
+        return "relu before dropout"
+    return None
+
+
+def _reads_nothing(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:
+    op = trace.ops[keeper[0].op]
+    if not gradients_needing(trace, keeper)[1]:
+        return True
+    form = forms.get(op.index)
+    if base_name(op.name) not in _NORMS or form is None or "weight" in op.needs_grad:
+        return False
+    # in evaluation the input's gradient is the outgoing one, scaled (Normalization.cpp, batch_norm_backward_cpu)
+    training = form.option("training", form.option("train", base_name(op.name).endswith("update")))
+    return not training and all(sharer.role == "input" for sharer in keeper)
+
+
+def _first_readers(trace: Trace) -> dict[int, int]:
+    """Storage -> the first op of the graph behind its maker that reads it and is no view."""
+    graded = {op.gradient_of for op in trace.ops}
+    found: dict[int, int] = {}
+    for op in trace.ops:
+        if op.phase != "forward":
+            continue
+        for operand in op.reads:
+            maker = trace.storages[operand.storage].op
+            if maker is not None and op.index > maker and op.index in graded and operand.storage not in op.writes:
+                found.setdefault(operand.storage, op.index)
+    return found

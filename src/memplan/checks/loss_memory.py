@@ -1,0 +1,133 @@
+"""Logits of vocabulary size, several times: what a loss in chunks would take instead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # torch's own name for it
+from torch import nn
+
+from memplan._bytes import format_bytes
+from memplan.checks.fields.walk import base_name
+from memplan.checks.model import Finding, Subject
+from memplan.checks.savings import peak, saving
+from memplan.simulation.liveness import live_at, simulate
+from memplan.trace.model import Op, Storage, Trace
+from memplan.trace.record import record
+
+ID = "loss-memory"
+TITLE = "The loss holds logits of vocabulary size several times"
+
+_CLASSES = 4096
+"""Classes from which on they are a vocabulary."""
+_LEAST = 0.05
+_PRODUCTS = ("mm", "addmm", "linear")
+
+
+def find(subject: Subject) -> list[Finding]:
+    """One finding for the largest softmax over a vocabulary."""
+    trace = subject.trace
+    softmaxes = [op for op in trace.ops if op.phase == "forward" and base_name(op.name) == "_log_softmax" and op.writes]
+    wide = [op for op in softmaxes if trace.storages[op.writes[0]].shape[-1:] >= (_CLASSES,)]
+    if not wide:
+        return []
+    op = max(wide, key=lambda one: (trace.storages[one.writes[0]].bytes, -one.index))
+    return _finding(trace, op)
+
+
+def _finding(trace: Trace, op: Op) -> list[Finding]:
+    logits = trace.storages[op.writes[0]]
+    rows, classes = logits.bytes // max(1, _itemsize(logits.dtype) * logits.shape[-1]), logits.shape[-1]
+    copies = [s for s in trace.counted if s.op is not None and _is_copy(s, rows, classes)]
+    width = _width(trace, rows, classes)
+    chunk = chunked_peak(rows, classes, width, logits.dtype) if width is not None else None
+    window = [s for s in copies if s.died is not None]
+    added = [] if chunk is None or not window else _chunks(trace, window, chunk)
+    size = saving(trace, {storage.id: None for storage in copies}, added)
+    if size < _LEAST * peak(trace):
+        return []
+    at_once = _most_at_once(trace, copies)
+    dtypes = sorted({storage.dtype for storage in copies})
+    message = (
+        f"logits of {rows} x {classes} are held {at_once} times at once ({', '.join(dtypes)}, "
+        f"{format_bytes(logits.bytes)} each): the loss costs {format_bytes(size)} at the peak"
+    )
+    how = f" (its chunks take {format_bytes(chunk)})" if chunk is not None else ""
+    advice = (
+        "torch.nn.functional.linear_cross_entropy(hidden, weight, target, options=LinearCrossEntropyOptions()) never "
+        f"makes them whole{how}; on a GPU Liger's fused linear cross-entropy does the same"
+        if hasattr(F, "linear_cross_entropy")
+        else "Liger's fused linear cross-entropy never makes them whole; or call head and loss on chunks of the rows",
+    )
+    details = {"rows": rows, "classes": classes, "copies": at_once, "each": logits.bytes, "chunked": chunk}
+    return [Finding(ID, "warning", op.layer, op.where, size, message, advice, details)]
+
+
+def _itemsize(dtype: str) -> int:
+    return torch.empty((), dtype=getattr(torch, dtype), device="meta").element_size()
+
+
+def _is_copy(storage: Storage, rows: int, classes: int) -> bool:
+    """Whether a storage made in the step holds one number for each row and class."""
+    if storage.shape[-1:] != (classes,) or storage.cause in (
+        "weight",
+        "buffer",
+        "parameter_gradient",
+        "optimizer_state",
+    ):
+        return False
+    return storage.bytes // max(1, _itemsize(storage.dtype)) >= rows * classes * 0.9
+
+
+def _width(trace: Trace, rows: int, classes: int) -> int | None:
+    """The size of the hidden states that a linear layer makes the logits of; None where none does."""
+    for op in trace.ops:
+        if op.phase == "forward" and base_name(op.name) in _PRODUCTS and op.writes:
+            shape = trace.storages[op.writes[0]].shape
+            if shape[-1:] == (classes,) and trace.storages[op.writes[0]].bytes:
+                weights = [trace.storages[operand.storage].shape for operand in op.reads]
+                widths = [size for w in weights if len(w) == 2 and classes in w for size in w if size != classes]
+                if widths:
+                    return widths[0]
+    return None
+
+
+def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
+    """Bytes that torch's chunked loss takes beyond its inputs and their gradients; None where torch has none."""
+    if not hasattr(F, "linear_cross_entropy"):
+        return None
+    kind = getattr(torch, dtype)
+
+    def build() -> Callable[[], Any]:
+        weight = nn.Parameter(torch.zeros(classes, width, dtype=kind))
+        hidden, target = torch.zeros(rows, width, dtype=kind, requires_grad=True), torch.zeros(rows, dtype=torch.long)
+
+        def step() -> None:
+            weight.grad = hidden.grad = None
+            F.linear_cross_entropy(hidden, weight, target, options=nn.LinearCrossEntropyOptions()).backward()
+
+        return step
+
+    found = simulate(record(build, device="cpu", steps=1)).peak_allocated
+    item = _itemsize(dtype)
+    return max(0, found - 2 * item * width * (rows + classes) - 8 * rows)
+
+
+def _chunks(trace: Trace, window: list[Storage], size: int) -> list[Storage]:
+    """A storage for the chunks in each step, alive from the first to the last of the logits there."""
+    found: list[Storage] = []
+    bounds = [*trace.steps, trace.end + 1]
+    for begin, end in itertools.pairwise(bounds):
+        own = [storage for storage in window if begin < storage.born <= end]
+        if own:
+            last = max(storage.died or end for storage in own)
+            found.append(replace(own[0], bytes=size, low=None, born=min(s.born for s in own), died=last))
+    return found
+
+
+def _most_at_once(trace: Trace, copies: list[Storage]) -> int:
+    return max(sum(c in live for c in copies) for live in (live_at(trace, copy.born) for copy in copies))

@@ -1,0 +1,127 @@
+"""`memplan check`: where a step wastes memory, or saves it the wrong way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.options import StepArguments, advised, describe, step_options
+from memplan.cli.progress import progress
+from memplan.cli.targets import contained
+from memplan.errors import InputError, StepError, TargetError
+
+if TYPE_CHECKING:
+    from memplan.checks.ignores import Ignore
+    from memplan.checks.model import Finding
+    from memplan.trace.model import Trace
+
+HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
+
+TARGET and its options are those of memplan explain.
+
+\b
+  memplan check examples/resnet18.py:make --input 32x3x224x224 \\
+      --target "32:int64<1000" --loss cross_entropy --optimizer adamw
+  memplan check mymodels.py:unet --input 1x1x572x572 --context 92
+  memplan check mymodels.py:unet --input 1x1x572x572 --ignore "border-erosion:encoder.*"
+  memplan check mymodels.py:unet --input 1x1x576x576 --fix
+
+A comment "# memplan: ignore[ID]" on the line that makes or calls a layer does as --ignore does.
+
+\b
+Exit code: 0 nothing found that --fail-on names; 1 something found; 2 bad
+usage, or a step that cannot be recorded.
+"""
+
+
+@click.command("check", help=HELP)
+@step_options
+@click.option(
+    "--fail-on", type=click.Choice(("info", "warning", "never")), default="warning", show_default=True,
+    help="The least severity that makes the exit code 1.",
+)  # fmt: skip
+@click.option(
+    "--ignore", "ignored", multiple=True, metavar="ID[:LAYERS]",
+    help="Do not tell of a check, or not of these layers: border-erosion:encoder.*",
+)  # fmt: skip
+@click.option(
+    "--context", type=click.IntRange(min=0), default=0, metavar="N",
+    help="Pixels that the input brings along on each side: a border lost up to that is no finding.",
+)  # fmt: skip
+@click.option("--fix", is_flag=True, help="Print the change of the source that keeps the border, or a wrapper.")
+@click.option(
+    "--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
+    help="Layers to list for a finding; 0 for all.",
+)  # fmt: skip
+@click.option("--json", "json_file", metavar="FILE", help="Write the findings as JSON, too; - for stdout alone.")
+def command(
+    fail_on: str,
+    ignored: tuple[str, ...],
+    context: int,
+    fix: bool,
+    top: int,
+    json_file: str | None,
+    **given: Any,
+) -> int:
+    """Run the command and return its exit code."""
+    from memplan.checks.ignores import parse_ignore
+    from memplan.checks.model import SEVERITIES
+    from memplan.checks.registry import IDS
+    from memplan.reports.check import dumps, print_findings
+
+    arguments = StepArguments(**given)
+    check_writable(json_file, "--json")
+    ignores = [parse_ignore(text, IDS) for text in ignored]
+    if fix and (json_file == "-" or is_trace(arguments.target)):
+        raise InputError(
+            "--fix for a trace, or with --json -",
+            expected="a callable as the target, and stdout for the change",
+            do="Leave one out",
+        )
+    trace, findings = _findings(arguments, context, ignores)
+    if json_file is not None:
+        write(json_file, dumps(arguments.target, findings))
+    if json_file != "-":
+        print_findings(arguments.target, findings, top=top)
+    if fix:
+        from memplan.reports.check import print_fixes
+
+        print_fixes(trace, findings)
+    failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
+    return int(any(finding.severity in failing for finding in findings))
+
+
+def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tuple[Trace, list[Finding]]:
+    from memplan.checks.check import check_trace, record_again
+    from memplan.checks.mending import Remaker
+    from memplan.trace.json import load_trace
+    from memplan.trace.session import choose_target
+
+    if given.settings:
+        raise InputError("--settings for check", expected="no such option: nothing here hangs on it", do="Leave it out")
+    if is_trace(given.target):
+        if given.given():
+            raise InputError(
+                f"{given.target} is a trace, and {', '.join(given.given())} was given, too",
+                expected="a trace alone: its step is already recorded",
+                do="Leave the options out, or name a callable",
+            )
+        try:
+            trace = load_trace(given.target)
+            return trace, check_trace(trace, context=context, ignores=ignores)
+        except OSError as error:
+            raise TargetError(
+                f"{given.target} cannot be read ({error.strerror})",
+                expected="a trace that memplan explain --trace wrote",
+                do="Check the path",
+            ) from error
+    with progress(f"recording {given.target}"), contained(given.target):
+        described = describe(given)
+        remaker = Remaker(described.what, described.options, choose_target(given.device))
+        try:
+            trace = record_again(remaker)
+            return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
+        except StepError as error:
+            raise advised(error, given) from error.__cause__

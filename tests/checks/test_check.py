@@ -1,0 +1,84 @@
+"""`memplan.check`: what it takes, what it refuses, and that it changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.checks.registry import IDS
+from memplan.errors import InputError, TargetError
+
+ID = "border-erosion"
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(*[nn.Conv2d(1, 1, 3) for _ in range(5)])
+
+
+def test_a_module_a_maker_a_build_and_a_trace_are_found_alike() -> None:
+    def build() -> Any:
+        model, x = stack(), torch.randn(1, 1, 32, 32)
+        return lambda: model(x).sum().backward()
+
+    found = [
+        memplan.check(stack(), "1x1x32x32", device="cpu"),
+        memplan.check(stack, "1x1x32x32", device="cpu"),
+        memplan.check(build, device="cpu"),
+        memplan.check(memplan.record(build, device="cpu")),
+    ]
+    assert [[f.details["lost"] for f in findings if f.id == ID] for findings in found] == [[[(5, 5), (5, 5)]]] * 4
+
+
+def test_a_step_of_functions_alone() -> None:
+    def build() -> Any:
+        weight, x = torch.randn(1, 1, 3, requires_grad=True), torch.randn(1, 1, 20)
+        return lambda: nn.functional.conv1d(x, weight).relu().sum().backward()
+
+    (finding,) = [f for f in memplan.check(build, device="cpu") if f.id == ID]
+    assert finding.details["lost"] == [(1, 1)]
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = stack()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    memplan.check(model, "1x1x32x32", device="cpu")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.padding for module in model.modules() if isinstance(module, nn.Conv2d)] == [(0, 0)] * 5
+
+
+def test_for_a_card_it_finds_the_same_border() -> None:
+    (finding,) = [f for f in memplan.check(stack, "1x1x32x32", device="h100") if f.id == ID]
+    assert finding.details["lost"] == [(5, 5), (5, 5)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"context": -1}, InputError, "whole number of pixels"),
+        ({"context": True}, InputError, "whole number of pixels"),
+        ({"ignore": ["border"]}, InputError, "border-erosion"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        memplan.check(stack, "1x1x32x32", device="cpu", **given)
+
+
+def test_a_target_that_is_none() -> None:
+    with pytest.raises(TargetError):
+        memplan.check(3)
+
+
+def test_a_trace_takes_no_inputs() -> None:
+    trace = memplan.record(lambda: lambda: None, device="cpu")
+    with pytest.raises(InputError):
+        memplan.check(trace, "1x1x32x32")
+    assert memplan.check(trace) == []
+
+
+def test_ids_are_unique() -> None:
+    assert len(set(IDS)) == len(IDS)

@@ -1,0 +1,98 @@
+"""Graphs that live on: steps that hold one, steps that do not, and bytes as the mended step's recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+
+ID = "held-graph"
+Build = Callable[[], Callable[[], Any]]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())], nn.Linear(64, 1))
+
+
+def training(**backward: Any) -> Build:
+    def build() -> Callable[[], Any]:
+        model, x, kept = net(), torch.randn(512, 64), list[Any]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            loss = model(x).mean()
+            loss.backward(**backward)
+            optimizer.step()
+            kept[:] = [loss] if backward else []
+
+        return step
+
+    return build
+
+
+def evaluation(grad: bool, *, total: str = "") -> Build:
+    def build() -> Callable[[], Any]:
+        model, x = net().eval(), torch.randn(512, 64)
+        losses: list[Any] = []
+
+        def step() -> None:
+            with torch.set_grad_enabled(grad):
+                loss = model(x).mean()
+            if total:
+                losses.append(loss if total == "graph" else loss.detach())
+
+        return step
+
+    return build
+
+
+def found(build: Build) -> list[memplan.Finding]:
+    return [finding for finding in memplan.check(build, device="cpu") if finding.id == ID]
+
+
+def peak(build: Build) -> int:
+    return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated
+
+
+def test_a_retained_graph() -> None:
+    (finding,) = [f for f in found(training(retain_graph=True)) if f.details["kind"] == "retained"]
+    assert finding.severity == "warning"
+    saved = peak(training(retain_graph=True)) - peak(training())
+    assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert found(training()) == []
+
+
+def test_evaluation_with_grad() -> None:
+    (finding,) = found(evaluation(True))
+    assert finding.details["kind"] == "no backward"
+    assert finding.bytes == pytest.approx(peak(evaluation(True)) - peak(evaluation(False)), rel=0.01)
+    assert found(evaluation(False)) == []
+
+
+def test_losses_added_up_with_their_graphs() -> None:
+    (finding,) = [f for f in found(evaluation(True, total="graph")) if f.details["kind"] == "growing"]
+    one, three = (memplan.record(evaluation(True, total="graph"), device="cpu", steps=steps) for steps in (1, 3))
+    growth = (memplan.simulate(three).peak_allocated - memplan.simulate(one).peak_allocated) / 2
+    assert finding.bytes == pytest.approx(growth, rel=0.01)
+    assert not [f for f in found(evaluation(True, total="number")) if f.details["kind"] == "growing"]
+
+
+def test_a_second_backward_needs_the_graph() -> None:
+    def build() -> Callable[[], Any]:
+        model, x = net(), torch.randn(512, 64)
+
+        def step() -> None:
+            model.zero_grad()
+            y = model(x)
+            y.mean().backward(retain_graph=True)
+            y.pow(2).mean().backward()
+
+        return step
+
+    assert found(build) == []

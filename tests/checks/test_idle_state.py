@@ -1,0 +1,79 @@
+"""Zeroed gradients and untouched states, with bytes as the mended step's recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+
+ID = "idle-state"
+Build = Callable[[], Callable[[], Any]]
+
+
+def training(*, to_none: bool) -> Build:
+    def build() -> Callable[[], Any]:
+        model, x = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)]), torch.randn(2048, 128)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=to_none)
+            model(x).sigmoid().mean().backward()
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+def freezing(*, dropped: bool) -> Build:
+    """A backbone that was trained once, and is frozen since."""
+
+    def build() -> Callable[[], Any]:
+        backbone, head, x = nn.Linear(256, 256), nn.Linear(256, 4), torch.randn(8, 256)
+        optimizer = torch.optim.Adam([*backbone.parameters(), *head.parameters()], foreach=False)
+        head(backbone(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in backbone.parameters():
+            parameter.requires_grad_(False)
+            if dropped:
+                del optimizer.state[parameter]
+
+        def step() -> None:
+            optimizer.zero_grad()
+            head(backbone(x)).sum().backward()
+            optimizer.step()
+
+        return step
+
+    return build
+
+
+def found(build: Build) -> list[memplan.Finding]:
+    return [finding for finding in memplan.check(build, device="cpu") if finding.id == ID]
+
+
+def later_peak(build: Build) -> int:
+    """Of a step in which gradients and states are there already."""
+    return memplan.simulate(memplan.record(build, device="cpu")).steps[-1].peak_allocated
+
+
+def test_zeroed_gradients() -> None:
+    (finding,) = found(training(to_none=False))
+    assert finding.details["held"] == 6 * (128 * 128 + 128) * 4
+    saved = later_peak(training(to_none=False)) - later_peak(training(to_none=True))
+    assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert found(training(to_none=True)) == []
+
+
+def test_states_that_nothing_updates() -> None:
+    (finding,) = found(freezing(dropped=False))
+    assert finding.bytes == pytest.approx(
+        later_peak(freezing(dropped=False)) - later_peak(freezing(dropped=True)), rel=0.01
+    )
+    assert found(freezing(dropped=True)) == []

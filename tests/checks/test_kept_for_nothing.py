@@ -1,0 +1,140 @@
+"""Each way of keeping for nothing: a model that has it, one that has not, and bytes as the mended model's recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import memplan
+
+ID = "kept-for-nothing"
+
+
+def findings(make: Callable[[], nn.Module], shape: str, device: str = "cpu") -> list[memplan.Finding]:
+    return [finding for finding in memplan.check(make, shape, device=device) if finding.id == ID]
+
+
+def peak(make: Callable[[], nn.Module], shape: str, device: str) -> int:
+    return memplan.explain(make, shape, device=device).timeline.peak_allocated
+
+
+class FrozenConvolution(torch.autograd.Function):
+    """Saves the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.conv2d(x, weight, padding=1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weight,) = ctx.saved_tensors
+        return F.conv_transpose2d(gradient, weight, padding=1), None
+
+
+class ShapePool(torch.autograd.Function):
+    """An average pool of 2 that keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return F.interpolate(gradient, scale_factor=2.0).div_(4)
+
+
+class Frozen(nn.Module):
+    """A trained layer, then frozen ones."""
+
+    def __init__(self, mended: bool, frozen: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.rest = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(6)])
+        self.rest.requires_grad_(not frozen)
+        self.mended = mended
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.rest:
+            x = FrozenConvolution.apply(x, layer.weight) if self.mended else layer(x)  # pyright: ignore[reportAssignmentType]
+        return x
+
+
+class Pooled(nn.Module):
+    def __init__(self, mended: bool, kind: str = "average") -> None:
+        super().__init__()
+        self.first, self.last, self.mended, self.kind = (
+            nn.Conv2d(1, 16, 3, padding=1),
+            nn.Conv2d(16, 1, 1),
+            mended,
+            kind,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kind == "max":
+            return self.last(F.max_pool2d(x, 2))
+        return self.last(ShapePool.apply(x) if self.mended else F.avg_pool2d(x, 2))  # pyright: ignore[reportArgumentType]
+
+
+def mlp(mended: bool) -> nn.Module:
+    def block() -> list[nn.Module]:
+        pair = [nn.ReLU(), nn.Dropout(0.1)]
+        return [nn.Linear(64, 64), *(reversed(pair) if mended else pair)]
+
+    return nn.Sequential(*[layer for _ in range(6) for layer in block()], nn.Linear(64, 1))
+
+
+CASES: dict[str, tuple[Callable[[bool], nn.Module], str, str]] = {
+    # on the CPU the mended convolution takes other scratch; on a card the low case has none
+    "frozen": (Frozen, "4x1x64x64", "h100"),
+    "shape": (Pooled, "4x1x64x64", "h100"),
+    "relu before dropout": (mlp, "2048x64", "cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_bytes_are_those_of_the_mended_model(kind: str) -> None:
+    make, shape, device = CASES[kind]
+    (finding,) = findings(lambda: make(False), shape, device)
+    assert finding.details["kind"] == kind
+    saved = peak(lambda: make(False), shape, device) - peak(lambda: make(True), shape, device)
+    assert saved > 0
+    assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert findings(lambda: make(True), shape, device) == []
+
+
+def test_a_norm_in_evaluation_with_frozen_scale() -> None:
+    """It reads its input for the scale's gradient alone."""
+
+    def make() -> nn.Module:
+        norms = [nn.BatchNorm2d(8).eval().requires_grad_(False) for _ in range(4)]
+        return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), *norms)
+
+    (finding,) = findings(make, "4x1x64x64")
+    assert finding.details["kind"] == "frozen"
+    assert len(finding.details["layers"]) == 4
+
+
+@pytest.mark.parametrize("make", [lambda: Frozen(False, frozen=False), lambda: Pooled(False, "max")])
+def test_what_a_gradient_reads_is_no_finding(make: Callable[[], nn.Module]) -> None:
+    assert findings(make, "4x1x64x64") == []
+
+
+def test_shared_with_a_layer_that_needs_it_it_costs_nothing() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.other = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.first(x)
+            return F.avg_pool2d(x, 2), self.other(x)
+
+    assert findings(Shared, "4x1x64x64") == []

@@ -1,0 +1,49 @@
+"""Findings on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from memplan.checks.model import Finding
+from memplan.reports.check import dumps, print_findings
+
+
+def finding(layers: int = 3) -> Finding:
+    rows = [{"layer": f"block.{k}", "where": "net.py:3", "lost": [(k, k), (0, 0.5)]} for k in range(layers)]
+    return Finding(
+        "a-trap", "warning", "block.0", "net.py:3", 3 << 20, "something costs", ("mend\x1bit",), {"layers": rows}
+    )
+
+
+def printed(*findings: Finding, top: int = 12) -> str:
+    out = io.StringIO()
+    print_findings("net.py:make", list(findings), out, top)
+    return out.getvalue()
+
+
+def test_what_is_printed() -> None:
+    text = printed(finding())
+    assert text.startswith(
+        "net.py:make: 1 warning\n\nwarning a-trap  3.0 MiB\n  at block.0, net.py:3\n  Something costs.\n"
+    )
+    lines = [line.split() for line in text.splitlines() if "block." in line][1:]
+    assert [line[0] for line in lines] == ["block.2", "block.1", "block.0"]  # the most first
+    assert "2 x 0+0.5" in text
+    assert "- mend?it" in text  # no character that steers a terminal
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_further_layers_are_counted() -> None:
+    assert "... 7 more" in printed(finding(9), top=2)
+    assert "more" not in printed(finding(9), top=0)
+
+
+def test_nothing_found() -> None:
+    assert printed() == "net.py:make: nothing found\n"
+
+
+def test_json_is_the_finding() -> None:
+    data = json.loads(dumps("net.py:make", [finding(1)]))
+    assert data["findings"] == [finding(1).to_dict()]
+    assert data["findings"][0]["details"]["layers"][0]["lost"] == [[0, 0], [0, 0.5]]
