@@ -74,6 +74,16 @@ def test_left_as_it_is(between: Callable[[Tensor], Tensor]) -> None:
     assert _relaid(Net(between), _image()) is None
 
 
+def _written_through(x: Tensor) -> Tensor:
+    flat = x.flatten(1)
+    flat[:, ::2] = 0.0
+    return x
+
+
+def test_left_where_a_view_would_be_a_copy_that_is_written_into() -> None:
+    assert _relaid(Net(_written_through), _image()) is None
+
+
 def test_left_as_the_user_laid_it_out() -> None:
     assert _relaid(Net(), _image().contiguous(memory_format=torch.channels_last)) is None
 
@@ -96,6 +106,22 @@ def test_keyword_arguments_are_relaid_too() -> None:
     assert found is not None
     convolution = next(op for op in found.graph.ops if op.target == "aten.convolution.default")
     assert found.graph.values[convolution.args[0].value].stride[1] == 1
+
+
+@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")
+def test_a_pool_whose_gradient_lies_in_order_counts_with_its_copies() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64 * 16 * 16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.max_pool2d(self.first(x).relu(), 2).flatten(1))
+
+    fitted = memplan.fit(Pooled(), torch.randn(32, 3, 32, 32), loss=torch.sum, budget="1GB", engine="inductor", pairs=0)
+    assert fitted.proof.ok
+    assert fitted.proof.predicted is not None
+    assert abs(fitted.proof.predicted - fitted.proof.peak) <= 0.01 * fitted.proof.peak
 
 
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")

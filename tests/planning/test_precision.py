@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from memplan.planning.calls import call_of
+from memplan.planning.capture import capture
 from memplan.planning.precision import EXACT, SMALLEST_HALF, UNSCALED, Precision
 
 
@@ -23,3 +26,22 @@ def test_what_is_said_of_float16_is_so() -> None:
     assert less.bfloat16() > 0
     assert "6e-08" in UNSCALED
     assert "GradScaler" in UNSCALED
+
+
+class Casting(nn.Module):
+    """Returns what it computes in, in another precision by design, and one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.layer(x)
+        return y.float().mean(), y.bfloat16(), y, y
+
+
+def test_outputs_have_the_dtypes_that_the_model_gives_them() -> None:
+    captured = capture(Casting(), call_of((torch.randn(2, 8),), {}), Precision("bfloat16"))
+    dtypes = [captured.graph.values[captured.graph.outputs[at]].dtype for at in captured.returned.order]
+    assert dtypes == ["float32", "bfloat16", "float32", "float32"]
+    assert captured.returned.order[2] == captured.returned.order[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import random
 from typing import Any
@@ -18,7 +19,7 @@ import memplan
 from memplan import _torch
 from memplan._torch import inductor
 from memplan.errors import BudgetError, CompileError, UsageError, VerificationError
-from memplan.planning import planner
+from memplan.planning import fused, planner
 from memplan.verification.fit import Fitted, fit
 
 pytestmark = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
@@ -174,6 +175,31 @@ def test_a_budget_that_is_too_small_names_one_that_is_not() -> None:
     with pytest.raises(BudgetError) as caught:
         fit(model, x, targets=y, loss=F.cross_entropy, budget=1, **GIVEN)
     holds(fit(model, x, targets=y, loss=F.cross_entropy, budget=caught.value.smallest_budget, **GIVEN))
+
+
+@pytest.mark.parametrize("rate", [1e-5, 0.1])
+def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the learning rate: what was added to a parameter is looked at, not the parameter."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)), torch.randn(16, 32)
+    backward = fused.Halves.backward
+
+    def lost(*given: Any) -> Any:
+        for group in backward(*given):
+            for _, gradient in group:
+                gradient.zero_()
+            yield group
+
+    def early() -> Fitted:
+        sgd = functools.partial(torch.optim.SGD, lr=rate)
+        return fit(model, x, loss=torch.sum, budget="1GB", optimizer=sgd, early=True, **GIVEN)
+
+    fitted = early()
+    assert fitted.proof.ok
+    fitted.undo()
+    monkeypatch.setattr(fused.Halves, "backward", lost)
+    with pytest.raises(VerificationError, match="after the update"):
+        early()
 
 
 def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.errors import UsageError, VerificationError
-from memplan.planning import tiers
+from memplan.planning import quantized, tiers
 from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.search import Heuristics
 from memplan.verification import proof as proofs
@@ -166,6 +166,21 @@ def test_a_step_that_is_farther_off_is_not_handed_over(monkeypatch: pytest.Monke
     real = rounding.LOSSY.allowed
     assert real(0.0, 1.0, torch.float32) > 0
     monkeypatch.setattr(rounding.Tolerance, "allowed", lambda *given: 0.0)  # whatever is lost is too much
+    with pytest.raises(VerificationError, match="as near as plain autocast"):
+        fitted_at(0.0, "conv")
+
+
+def test_gradients_that_are_lost_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is really allowed: eight bits that all come back as 0."""
+    only(monkeypatch, KINDS[1])
+    groups = quantized._groups
+
+    def lost(*given: Any) -> Any:
+        for part, codes, scales in groups(*given):
+            yield part, codes.zero_(), scales  # what is stored is written after this
+
+    fitted_at(0.0, "conv").undo()
+    monkeypatch.setattr(quantized, "_groups", lost)
     with pytest.raises(VerificationError, match="as near as plain autocast"):
         fitted_at(0.0, "conv")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memplan.verification.differences import Difference
-from memplan.verification.rounding import FACTOR, LOSSY, SLACK, by_layer, distance, overall, rounded, serious
+from memplan.verification.rounding import FACTOR, LOSSY, ROUNDING, SLACK, by_layer, distance, overall, rounded, serious
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -94,6 +94,15 @@ def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_g
     assert not within(math.nan, 0.3)
     assert within(0.01, 0.0)
     assert not within(0.03, 0.0)
+
+
+def test_an_output_is_held_against_itself_not_against_a_larger_one() -> None:
+    truth = {"output 0": torch.full((64,), 30.0).double(), "output 1": torch.tensor(2.0).double()}
+    right = {name: one.float() for name, one in truth.items()}
+    lost = {**right, "output 1": torch.tensor(0.0)}
+    for tolerance in (ROUNDING, LOSSY):
+        found = {one.name: one.within for one in rounded("outputs", 0, truth, [right], lost, tolerance)}
+        assert found == {"output 0": True, "output 1": False}
 
 
 def test_the_table_adds_up_squares() -> None:

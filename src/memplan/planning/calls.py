@@ -80,11 +80,13 @@ class Flat(nn.Module):
         model: nn.Module,
         call: Call,
         around: Callable[[], AbstractContextManager[Any]],
-        finished: Callable[[torch.Tensor], torch.Tensor] = lambda output: output,
+        finished: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
     ) -> None:
         super().__init__()
         self._finished = finished
-        """Makes an output what the caller expects, whatever the call computes in."""
+        """Makes the outputs what the caller expects, whatever the call computes in."""
+        self.dtypes: tuple[torch.dtype, ...] = ()
+        """Of the outputs of the last call, before that."""
         self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
         self._call, self._around = call, around
         self.paths: dict[str, str] = {}
@@ -115,7 +117,8 @@ class Flat(nn.Module):
         with self._around():
             output = self._bare[0].called(state, args, kwargs)
         found, structure = take_apart(output)
-        finished = [self._finished(tensor) for tensor in found]
+        self.dtypes = tuple(tensor.dtype for tensor in found)
+        finished = self._finished(found)
         if any(one is not other for one, other in zip(finished, found, strict=True)):
             output = structure.rebuild(finished)
             found, structure = take_apart(output)

@@ -205,7 +205,9 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
         with _torch.casts_kept(kept) as region, autocast(), lowered, layer, _placing(names, place, region), layout:
             yield
 
-    flat = Flat(model, call, inside, lambda output: _finished(output, precision, relaid))
+    # What the caller expects is what the call returns without that.
+    dtypes = _trace(model, call, around, EXACT, relaid=False)[1].dtypes if precision.compute else None
+    flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid))
     try:
         with place.following():
             return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
@@ -215,11 +217,16 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
         raise _Untraceable(error, names.get(place.failed_in)) from error
 
 
-def _finished(output: torch.Tensor, precision: Precision, relaid: bool) -> torch.Tensor:
-    """An output as the caller expects it, whatever the call computes in."""
-    if precision.compute and output.dtype == getattr(torch, precision.compute):
-        output = output.float()
-    return in_order(output) if relaid else output
+def _finished(
+    outputs: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype] | None, relaid: bool
+) -> list[torch.Tensor]:
+    """Outputs as the caller expects them, whatever the call computes in. One that is returned twice stays one."""
+    expected = [one.dtype for one in outputs] if dtypes is None else dtypes
+    each: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for output, dtype in zip(outputs, expected, strict=True):
+        made = output.to(dtype)
+        each.setdefault((id(output), dtype), in_order(made) if relaid else made)
+    return [each[id(output), dtype] for output, dtype in zip(outputs, expected, strict=True)]
 
 
 @contextmanager

@@ -36,15 +36,14 @@ def _chunked(graph: JointGraph, op: GraphOp) -> GraphOp:
     batch = made.shape[0]
     if op.scratch < max(LEAST, made.bytes):
         return op
+    best = op
     for pieces in (2, 4, 8, 16):
-        scratch = _scratch(graph, op, made, pieces)
-        if batch % pieces or scratch > op.scratch:
+        if batch % pieces or best.scratch <= made.bytes // 2:
             break
-        taken = replace(op, target=CHUNKED, args=(*op.args, pieces), scratch=scratch)
-        if scratch <= made.bytes // 2:
-            return taken
-        op = taken if pieces == 16 else op
-    return op
+        scratch = _scratch(graph, op, made, pieces)
+        if scratch < best.scratch:
+            best = replace(op, target=CHUNKED, args=(*op.args, pieces), scratch=scratch)
+    return best
 
 
 def _scratch(graph: JointGraph, op: GraphOp, made: Value, pieces: int) -> int:

@@ -110,7 +110,8 @@ EIGHT_BITS = frozenset(f"aten.{name}" for name in _GENTLE.split())
 
 _STEEP = frozenset(
     f"aten.{name}" for name in ("div.Tensor", "exp.default", "log.default", "log1p.default", "pow.Tensor_Scalar",
-    "reciprocal.default", "rsqrt.default", "sqrt.default", "_log_softmax.default")
+    "reciprocal.default", "rsqrt.default", "sqrt.default", "_log_softmax.default", "_softmax.default",
+    "logsumexp.default", "_scaled_dot_product_flash_attention_for_cpu.default")
 )  # fmt: skip
 """Ops of the forward pass that make much of a small error, were they run again."""
 
@@ -171,6 +172,8 @@ def _lossy(
     """The encoding of a value that is not got back as it was, where there may be one. What is only compared with 0 is
     smaller as bits, and exact."""
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
+        return None
+    if maker.outputs[0] != value.id:  # statistics, beside what they are of
         return None
     if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
         return None

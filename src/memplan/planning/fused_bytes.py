@@ -19,6 +19,7 @@ from memplan.errors import CompileError, MemplanError
 from memplan.planning.fused import Fused, Halves
 from memplan.planning.graph import RESIDENT, JointGraph, Value
 from memplan.planning.peaks import Surroundings
+from memplan.planning.pools import POOLS
 from memplan.planning.schedule import taken
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
@@ -61,10 +62,15 @@ def _with_scratch(graph: JointGraph) -> Semantics:
             known[key] = max(op.scratch, known.get(key, 0))
 
     def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        name = _AS_TORCHS.get(name, name)
         taken = known.get((name, args[-1]), 0) if name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else 0
         return (Extra(taken),) if taken else cpu.SEMANTICS.extras(name, args, kwargs, result, in_backward)
 
     return replace(cpu.SEMANTICS, extras=extras)
+
+
+_AS_TORCHS = {str(ours): str(torchs) for torchs, ours in POOLS.items()}
+"""By the name of a kernel of torch's that is called by ours: its own."""
 
 
 class _Step:

@@ -26,6 +26,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By number of dimensions."""
 _CONVOLUTIONS = frozenset([torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d])
 _CORE = ("aten", "prims", "memplan")
+_COPIES = frozenset(["aten.clone.default", "aten._to_copy.default", "aten.copy.default"])
 MORE = 1.1
 """How many times the bytes a step may make in the other layout: changed back and forth, it gains nothing."""
 
@@ -94,7 +95,18 @@ def _is_as_good(relaid: JointGraph, graph: JointGraph) -> bool:
     if any(name.split(".")[0] not in _CORE or "as_strided" in name for name in names):
         return False
     drawn = (made for op in relaid.ops if op.random for made in op.makes)
-    return all(forms.is_contiguous(relaid.values[made]) for made in drawn) and _made(relaid) <= MORE * _made(graph)
+    return (
+        _computed(relaid) == _computed(graph)
+        and [relaid.values[one].stride for one in relaid.outputs] == [graph.values[one].stride for one in graph.outputs]
+        and all(forms.is_contiguous(relaid.values[made]) for made in drawn)
+        and _made(relaid) <= MORE * _made(graph)
+    )
+
+
+def _computed(graph: JointGraph) -> list[str]:
+    """The forward pass without copies. What is a view in one layout is a copy in the other, into which nothing that is
+    written comes back: then what follows is not the same."""
+    return [op.target for op in graph.forward_ops if op.target not in _COPIES]
 
 
 def _made(graph: JointGraph) -> int:

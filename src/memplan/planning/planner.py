@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplan.devices import Device
-from memplan.errors import BudgetError
+from memplan.errors import BudgetError, CompileError
 from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
@@ -215,6 +215,8 @@ class Study:
             return (relaid if same else self)._fused(settings)
         try:
             return relaid._fused(settings)
+        except CompileError:  # what is written for one layout says nothing of the other
+            return self._fused(settings)
         except BudgetError as error:
             try:
                 return self._fused(settings)

@@ -91,7 +91,11 @@ class Plans:
             self._shapes.known(call)
         if captured is not None and captured.relaid:
             captured = None  # whether the other layout is as good is looked at again
-        planned = self._planner.planned(call, replace(self._settings, held=held, plan=None), captured=captured)
+        given = self._settings
+        precision = given.precision if given.plan is None else given.settled  # it loses what the plan does, no more
+        planned = self._planner.planned(
+            call, replace(self._settings, held=held, plan=None, precision=precision), captured=captured
+        )
         self.made.append(planned)
         if len(self.made) > _MADE:
             del self.made[1]

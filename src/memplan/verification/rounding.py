@@ -88,6 +88,7 @@ def rounded(
     references: Sequence[Mapping[str, torch.Tensor]],
     candidate: Mapping[str, torch.Tensor],
     tolerance: Tolerance = ROUNDING,
+    coarse: Mapping[str, float] = {},  # read only
 ) -> list[Rounded]:
     """The errors of a candidate's tensors of floating point.
 
@@ -97,6 +98,7 @@ def rounded(
         references: the same as other ways to run the step have them, first the step as it is.
         candidate: the same as the candidate has them.
         tolerance: what is allowed.
+        coarse: by name, what is allowed beside that.
     """
     alike = {name for name, one in candidate.items() if name in truth and one.shape == truth[name].shape}
     alike = {name for name in alike if all(name in one and one[name].shape == truth[name].shape for one in references)}
@@ -112,7 +114,8 @@ def rounded(
         error = distance(exact, candidate[name])
         errors = [distance(exact, one[name]) for one in references]
         reference = max(errors)
-        allowed = tolerance.allowed(reference, largest[name.rpartition(".")[0]], candidate[name].dtype)
+        most = norms[name] if kind == "outputs" else largest[name.rpartition(".")[0]]  # each output is by itself
+        allowed = tolerance.allowed(reference, most, candidate[name].dtype) + coarse.get(name, 0.0)
         found.append(Rounded(kind, name, step, error, reference, norms[name], allowed, errors[0]))
     return found
 

@@ -269,6 +269,7 @@ class _Found:
     """By side: where the random streams are when its backward pass has ended."""
     _stopped: bool = False
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    _eps: dict[str, float] = field(default_factory=dict)
     """Parameters before the step, where it is their updates that are held against others."""
 
     def start(self, reference: Trial, candidate: Trial) -> None:
@@ -284,9 +285,10 @@ class _Found:
         self._note(reference, candidate)
 
     def _note(self, reference: Trial, candidate: Trial) -> None:
-        if candidate.early and self.rounding is not None and self.rounding.lossy:
+        if candidate.early and self.rounding is not None:
             named = floating(reference.parameters)
             self._before = {name: one.detach().to(torch.float64, copy=True) for name, one in named.items()}
+            self._eps = {name: torch.finfo(one.dtype).eps for name, one in named.items()}
 
     def _judged(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What is held against others: of parameters, where they are known from before, what was added to them."""
@@ -294,6 +296,12 @@ class _Found:
         if kind != "parameters" or not self._before:
             return found
         return {name: one.detach().to(torch.float64) - self._before[name] for name, one in found.items()}
+
+    def _coarse(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
+        """By what was added to a parameter: one rounding of the parameter, which the sum cannot be nearer than."""
+        if kind != "parameters" or not self._before:
+            return {}
+        return {name: self._eps[name] * float(self._before[name].norm()) for name in named if name in self._eps}
 
     def step(self, step: int, reference: Trial, candidate: Trial) -> None:
         """After both backward passes."""
@@ -344,7 +352,7 @@ class _Found:
             reference, candidate = sides
             others = [self._judged(kind, named(side)) for side in (reference, *self.rounding.others)]
             truth, ours = self._judged(kind, named(self.rounding.truth)), self._judged(kind, named(candidate))
-            judged = rounded(kind, step, truth, others, ours, self.rounding.tolerance)
+            judged = rounded(kind, step, truth, others, ours, self.rounding.tolerance, self._coarse(kind, ours))
             self.rounded += judged
             differences = serious(differences, judged)
         self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda one: one.name)
