@@ -1,8 +1,8 @@
 """Max pools as torch's own kernels, in a step of fused ones.
 
 Inductor writes a pool as a loop over every window, in which what it fuses runs once for each element of a window, and a
-pool's derivative as a scatter into a copy in order. torch's kernels are several times as fast in channels last, and copy
-nothing that is laid out alike. Under names of ours, they are called as they are.
+pool's derivative as a scatter into a copy in order. torch's kernels are several times as fast in channels last, and
+copy nothing that is laid out alike. Under names of ours, they are called as they are.
 """
 
 from __future__ import annotations
