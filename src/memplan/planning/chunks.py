@@ -15,13 +15,12 @@ from torch import Tensor
 
 from memplan.planning.forms import CHUNKED
 from memplan.planning.graph import GraphOp, JointGraph, Ref, Value
+from memplan.planning.ops import define
 from memplan.trace.semantics.cpu import transient_bytes
 
 CONVOLUTION = "aten.convolution.default"
 LEAST = 1 << 20
 """Bytes of scratch for less of which nothing is taken apart."""
-
-_LIBRARY = torch.library.Library("memplan", "FRAGMENT")  # lives as long as the process
 
 
 def chunked(graph: JointGraph) -> JointGraph:
@@ -79,10 +78,8 @@ def _fake(input: Tensor, *rest: Any) -> Tensor:
     return torch.ops.aten.convolution(input, *rest[:-1])
 
 
-_LIBRARY.define(
+define(
     "convolution_chunks(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding,"
-    " SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, int pieces) -> Tensor"
-)
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("convolution_chunks", _convolution_chunks, _key)
-torch.library.register_fake("memplan::convolution_chunks", _fake, lib=_LIBRARY)
+    " SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, int pieces) -> Tensor",
+    _fake,
+)(_convolution_chunks)

@@ -21,40 +21,19 @@ from memplan.planning import (
 )
 from memplan.planning.codecs import packed
 from memplan.planning.forms import PIECE, channels, groups, rows
+from memplan.planning.ops import LIBRARY, define, in_memory
 
 _ATEN = torch.ops.aten
-_LIBRARY = torch.library.Library("memplan", "DEF")  # lives as long as the process
-
-
-def _op(
-    schema: str, fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a kernel for the CPU and CUDA, and what it does to tensors without data."""
-
-    def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.split("(")[0]
-        _LIBRARY.define(schema, tags=tags)
-        for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, kernel, key)
-        torch.library.register_fake(f"memplan::{name}", fake, lib=_LIBRARY)
-        return kernel
-
-    return register
-
-
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Pieces of tensors of one layout, in the order of memory."""
-    return zip(*(_in_memory(one).split(forms.piece(one.numel())) for one in tensors), strict=True)
+    return zip(*(in_memory(one).split(forms.piece(one.numel())) for one in tensors), strict=True)
 
 
 def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The same, each with its part of the bits before it: PIECE is a multiple of 8."""
-    return zip(bits.split(PIECE // 8), *(_in_memory(one).split(PIECE) for one in tensors), strict=True)
+    return zip(bits.split(PIECE // 8), *(in_memory(one).split(PIECE) for one in tensors), strict=True)
 
 
 # -- bits
@@ -99,7 +78,7 @@ def _pack_fake(self: Tensor, kind: str) -> Tensor:
     return self.new_empty(packed(self.numel()), dtype=torch.uint8)
 
 
-@_op("pack_bits(Tensor self, str kind) -> Tensor", _pack_fake)
+@define("pack_bits(Tensor self, str kind) -> Tensor", _pack_fake)
 def pack_bits(self: Tensor, kind: str) -> Tensor:
     """One bit for each element, in the order of memory: see `memplan.planning.codecs` for the kinds."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
@@ -112,7 +91,7 @@ def _unpack_fake(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Te
     return bits.new_empty_strided(size, stride, dtype=torch.bool)
 
 
-@_op("unpack_bits(Tensor bits, SymInt[] size, SymInt[] stride) -> Tensor", _unpack_fake)
+@define("unpack_bits(Tensor bits, SymInt[] size, SymInt[] stride) -> Tensor", _unpack_fake)
 def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """The bool tensor that `pack_bits` packed, laid out as it was."""
     flags = torch.empty_strided(size, stride, dtype=torch.bool, device=bits.device)
@@ -144,9 +123,9 @@ def _direct(schema: str, kernel: Callable[..., None]) -> None:
             kernel(into, piece, _unpack(part, piece.numel()), *rest)
         return result
 
-    _op(schema, _same)(lambda gradient, bits, *rest: over(torch.empty_like(gradient), gradient, bits, rest))
+    define(schema, _same)(lambda gradient, bits, *rest: over(torch.empty_like(gradient), gradient, bits, rest))
     in_place = f"{name}_(Tensor(a!) {rest}".replace("-> Tensor", "-> Tensor(a!)")
-    _op(in_place, _itself)(lambda gradient, bits, *rest: over(gradient, gradient, bits, rest))
+    define(in_place, _itself)(lambda gradient, bits, *rest: over(gradient, gradient, bits, rest))
 
 
 def _threshold(into: Tensor, gradient: Tensor, flags: Tensor, threshold: float) -> None:
@@ -180,14 +159,14 @@ _direct("masked_fill_bits(Tensor self, Tensor bits, Scalar value) -> Tensor", _m
 # -- in place, by elements
 
 
-@_op("native_dropout_backward_(Tensor(a!) grad_output, Tensor mask, float scale) -> Tensor(a!)", _itself)
+@define("native_dropout_backward_(Tensor(a!) grad_output, Tensor mask, float scale) -> Tensor(a!)", _itself)
 def _native_dropout_backward_(grad_output: Tensor, mask: Tensor, scale: float) -> Tensor:
     for gradient, flags in _pieces(grad_output, mask):
         gradient.copy_(_ATEN.native_dropout_backward(gradient, flags, scale))
     return grad_output
 
 
-@_op("hardswish_backward_(Tensor(a!) grad_output, Tensor self) -> Tensor(a!)", _itself)
+@define("hardswish_backward_(Tensor(a!) grad_output, Tensor self) -> Tensor(a!)", _itself)
 def _hardswish_backward_(grad_output: Tensor, x: Tensor) -> Tensor:
     for gradient, piece in _pieces(grad_output, x):
         gradient.copy_(_ATEN.hardswish_backward(gradient, piece))
@@ -198,7 +177,7 @@ def _dropout_fake(input: Tensor, p: float, train: bool | None) -> tuple[Tensor, 
     return input, torch.empty_like(input, dtype=torch.bool)
 
 
-@_op(
+@define(
     "native_dropout_(Tensor(a!) input, float p, bool? train) -> (Tensor(a!), Tensor)",
     _dropout_fake,
     (torch.Tag.nondeterministic_seeded,),
@@ -216,7 +195,7 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
 # -- dropout, taken apart
 
 
-@_op(
+@define(
     "dropout_mask(Tensor self, float p) -> Tensor",
     lambda self, p: torch.empty_like(self, dtype=torch.bool),
     (torch.Tag.nondeterministic_seeded,),
@@ -226,7 +205,7 @@ def _dropout_mask(self: Tensor, p: float) -> Tensor:
     return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p)
 
 
-@_op("dropout(Tensor self, Tensor mask, float scale) -> Tensor", lambda self, mask, scale: torch.empty_like(self))
+@define("dropout(Tensor self, Tensor mask, float scale) -> Tensor", lambda self, mask, scale: torch.empty_like(self))
 def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
     """What native_dropout makes of its mask on the CPU."""
     return _ATEN.mul_.Scalar(self.mul(mask), scale)
@@ -246,7 +225,7 @@ def _evaluated(
     return scale, shift, mean.to(dtype), torch.ones_like(invstd, dtype=dtype)
 
 
-_LIBRARY.define("batch_norm_again(Tensor self, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor")
+LIBRARY.define("batch_norm_again(Tensor self, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor")
 
 
 def batch_norm_again(self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
@@ -254,10 +233,10 @@ def batch_norm_again(self: Tensor, weight: Tensor | None, bias: Tensor | None, m
     return _ATEN.native_batch_norm(self, *_evaluated(self, weight, bias, mean, invstd), False, 0.0, 0.0)[0]
 
 
-_LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd")  # a compiler sees torch's ops
+LIBRARY.impl("batch_norm_again", batch_norm_again, "CompositeImplicitAutograd")  # a compiler sees torch's ops
 
 
-@_op(
+@define(
     "batch_norm_again_(Tensor(a!) self, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd) -> Tensor(a!)",
     _itself,
 )
@@ -296,10 +275,10 @@ def _cross_entropy(
     return result
 
 
-_op(f"cross_entropy_backward(Tensor grad_output, Tensor log_probs, {_LOSS}) -> Tensor", lambda _, x, *__: _same(x))(
+define(f"cross_entropy_backward(Tensor grad_output, Tensor log_probs, {_LOSS}) -> Tensor", lambda _, x, *__: _same(x))(
     lambda grad_output, log_probs, *rest: _cross_entropy(torch.empty_like(log_probs), grad_output, log_probs, *rest)
 )
-_op(
+define(
     f"cross_entropy_backward_(Tensor grad_output, Tensor(a!) log_probs, {_LOSS}) -> Tensor(a!)",
     lambda _, log_probs, *__: log_probs,
 )(lambda grad_output, log_probs, *rest: _cross_entropy(log_probs, grad_output, log_probs, *rest))
@@ -317,7 +296,7 @@ def _part(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if tensor is None else tensor[start:stop]
 
 
-@_op(
+@define(
     "native_layer_norm_(Tensor(a!) input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor(a!), Tensor, Tensor)",
     _fake_of(_ATEN.native_layer_norm.default),
@@ -339,7 +318,7 @@ def _native_layer_norm_(
     return (input, *(one.view(shape) for one in statistics))
 
 
-@_op(
+@define(
     "native_layer_norm_backward_(Tensor(a!) grad_out, Tensor input, SymInt[] normalized_shape, Tensor mean,"
     " Tensor rstd, Tensor? weight, Tensor? bias, bool[3] output_mask) -> (Tensor(a!), Tensor, Tensor)",
     _fake_of(_ATEN.native_layer_norm_backward.default),
@@ -372,7 +351,7 @@ def _grouped(shape: Sequence[int], group: int) -> Iterator[tuple[int, int, int]]
     return ((n, g, min(g + step, group)) for n in range(shape[0]) for g in range(0, group, step))
 
 
-@_op(
+@define(
     "native_group_norm_(Tensor(a!) input, Tensor? weight, Tensor? bias, SymInt N, SymInt C, SymInt HxW, int group,"
     " float eps) -> (Tensor(a!), Tensor, Tensor)",
     _fake_of(_ATEN.native_group_norm.default),
@@ -412,7 +391,7 @@ def _channel(part: slice, *tensors: Tensor | None) -> Iterator[Tensor | None]:
     return (one if one is None or not one.numel() else one[part] for one in tensors)
 
 
-@_op(
+@define(
     "native_batch_norm_backward_(Tensor(a!) grad_out, Tensor input, Tensor? weight, Tensor? running_mean,"
     " Tensor? running_var, Tensor? save_mean, Tensor? save_invstd, bool train, float eps, bool[3] output_mask)"
     " -> (Tensor(a!), Tensor, Tensor)",
@@ -431,7 +410,7 @@ def _native_batch_norm_backward_(
     return _by_channels(compute, grad_out)
 
 
-@_op(
+@define(
     "_native_batch_norm_legit_functional_(Tensor(a!) input, Tensor? weight, Tensor? bias, Tensor running_mean,"
     " Tensor running_var, bool training, float momentum, float eps)"
     " -> (Tensor(a!), Tensor, Tensor, Tensor, Tensor)",
@@ -449,7 +428,7 @@ def _batch_norm_(
     return _by_channels(compute, input)
 
 
-@_op(
+@define(
     "_native_batch_norm_legit_.no_stats(Tensor(a!) input, Tensor? weight, Tensor? bias, bool training,"
     " float momentum, float eps) -> (Tensor(a!), Tensor, Tensor)",
     _fake_of(_ATEN._native_batch_norm_legit.no_stats),

@@ -7,29 +7,31 @@ copy nothing that is laid out alike. Under names of ours, they are called as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-_ATEN = torch.ops.aten
-_LIBRARY = torch.library.Library("memplan", "FRAGMENT")  # lives as long as the process
-_NAMES = (
-    "max_pool2d_with_indices",
-    "max_pool3d_with_indices",
-    "max_pool2d_with_indices_backward",
-    "max_pool3d_with_indices_backward",
-)
+from memplan.planning.ops import define
+
+_WINDOW = "int[{0}] kernel_size, int[{0}] stride=[], int[{0}] padding=0, int[{0}] dilation=1, bool ceil_mode=False"
+_GIVEN = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dilation, bool ceil_mode"
 
 
-def _registered(name: str) -> Any:
-    torchs = getattr(_ATEN, name).default
-    _LIBRARY.define(str(torchs._schema).removeprefix("aten::"))
-    for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, torchs, key)
-    torch.library.register_fake(f"memplan::{name}", torchs, lib=_LIBRARY)
-    return getattr(torch.ops.memplan, name).default
+def _schemas() -> Iterator[tuple[str, str]]:
+    """Names and schemas: those of torch's ops."""
+    for dims in (2, 3):
+        name = f"max_pool{dims}d_with_indices"
+        yield name, f"{name}(Tensor self, {_WINDOW.format(dims)}) -> (Tensor, Tensor)"
+        backward = f"{name}_backward"
+        yield backward, f"{backward}(Tensor grad_output, Tensor self, {_GIVEN.format(dims)}, Tensor indices) -> Tensor"
 
 
-POOLS: Mapping[Any, Callable[..., Any]] = {getattr(_ATEN, name).default: _registered(name) for name in _NAMES}
+def _registered(name: str, schema: str) -> tuple[Any, Any]:
+    torchs = getattr(torch.ops.aten, name).default
+    define(schema, torchs)(torchs)
+    return torchs, getattr(torch.ops.memplan, name).default
+
+
+POOLS: Mapping[Any, Callable[..., Any]] = dict(_registered(*one) for one in _schemas())
 """By torch's pool and its derivative, ours of the same arguments."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from memplan.planning.codecs import GROUP, quantized_bytes, quantized_piece
+from memplan.planning.ops import define, in_memory
 
-_LIBRARY = torch.library.Library("memplan", "FRAGMENT")  # lives as long as the process
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -36,16 +36,11 @@ def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, 
         yield flat[whole:].view(1, -1), codes[whole:].view(1, -1), scales[whole // GROUP :, None]
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def quantize(self: Tensor, signed: bool) -> Tensor:
     """A dense tensor of floating point, of 32 bits or fewer, in eight. ``signed``: elements can be below 0."""
     form = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
     form[self.numel() : self.numel() + -self.numel() % 4] = 0
-    for part, codes, scales in _groups(_in_memory(self), form, signed):
+    for part, codes, scales in _groups(in_memory(self), form, signed):
         wide = part.float()
         low, high = torch.aminmax(wide, dim=1, keepdim=True)
         torch.maximum(low.neg_(), high, out=scales)
@@ -62,7 +57,7 @@ def quantize(self: Tensor, signed: bool) -> Tensor:
 def dequantize(form: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, signed: bool) -> Tensor:
     """The tensor that `quantize` was given, as near as that keeps it."""
     value = torch.empty_strided(size, stride, dtype=dtype, device=form.device)
-    for part, codes, scales in _groups(_in_memory(value), form, signed):
+    for part, codes, scales in _groups(in_memory(value), form, signed):
         if dtype == torch.float32:
             part.copy_(codes).mul_(scales)
         else:
@@ -88,7 +83,4 @@ for _schema, _kernel, _fake in (
         _dequantize_fake,
     ),
 ):
-    _LIBRARY.define(_schema)
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_schema.split("(")[0], _kernel, _key)
-    torch.library.register_fake(f"memplan::{_schema.split('(')[0]}", _fake, lib=_LIBRARY)
+    define(_schema, _fake)(_kernel)
