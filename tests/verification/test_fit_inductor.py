@@ -20,7 +20,7 @@ from memplan import _torch
 from memplan._torch import inductor
 from memplan.errors import BudgetError, CompileError, UsageError, VerificationError
 from memplan.planning import fused, planner
-from memplan.verification.fit import Fitted, fit
+from memplan.verification.fit import Fitted, _Fitting, fit
 
 pytestmark = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 GIVEN: dict[str, Any] = {"engine": "inductor", "heuristics": QUICK, "pairs": 0}
@@ -117,6 +117,44 @@ def test_gradients_that_are_used_up_as_they_come(options: dict[str, Any]) -> Non
         state = fitted.plan.resident["optimizer_state"]
         assert fitted.proof.peak < sum(fitted.plan.resident.values()) + trained  # they are never all there
         assert state == pytest.approx(2 * trained, rel=0.01)
+
+
+def test_an_update_waits_for_all_that_reads_its_parameter() -> None:
+    """A convolution's weight is read for its input's gradient, too, which can be computed after its own."""
+    torch.manual_seed(0)
+    model = Twice(CELLS["batch norm"].make(), CELLS["batch norm"].make())
+    (x,), _ = CELLS["batch norm"].arguments(BATCH)
+    twin = copy.deepcopy(model)
+    by_hand = torch.optim.SGD(twin.parameters(), lr=0.01)
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    fitted = at_share(model, 0.6, x, loss=total, optimizer=sgd, early=True)
+    assert fitted.loss is not None
+    for _ in range(2):
+        by_hand.zero_grad()
+        total(twin(x)).backward()
+        by_hand.step()
+        fitted.loss(x).backward()
+        fitted.optimizer.step()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, layouts = _Fitting._tried, list[bool]()
+
+    def fails_in_channels_last(self: _Fitting, planned: Any, budget: int) -> Fitted:
+        layouts.append(planned.captured.relaid)
+        if planned.captured.relaid:
+            raise VerificationError("The planned step is NOT the same: tried in channels last")
+        return tried(self, planned, budget)
+
+    monkeypatch.setattr(_Fitting, "_tried", fails_in_channels_last)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU())
+    fitted = at_share(model, 2.0, inputs()[0], loss=total)
+    holds(fitted)
+    assert layouts == [True, False]
+    assert any("convolving in channels last was tried and not taken" in note for note in fitted.notes)
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

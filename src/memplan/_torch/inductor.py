@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +29,7 @@ from torch.fx import traceback
 
 from memplan._torch.patches import patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
-from memplan._torch.tensors import is_random
+from memplan._torch.tensors import is_random, storage_key
 
 Boxed = Callable[[list[Any]], Sequence[Tensor]]
 """Empties the list that it is given, so that what is in it can be freed as it goes."""
@@ -126,6 +127,19 @@ def read_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """What nodes read that is none of them, in the order of its first use."""
     own = set(nodes)
     return list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in own))
+
+
+def readers(nodes: Sequence[fx.Node], of: Collection[fx.Node]) -> list[fx.Node]:
+    """Those of the ops that read memory of one of some arguments, themselves or by a view, with what takes their
+    results apart."""
+    memory = {_memory(one) for one in of}
+    found = [node for node in nodes if any(_memory(one) in memory for one in node.all_input_nodes)]
+    return [*found, *(user for node in found for user in node.users if user.target is operator.getitem)]
+
+
+def _memory(node: fx.Node) -> int | None:
+    found = node.meta.get("val")
+    return storage_key(found.untyped_storage()) if isinstance(found, Tensor) else None
 
 
 def lowerable(of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], *, backward: bool) -> Lowerable:

@@ -19,7 +19,7 @@ from memplan.errors import CompileError
 from memplan.planning.decompositions import decompositions
 from memplan.planning.graph import RESIDENT, JointGraph, Value
 from memplan.planning.program import gives, program, read_in_backward
-from memplan.planning.schedule import Choices, Schedule, schedule, taken
+from memplan.planning.schedule import Choices, Schedule, changed_at_once, schedule, taken
 
 CHUNKS = 8
 """Parts of the backward pass where gradients are used up as they come: what one part makes is there at once. Between
@@ -159,13 +159,19 @@ def _put_together(of: Schedule, first: inductor.Traced, second: inductor.Traced,
     takes = [*inputs[:begin], *(inputs[begin + at] for at in needed), *inputs[end:]]
     rest = iter(gradients)
     given = [[next(rest) for group in chunk for _ in group] for chunk in chunks]
-    backward = _half(second, takes, ops, given, backward=True)
+    resident = [value for value in of.graph.values if value.kind in RESIDENT]
+    node_of = {value.id: node for value, node in zip((resident[at] for at in handed), inputs, strict=False)}
+    changing = [
+        [node_of[v] for group in chunk for v in group if v in node_of and changed_at_once(of.graph, of.choices, v)]
+        for chunk in chunks
+    ]
+    backward = _half(second, takes, ops, given, changing, backward=True)
     inputs, ops, results = inductor.taken_apart(first)
     outputs = len(of.graph.outputs)
     kept = [
         *results[:outputs], *(results[outputs + at] for at in needed), *results[outputs + len(of.saved) :]
     ]  # fmt: skip
-    forward = _half(first, inputs, ops, [kept], backward=False)
+    forward = _half(first, inputs, ops, [kept], [[]], backward=False)
     return Fused(of, forward, backward, handed, tuple(of.saved[at] for at in needed), first.written, chunks)
 
 
@@ -191,22 +197,25 @@ def _half(
     takes: Sequence[fx.Node],
     ops: Sequence[fx.Node],
     given: Sequence[Sequence[fx.Node]],
+    changing: Sequence[Sequence[fx.Node]],
     *,
     backward: bool,
 ) -> Half:
-    """A traced function in parts, each up to the last of its results.
+    """A traced function in parts, each up to the last of its results, and to the last op that reads what changes then.
 
     Args:
         of: the function.
         takes: its arguments, without those that nothing reads.
         ops: its ops in order.
         given: the results after each part.
+        changing: the arguments that may change when these are given, as updates do to parameters.
         backward: see `inductor.Lowerable`.
     """
     place = {node: at for at, node in enumerate(ops)}
     ends, end = list[int](), 0
-    for results in given:
-        end = max([end, *(place.get(node, -1) + 1 for node in results)])
+    for results, arguments in zip(given, changing, strict=True):
+        waits_for = (*results, *inductor.readers(ops, arguments))
+        end = max([end, *(place.get(node, -1) + 1 for node in waits_for)])
         ends.append(end)
     cuts = [ops[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     last: dict[fx.Node, int] = {}

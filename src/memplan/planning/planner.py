@@ -74,6 +74,8 @@ class Settings:
     """What is computed and kept in fewer bits, where lossy plans are allowed; None: the fastest is chosen."""
     without: tuple[Precision, ...] = ()
     """Of those to choose from, what is not to be taken."""
+    relaid: bool = True
+    """Fused kernels may convolve in channels last."""
 
     @property
     def undecided(self) -> bool:
@@ -207,7 +209,7 @@ class Study:
 
     def _in_either_layout(self, settings: Settings) -> Planned:
         """The same, for fused kernels: with convolutions in channels last where that fits, or as they are."""
-        relaid = self.relaid(settings)
+        relaid = self.relaid(settings) if settings.relaid else None
         if relaid is None:
             return self._fused(settings)
         if settings.plan is not None:
@@ -273,7 +275,7 @@ class Study:
         """Plans from all kept to the floor."""
         if settings.engine == "graph":
             return self.search(settings).frontier(points)
-        relaid = self.relaid(settings)
+        relaid = self.relaid(settings) if settings.relaid else None
         if relaid is not None:
             return relaid.frontier(settings, points)
         found, fusing = self.search(settings).frontier(points), self._fusing(settings)
