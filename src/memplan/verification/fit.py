@@ -174,6 +174,7 @@ class _Fitting:
         budget, lowest = self.settings.budget, None
         for left in reversed(range(_ATTEMPTS)):
             planned = self._planned(budget)
+            self.relaid = planned.captured.relaid
             fitted = self._tried(planned, budget)
             if fitted.proof.within_budget:
                 self.handed_over = True
@@ -281,7 +282,6 @@ class _Fitting:
 
     def _tried(self, planned: Planned, budget: int) -> Fitted:
         """The plan in place, with its proof. Whatever goes wrong, the module is as before."""
-        self.relaid = planned.captured.relaid
         with ExitStack() as undo:
             proof = self.prover.proof(planned, lambda: self._put_in_place(planned, budget, undo))
             if not proof.same:
