@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -9,7 +11,8 @@ from torch.nn import functional as F
 import memplan
 from memplan.planning.calls import call_of
 from memplan.planning.capture import Captured, capture
-from memplan.planning.lowering import BLOCKS, blocks, cast_copies, lowered
+from memplan.planning.graph import JointGraph
+from memplan.planning.lowering import BLOCKS, blocks, cast_copies, lowered, slower_blocks
 from memplan.planning.precision import EXACT, Precision
 from memplan.planning.schedule import Choices, schedule
 
@@ -72,3 +75,22 @@ def test_a_plan_says_weights_copies_and_state_apart() -> None:
     assert "Weights stay" in plan.summary
     assert memplan.Plan.from_json(plan.to_json()) == plan
     assert F.cross_entropy(net()(x), y) > 0  # the step is one that runs
+
+
+def test_blocks_that_take_longer_in_fewer_bits_are_told() -> None:
+    def timed(graph: JointGraph, seconds: dict[str, float]) -> JointGraph:
+        taken = {id(op): seconds.get(block, 1.0) / len(ops) for block, ops in blocks(graph).items() for op in ops}
+        return replace(graph, ops=tuple(replace(op, seconds=taken.get(id(op), 0.0)) for op in graph.ops))
+
+    exact, low = captured(EXACT).graph, captured().graph
+    assert slower_blocks(timed(exact, {}), timed(low, {"1.1": 1.5, "2.0": 0.5, "5": 1.1}), "bfloat16") == ("1.1", "5")
+    assert slower_blocks(timed(exact, {}), timed(exact, {"1.1": 1.5}), "bfloat16") == ()  # computes in float32 there
+
+
+def test_layers_apart_compute_as_they_are_written() -> None:
+    model = net()
+    graph = capture(model, call_of((torch.randn(4, 3, 8, 8),), {}), replace(LOW, apart=("1", "5"))).graph
+    computing = (op for op in graph.forward_ops if "conv" in op.target or "mm" in op.target)
+    dtypes = {op.layer: graph.values[op.makes[0]].dtype for op in computing}
+    assert dtypes == {"0": "bfloat16", "1.0": "float32", "2.0": "bfloat16", "3.0": "bfloat16", "5": "float32"}
+    assert not [name for module in model.modules() for name in vars(module) if name == "forward"]

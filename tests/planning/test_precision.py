@@ -16,6 +16,8 @@ def test_it_is_lossy_where_anything_is_in_fewer_bits() -> None:
     assert Precision(save="bfloat16").lossy
     assert str(EXACT) == "exact"
     assert str(Precision("bfloat16", "int8")) == "computing in bfloat16 and saving in 8 bits"
+    apart = Precision("bfloat16", "bfloat16", ("stem", "head"))
+    assert str(apart) == "computing in bfloat16, in stem, head as written and saving in bfloat16"
     assert str(Precision(save="bfloat16")) == "saving in bfloat16"
 
 

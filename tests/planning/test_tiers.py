@@ -13,8 +13,10 @@ from torch.nn import functional as F
 import memplan
 from memplan.devices import find
 from memplan.errors import BudgetError
-from memplan.planning import tiers
+from memplan.planning import planner, tiers
 from memplan.planning.calls import call_of
+from memplan.planning.graph import JointGraph
+from memplan.planning.lowering import blocks
 from memplan.planning.planner import Planner, Settings
 from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.search import Heuristics
@@ -106,3 +108,27 @@ def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
         assert {one.compute for one in tiers.tiers(net(), settings)} == {""}
     assert next(tiers.tiers(net(), settings)) == EXACT
     assert EXACT not in tiers.tiers(net(), Settings(1, allow="lossy", without=(EXACT,)))
+
+
+def test_blocks_that_are_slower_in_fewer_bits_compute_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs by hand: in bfloat16 the second block takes ten times as long, and all others half as long."""
+    with_costs = planner.with_costs
+
+    def by_hand(graph: JointGraph, **_: Any) -> JointGraph:
+        ops = {op.index: op for op in graph.ops}
+        for block, inside in blocks(graph).items():
+            low = any("conv" in op.target and graph.values[op.makes[0]].dtype == "bfloat16" for op in inside)
+            seconds = (10 if block.startswith("2") else 0.5) if low else 1
+            ops |= {op.index: replace(op, seconds=1e-3 * seconds / len(inside)) for op in inside}
+        return replace(with_costs(graph, how="roofline"), ops=tuple(ops.values()))
+
+    monkeypatch.setattr(planner, "with_costs", by_hand)
+    plan = planned("1GB", allow="lossy")
+    assert plan.precision.compute == "bfloat16"
+    assert plan.precision.apart
+    assert all(name.startswith("2") for name in plan.precision.apart)
+    assert str(plan.precision).startswith("computing in bfloat16")
+    told = {one.layer for one in plan.decisions if one.lever == "lower precision"}
+    assert told
+    assert not [layer for layer in told if layer is not None and layer in plan.precision.apart]
+    assert memplan.Plan.from_json(plan.to_json()) == plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -201,7 +201,7 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
     @contextmanager
     def inside() -> Iterator[None]:
         layer = around.tracing(lambda: names.get(place.module, ""))
-        lowered, layout = _lowered(model, precision), ChannelsLast() if relaid else nullcontext()
+        lowered, layout = _lowered(model, names, precision), ChannelsLast() if relaid else nullcontext()
         with _torch.casts_kept(kept) as region, autocast(), lowered, layer, _placing(names, place, region), layout:
             yield
 
@@ -230,14 +230,34 @@ def _finished(
 
 
 @contextmanager
-def _lowered(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """What the step computes in: autocast, where that is not what it is written in."""
+def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
+    """What the step computes in: autocast, where that is not what it is written in, but for the layers apart."""
     if not precision.compute:
         yield
         return
     device = next((one.device.type for one in model.parameters()), "cpu")
-    with torch.autocast("cuda" if device == "cuda" else "cpu", dtype=getattr(torch, precision.compute)):
+    place, low = "cuda" if device == "cuda" else "cpu", getattr(torch, precision.compute)
+    with torch.autocast(place, dtype=low), ExitStack() as apart:
+        for module in model.modules():
+            if names.get(id(module)) in precision.apart:
+                apart.enter_context(_torch.patched(module, forward=_as_written(module, place, low)))
         yield
+
+
+def _as_written(module: nn.Module, place: str, low: torch.dtype) -> Callable[..., Any]:
+    """Its forward without autocast: inputs in lower precision are cast to what its parameters have."""
+    forward = module.forward
+    own = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+
+    def cast(one: Any) -> Any:
+        return one.to(own) if isinstance(one, torch.Tensor) and one.dtype == low else one
+
+    def written(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(place, enabled=False):
+            args, kwargs = _torch.tree_map(cast, (args, kwargs))
+            return forward(*args, **kwargs)
+
+    return written
 
 
 def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:

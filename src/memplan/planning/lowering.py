@@ -56,6 +56,17 @@ def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
     return found
 
 
+def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
+    """Blocks that compute in lower precision in one graph of a step, and take longer there than as they are written."""
+    written = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
+    found = list[str]()
+    for block, ops in blocks(low).items():
+        computes = any(low.values[v].dtype == compute for op in ops for v in op.makes)
+        if block and computes and sum(op.seconds for op in ops) > written.get(block, float("inf")):
+            found.append(block)
+    return tuple(found)
+
+
 def cast_copies(made: Schedule) -> int:
     """Bytes of copies of parameters in lower precision that are there at once, at the most."""
     copies, values = _copies(made.graph), made.graph.values

@@ -149,7 +149,7 @@ class Planner:
     def _captured(self, call: Call, key: Hashable, precision: Precision) -> Captured:
         """Captured once for whatever computes in the same precision."""
         for (other, known), study in self._studies.items():
-            if key is not None and other == key and known.compute == precision.compute:
+            if key is not None and other == key and replace(known, save=precision.save) == precision:
                 captured = study.captured
                 return replace(captured, graph=encodings(captured.graph, precision.save))
         return capture(self._model, call, precision)

@@ -22,6 +22,8 @@ class Precision:
     save: Save = "exact"
     """What a value may be kept in that a plan encodes: only what gives it back bit for bit, bfloat16, or eight bits an
     element with a scale for every group (see planning.codecs)."""
+    apart: tuple[str, ...] = ()
+    """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
 
     @property
     def lossy(self) -> bool:
@@ -30,8 +32,9 @@ class Precision:
 
     def __str__(self) -> str:
         parts = [f"computing in {self.compute}"] if self.compute else []
+        parts += [f"in {', '.join(self.apart)} as written"] if self.apart else []
         parts += {"exact": [], "bfloat16": ["saving in bfloat16"], "int8": ["saving in 8 bits"]}[self.save]
-        return " and ".join(parts) or "exact"
+        return ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1] if parts else "exact"
 
 
 EXACT = Precision()

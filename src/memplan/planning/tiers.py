@@ -12,6 +12,7 @@ from torch import nn
 from memplan.devices import Device
 from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.planning.costs import step_seconds
+from memplan.planning.lowering import slower_blocks
 from memplan.planning.plan import format_seconds
 from memplan.planning.precision import EXACT, Compute, Precision
 from memplan.planning.shortfall import Way
@@ -35,30 +36,59 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
         BudgetError: no plan fits, whatever is lost; the one that lacks the least.
         RecordingError: there is no precision left to choose.
     """
-    lacking, best, least = list[BudgetError](), None, float("inf")
+    contest = _Contest(study, settings)
     for precision in tiers(model, settings):
-        settled = replace(settings, precision=precision)
+        contest.enter(precision)
+    mixed = contest.mixed()
+    if mixed is not None and mixed not in settings.without:
+        contest.enter(mixed)
+    if contest.best is None and not contest.lacking:
+        raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
+    if contest.best is None:
+        raise min(contest.lacking, key=lambda error: error.smallest_budget)
+    return contest.best
+
+
+class _Contest:
+    """Plans in one precision after the other, of which the fastest is kept."""
+
+    def __init__(self, study: Callable[[Settings], Study], settings: Settings) -> None:
+        self._study, self._settings = study, settings
+        self._known: dict[Precision, Study] = {}
+        self._seconds = float("inf")
+        self.best: Planned | None = None
+        self.lacking = list[BudgetError]()
+
+    def enter(self, precision: Precision) -> None:
+        """Plan in a precision, and keep the plan where it is worth what it loses."""
+        settled = replace(self._settings, precision=precision)
         try:
-            one = study(settled)
-            if best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * least:
-                continue  # whatever is chosen, that much it takes
+            one = self._known[precision] = self._study(settled)
+            if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * self._seconds:
+                return  # whatever is chosen, that much it takes
             planned = one.planned(settled)
         except BudgetError as error:
             error.precision = precision
-            lacking.append(error)
-            continue
+            self.lacking.append(error)
+            return
         except MemplanError:
             if not precision.lossy:
                 raise
-            continue  # not everything runs in fewer bits
+            return  # not everything runs in fewer bits
         taken = planned.plan.total_seconds or 0.0
-        if best is None or taken < WORTH_IT * least:
-            best, least = planned, taken
-    if best is None and not lacking:
-        raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
-    if best is None:
-        raise min(lacking, key=lambda error: error.smallest_budget)
-    return best
+        if self.best is None or taken < WORTH_IT * self._seconds:
+            self.best, self._seconds = planned, taken
+
+    def mixed(self) -> Precision | None:
+        """The best one's lower precision, or any other, without the blocks that take longer in it; None where none
+        does."""
+        if self.best is None or EXACT not in self._known:
+            return None
+        low = next((one for one in (self.best.plan.precision, *self._known) if one.compute), None)
+        if low is None:
+            return None
+        slower = slower_blocks(self._known[EXACT].captured.graph, self._known[low].captured.graph, low.compute)
+        return replace(low, apart=slower) if slower else None
 
 
 def with_lossy_way(
