@@ -23,6 +23,7 @@ TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 # What `from memplan import *` gives. Adding a name here is a promise to keep it.
 PUBLIC = [
     "BudgetError",
+    "Comparison",
     "Explanation",
     "Finding",
     "Fitted",
@@ -34,6 +35,7 @@ PUBLIC = [
     "Trace",
     "__version__",
     "check",
+    "compare",
     "explain",
     "fit",
     "load_plan",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memplan.simulation.liveness import simulate
     from memplan.simulation.model import Timeline
     from memplan.simulation.replay import Replay, replay
+    from memplan.studies.compare import compare
+    from memplan.studies.comparison import Comparison
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Comparison": "memplan.studies.comparison",
     "Explanation": "memplan.explanation.model",
     "Finding": "memplan.checks.model",
     "Fitted": "memplan.verification.fit",
@@ -42,6 +45,7 @@ _HOMES = {
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "check": "memplan.checks.check",
+    "compare": "memplan.studies.compare",
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fit",
     "load_plan": "memplan.planning.plan",
@@ -60,6 +64,7 @@ _HOMES = {
 
 __all__ = [
     "BudgetError",
+    "Comparison",
     "Explanation",
     "Finding",
     "Fitted",
@@ -71,6 +76,7 @@ __all__ = [
     "Trace",
     "__version__",
     "check",
+    "compare",
     "explain",
     "fit",
     "load_plan",

@@ -131,7 +131,9 @@ def copy_module(module: nn.Module) -> nn.Module:
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                made = like(tensor.detach())
+                with _torch.no_modes():  # a fake mode would look at the .grad of one that is no leaf, which warns
+                    plain = tensor.detach()
+                made = like(plain)
                 made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 memo[id(tensor)] = made
     try:
