@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from memplan.simulation.replay import Replay, replay
     from memplan.studies.compare import compare
     from memplan.studies.comparison import Comparison
+    from memplan.studies.quantize import quantize
+    from memplan.studies.quantized import Quantized
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -41,6 +43,7 @@ _HOMES = {
     "Fitted": "memplan.verification.fit",
     "Plan": "memplan.planning.plan",
     "Proof": "memplan.verification.proof",
+    "Quantized": "memplan.studies.quantized",
     "Replay": "memplan.simulation.replay",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
@@ -52,6 +55,7 @@ _HOMES = {
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.step",
+    "quantize": "memplan.studies.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replay",
     "save_plan": "memplan.planning.plan",
@@ -71,6 +75,7 @@ __all__ = [
     "MemplanError",
     "Plan",
     "Proof",
+    "Quantized",
     "Replay",
     "Timeline",
     "Trace",
@@ -83,6 +88,7 @@ __all__ = [
     "load_trace",
     "measure",
     "plan",
+    "quantize",
     "record",
     "replay",
     "save_plan",

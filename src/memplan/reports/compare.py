@@ -45,7 +45,7 @@ def render(
     """The parts of the report as rich renderables, in order."""
     page = Page(width, ascii_only)
     parts: list[RenderableType] = list(_head(comparison))
-    parts += ["", _by_cause(comparison, page), "", _figures(comparison, page)]
+    parts += ["", by_cause(comparison, page), "", _figures(comparison, page)]
     if any(side.layers for side in (comparison.a, comparison.b)):
         parts += ["", *_by_layer(comparison, top, page)]
     notes = dict.fromkeys((*comparison.notes, *comparison.a.notes, *comparison.b.notes))
@@ -64,16 +64,16 @@ def _head(comparison: Comparison) -> Iterator[RenderableType]:
         yield Text(clean(line))
 
 
-def _by_cause(comparison: Comparison, page: Page) -> Table:
+def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
     """What is live at each side's peak, the largest difference first; the last row adds up to the peaks."""
     rows = sorted(comparison.by_cause, key=lambda row: (-abs(row.difference), -row.a))
     a, b = comparison.a.peak, comparison.b.peak
-    names = [CAUSE_LABELS.get(row.cause, clean(row.cause)) for row in rows]
+    causes = [CAUSE_LABELS.get(row.cause, clean(row.cause)) for row in rows]
     columns = [
-        Column("By cause, at the peak", (*names, "peak"), shrinks_to=12),
-        Column("A", (*(_size(row.a) for row in rows), format_bytes(a)), right=True),
-        Column("B", (*(_size(row.b) for row in rows), format_bytes(b)), right=True),
-        Column("B - A", (*(_signed(row.difference) for row in rows), _signed(b - a)), right=True),
+        Column("By cause, at the peak", (*causes, "peak"), shrinks_to=12),
+        Column(names[0], (*(_size(row.a) for row in rows), format_bytes(a)), right=True),
+        Column(names[1], (*(_size(row.b) for row in rows), format_bytes(b)), right=True),
+        Column(names[2], (*(_signed(row.difference) for row in rows), _signed(b - a)), right=True),
         Column("", (*(_share(row.a, row.b) for row in rows), _share(a, b)), right=True, drop=1),
     ]
     return page.table(columns, len(rows))
@@ -84,7 +84,8 @@ def _figures(comparison: Comparison, page: Page) -> Table:
     a, b = comparison.a, comparison.b
     rows = [_bytes_row("saved from forward to backward", a.saved_bytes, b.saved_bytes)]
     rows.append(_bytes_row("weights", a.weight_bytes, b.weight_bytes))
-    rows.append(_bytes_row("copies of weights cast, at most", a.cast_bytes, b.cast_bytes))
+    rows.append(_bytes_row("activations at once, at most", a.activation_bytes, b.activation_bytes))
+    rows.append(_bytes_row("weights in another dtype, at most", a.cast_bytes, b.cast_bytes))
     rows.append(_row("parameters", a.parameters, b.parameters, lambda n: f"{n:,}", lambda n: f"{n:+,}"))
     if a.reserved != a.peak or b.reserved != b.peak:
         rows.append(_bytes_row("reserved, at most", a.reserved, b.reserved))

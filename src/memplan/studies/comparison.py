@@ -80,6 +80,8 @@ class Side:
     weight_bytes: int | None = None
     cast_bytes: int = 0
     """The most that copies of weights in another dtype take at any one time."""
+    activation_bytes: int | None = None
+    """The most that activations take at any one time, kept for the backward pass or not, without these copies."""
     parameters: int | None = None
     """How many numbers the weights are."""
     outputs: tuple[str, ...] | None = None

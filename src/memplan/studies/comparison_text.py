@@ -9,7 +9,7 @@ from memplan.explanation.text import LABELS
 from memplan.planning.plan import format_seconds
 from memplan.studies.comparison import CAST_COPIES, STEP, Comparison, Side
 
-CAUSE_LABELS = LABELS | {CAST_COPIES: "weights cast by autocast", STEP: "what the step holds"}
+CAUSE_LABELS = LABELS | {CAST_COPIES: "weights in another dtype", STEP: "what the step holds"}
 _CAUSES = 3
 _CHANGE = 0.005
 
@@ -47,7 +47,7 @@ def remarks(comparison: Comparison) -> Iterator[str]:
     on = "On equal weights" if comparison.same_weights else "Each with its own weights"
     for row in comparison.apart:
         yield (
-            f"{on}, B's {row.what} are {_relative(row.relative)} from A's (relative, L2; "
+            f"{on}, B's {row.what} are {relative(row.relative)} from A's (relative, L2; "
             f"{row.largest:.3g} at most for one element)."
             if row.relative
             else f"{on}, B's {row.what} are A's bit for bit."
@@ -56,7 +56,8 @@ def remarks(comparison: Comparison) -> Iterator[str]:
     yield from zeros_of("B", b)
 
 
-def _relative(value: float) -> str:
+def relative(value: float) -> str:
+    """A relative error for people."""
     return f"{100 * value:.2g} %" if value >= 1e-4 else f"{value:.1e}"
 
 

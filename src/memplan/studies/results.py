@@ -20,7 +20,7 @@ from memplan.verification.differences import named_outputs
 _SEED = 0
 _RUNS = 5
 _LONG = 2.0
-"""Seconds of a step from which on it is timed once, after the first run."""
+"""Seconds of a step from which on it runs once."""
 
 
 def made(what: Any) -> nn.Module | None:
@@ -32,15 +32,16 @@ def made(what: Any) -> nn.Module | None:
 
 
 def seconds_of(step: Step) -> float:
-    """The median of some runs, after one that does not count."""
+    """The median of some runs after the first, or the first alone where it takes long."""
     with undisturbed():
-        step()
-        taken: list[float] = []
-        while len(taken) < (1 if taken and taken[0] > _LONG else _RUNS):
-            start = time.perf_counter()
-            step()
-            taken.append(time.perf_counter() - start)
-    return median(taken)
+        first = _timed(step)
+        return first if first > _LONG else median(_timed(step) for _ in range(_RUNS))
+
+
+def _timed(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def why_not_comparable(one: nn.Module | None, other: nn.Module | None, a: StepOptions, b: StepOptions) -> str | None:

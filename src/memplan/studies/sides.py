@@ -111,10 +111,12 @@ def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: s
             by_cause[CAST_COPIES] = by_cause.get(CAST_COPIES, 0) + storage.bytes
     found = rates_for(trace.device)
     time = None if found is None else step_time(trace, found[0])
+    activations = {s.id for s in low.counted if s.cause in ("saved", "activation")} - copies
     return Side(
         title, trace.origin, trace.device, explanation.train, explanation.timeline.peak_allocated,
         explanation.timeline.peak_reserved, by_cause, _parts(explanation.layers), explanation.saved_bytes,
-        sum(storage.bytes for storage in weights), _most(low, copies), sum(map(_elements, weights)), outputs_of(trace),
+        sum(storage.bytes for storage in weights), _most(low, copies), _most(low, activations),
+        sum(map(_elements, weights)), outputs_of(trace),
         None if time is None else time.seconds, "" if time is None or found is None else found[1],
         masks_of(trace), notes=tuple(trace.notes),
     )  # fmt: skip

@@ -185,6 +185,20 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
     return step
 
 
+def forward_of(model: nn.Module, options: StepOptions) -> Step:
+    """The forward pass alone, in evaluation mode and with grad: what a derivative needs is held until it is over."""
+    model.eval()
+    _check_inputs(model, options)
+    inputs, kwargs = _placed((options.inputs, dict(options.kwargs)), HOST)
+
+    def step() -> None:
+        with torch.enable_grad(), _autocast(options, HOST):
+            output = model(*inputs, **kwargs)
+        del output
+
+    return step
+
+
 def _placed(value: Any, device: str) -> Any:
     """Specs and tensors as tensors on a device."""
     made = realize(value)
