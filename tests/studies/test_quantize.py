@@ -153,7 +153,8 @@ def test_a_tied_weight_is_there_in_both_forms() -> None:
     assert found.after is not None
     assert found.before.weight_bytes == 4 * 64 * 128
     assert found.after.weight_bytes == 4 * 64 * 128 + 64 * (128 + 5)
-    assert found.weights_saved < 0
+    assert found.weights_saved == sum(layer.before - layer.after for layer in found.layers) < 0
+    assert [(layer.before, layer.after) for layer in found.layers] == [(4 * 64 * 128,) * 2, (0, 64 * (128 + 5))]
     assert found.layers[0].why is not None
     assert "head shares its weight and got one of its own" in found.layers[0].why
 

@@ -57,7 +57,7 @@ def _check(given: StepArguments, weights: str | None, activations: str | None, o
     if not given.infer:
         raise InputError(
             f"{asked} for a training step",
-            expected="--infer: weights that are trained stay in their precision, and so do gradients and optimizer state",
+            expected="--infer: trained weights stay in their precision, and so do gradients and optimizer state",
             do="Add --infer; for training, look at memplan fit --allow lossy",
         )
     if is_trace(given.target):

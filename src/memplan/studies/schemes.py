@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -154,6 +154,8 @@ def packed_bytes(module: nn.Linear, scheme: Scheme) -> int:
 def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tuple[Layer, ...]:
     """Every layer with a weight of two dimensions or more: its bytes as they were, as they are, and why.
 
+    A weight that several layers share counts for the first of them.
+
     Args:
         before: the model as it was.
         scheme: what is done to it.
@@ -162,21 +164,33 @@ def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tup
     others = dict(after.named_modules()) if after is not None else {}
     shared = _sharers(before)
     rows: list[Layer] = []
+    was_seen, is_seen = set[int](), set[int]()
     for path, module in before.named_modules():
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
         if not own:
             continue
         why = reason(module, scheme)
-        size = sum(p.numel() * p.element_size() for p in own.values())
-        if after is None:
-            now = size if why is not None or not isinstance(module, nn.Linear) else packed_bytes(module, scheme)
+        was = _new_bytes(own.values(), was_seen)
+        if after is not None:
+            now = _new_bytes([getattr(others[path], name) for name in own], is_seen)
         else:
-            held = [getattr(others[path], name) for name in own]
-            now = sum(t.untyped_storage().nbytes() for h in held for t in _torch.inner_tensors(h).values())
+            now = packed_bytes(module, scheme) if why is None and isinstance(module, nn.Linear) else was
         if why is not None and (quantized := [o for o in shared.get(path, ()) if reason(o[1], scheme) is None]):
             why += f"; {quantized[0][0]} shares its weight and got one of its own in {scheme.weights}"
-        rows.append(Layer(path or type(module).__name__, type(module).__name__, size, now, why))
+        rows.append(Layer(path or type(module).__name__, type(module).__name__, was, now, why))
     return tuple(rows)
+
+
+def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages of weights, of those not seen before."""
+    total = 0
+    for weight in weights:
+        for tensor in _torch.inner_tensors(weight).values():
+            storage = tensor.untyped_storage()
+            key = _torch.storage_key(storage)
+            total += 0 if key in seen else storage.nbytes()
+            seen.add(key)
+    return total
 
 
 def _sharers(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
