@@ -46,7 +46,9 @@ def test_what_is_printed() -> None:
     assert "Weights 50.0 KiB -> 20.0 KiB: 30.0 KiB less, -60 % (2 of 3 layers with weights quantized)." in flat
     assert "Peak of inference 52.0 KiB -> 42.0 KiB: 10.0 KiB less, -19 %." in flat
     assert "written out in another dtype: 20.0 KiB at most, 20.0 KiB of it at the peak" in flat
-    assert "The outputs are 1.2 % off (relative, L2; 0.5 at most for one element)." in flat
+    assert (
+        "The quantized model's outputs are 1.2 % from the model's (relative, L2; 0.5 at most for one element)." in flat
+    )
     assert "Without grad 2.0 KiB of activations live at once, with grad 9.0 KiB" in flat
     assert "While it is quantized, 70.0 KiB are needed." in flat
     assert "weights in another dtype - 20.0 KiB +20.0 KiB" in lines
@@ -62,7 +64,7 @@ def test_what_was_not_run_says_so() -> None:
     flat = " ".join(text.split())
     assert "SomeConfig was not run: no kernel here." in flat
     assert "2 of 3 layers with weights take 10.0 KiB instead of 40.0 KiB" in flat
-    assert "off" not in flat
+    assert "outputs" not in flat
     assert "Peak" not in flat
 
 

@@ -127,14 +127,15 @@ class LayerPair:
 class Apart:
     """How far tensors of the second are from those of the first, where both really ran on the same inputs.
 
-    ``relative`` is the norm (L2) of the difference over that of the first; ``largest`` of one element.
+    ``relative`` is the norm (L2) of the difference over that of the first; ``largest`` of one element. None: infinite,
+    or not a number (the first is zero throughout, or one of the two overflows).
     """
 
     what: str
     """``outputs`` or ``gradients``."""
     tensors: int
-    relative: float
-    largest: float
+    relative: float | None
+    largest: float | None
 
 
 @dataclass(frozen=True, slots=True)

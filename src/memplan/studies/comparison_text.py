@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from memplan._bytes import format_bytes
 from memplan.explanation.text import LABELS
 from memplan.planning.plan import format_seconds
-from memplan.studies.comparison import CAST_COPIES, STEP, Comparison, Side
+from memplan.studies.comparison import CAST_COPIES, STEP, Apart, Comparison, Side
 
 CAUSE_LABELS = LABELS | {CAST_COPIES: "weights in another dtype", STEP: "what the step holds"}
 _CAUSES = 3
@@ -46,19 +46,19 @@ def remarks(comparison: Comparison) -> Iterator[str]:
             yield f"A returns {_listed(a.outputs)}, B {_listed(b.outputs)}."
     on = "On equal weights" if comparison.same_weights else "Each with its own weights"
     for row in comparison.apart:
-        yield (
-            f"{on}, B's {row.what} are {relative(row.relative)} from A's (relative, L2; "
-            f"{row.largest:.3g} at most for one element)."
-            if row.relative
-            else f"{on}, B's {row.what} are A's bit for bit."
-        )
+        yield f"{on}, B's {row.what} {off_by(row, 'A')}."
     yield from zeros_of("A", a)
     yield from zeros_of("B", b)
 
 
-def relative(value: float) -> str:
-    """A relative error for people."""
-    return f"{100 * value:.2g} %" if value >= 1e-4 else f"{value:.1e}"
+def off_by(row: Apart, other: str) -> str:
+    """``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``."""
+    if row.relative == 0:
+        return f"are {other}'s bit for bit"
+    if row.relative is None or row.largest is None:
+        return f"cannot be held against {other}'s: one is zero throughout, infinite or not a number"
+    relative = f"{100 * row.relative:.2g} %" if row.relative >= 1e-4 else f"{row.relative:.1e}"
+    return f"are {relative} from {other}'s (relative, L2; {row.largest:.3g} at most for one element)"
 
 
 def zeros_of(name: str, side: Side) -> Iterator[str]:

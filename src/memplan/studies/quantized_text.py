@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from memplan._bytes import format_bytes
 from memplan.planning.plan import format_seconds
 from memplan.studies.comparison import CAST_COPIES, Side
-from memplan.studies.comparison_text import changed, relative
+from memplan.studies.comparison_text import changed, off_by
 from memplan.studies.quantized import Quantized
 
 
@@ -18,8 +18,7 @@ def sentences(found: Quantized) -> Iterator[str]:
     else:
         yield from _bytes(found, found.after)
     if found.error is not None:
-        off, most = relative(found.error.relative), f"{found.error.largest:.3g}"
-        yield f"The outputs are {off} off (relative, L2; {most} at most for one element)."
+        yield f"The quantized model's outputs {off_by(found.error, 'the model')}."
     if found.after is not None and found.before.seconds and found.after.seconds:
         was, now = format_seconds(found.before.seconds), format_seconds(found.after.seconds)
         yield f"Time {was} -> {now}, measured on this CPU without a compiler."

@@ -3,17 +3,23 @@ random numbers. A function that makes a model is called from the same random sta
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from memplan import _torch
+from memplan.errors import MemplanError, StepError
 from memplan.studies.comparison import Apart
 from memplan.studies.zeros import ORIGINAL
+from memplan.trace.place import format_frame, frame_of_error
 from memplan.trace.session import Step, undisturbed
+from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions, build_of, copy_module
 from memplan.verification.differences import named_outputs
 
@@ -24,10 +30,25 @@ _LONG = 2.0
 
 
 def made(what: Any) -> nn.Module | None:
-    """The model of a step with its weights; None where a build brings a step of its own. A module is copied."""
+    """The model of a step with its weights; None where a build brings a step of its own. A module is copied.
+
+    Raises:
+        StepError: the callable that makes it raised.
+    """
     with undisturbed():
         torch.manual_seed(_SEED)
-        found = copy_module(what) if isinstance(what, nn.Module) else what()
+        try:
+            found = copy_module(what) if isinstance(what, nn.Module) else what()
+        except MemplanError:
+            raise
+        except Exception as error:  # the user's code can raise anything; the original stays as __cause__
+            text = str(error).strip().split("\n")[0] or "no message"
+            raise StepError(
+                f"making the model raised {type(error).__name__}: {text.rstrip('.')[:300]}",
+                expected="a callable that makes a module",
+                do="Mend it; it should raise the same outside of memplan",
+                where=format_frame(frame_of_error(error)),
+            ) from error
     return found if isinstance(found, nn.Module) else None
 
 
@@ -51,7 +72,7 @@ def why_not_comparable(one: nn.Module | None, other: nn.Module | None, a: StepOp
     mine, its = ({name: value.shape for name, value in weights_of(model).items()} for model in (one, other))
     if mine != its:
         return "the two are other networks, so their results are not held against each other"
-    if repr((a.inputs, a.kwargs, a.targets)) != repr((b.inputs, b.kwargs, b.targets)) and not _same_sizes(a, b):
+    if not _same_inputs(a, b):
         return "the two have other inputs, so their results are not held against each other"
     return None
 
@@ -67,10 +88,18 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
     return mine.keys() == its.keys() and all(torch.equal(value, its[name].to(value)) for name, value in mine.items())
 
 
-def _same_sizes(a: StepOptions, b: StepOptions) -> bool:
-    """Whether inputs differ in their dtypes alone."""
-    one, other = ([getattr(x, "shape", x) for x in (*o.inputs, *o.kwargs.values(), *o.targets)] for o in (a, b))
-    return one == other
+def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
+    """Whether inputs are the same; of described ones, and of tensors of another dtype, their sizes."""
+    one, other = (_torch.tree_leaves((o.inputs, dict(o.kwargs), o.targets)) for o in (a, b))
+    return len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Spec) and isinstance(other, Spec):
+        return replace(one, dtype=other.dtype) == other
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and (one.dtype != other.dtype or torch.equal(one, other))
+    return one is other or bool(one == other)
 
 
 def apart(one: nn.Module, other: nn.Module, a: StepOptions, b: StepOptions) -> tuple[Apart, ...]:
@@ -107,6 +136,10 @@ def _apart(kind: str, mine: Mapping[str, torch.Tensor], its: Mapping[str, torch.
         difference = other - one
         squared += float(difference.square().sum())
         norm += float(one.square().sum())
-        largest = max(largest, float(difference.abs().max()))
-    relative = (squared / norm) ** 0.5 if norm else (0.0 if not squared else float("inf"))
-    return Apart(kind, len(names), relative, largest)
+        largest = max(largest, float(difference.abs().nan_to_num(nan=math.inf).max()))
+    relative = (squared / norm) ** 0.5 if norm else 0.0 if not squared else math.inf
+    return Apart(kind, len(names), _finite(relative), _finite(largest))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
