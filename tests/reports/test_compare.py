@@ -6,7 +6,7 @@ import io
 import json
 
 from memplan.reports.compare import dumps, print_comparison
-from memplan.studies.comparison import Apart, Comparison, LayerPart, Side, Zeros
+from memplan.studies.comparison import Apart, Comparison, Decided, LayerPart, Side, Zeros
 
 KIB = 1 << 10
 
@@ -65,6 +65,17 @@ def test_results_and_zeros_are_sentences() -> None:
     assert "whole channels would take 2.0 KiB less of weights, and about 1.5 KiB less of these layers' outputs" in text
     assert "2 output channels are zero throughout" in text
     assert "B's masks add 3.9 KiB" in text
+
+
+def test_what_two_plans_decide_otherwise() -> None:
+    keep, again = Decided("relu", "block.1", "keep", 2 * KIB), Decided("relu", "block.1", "recompute", 2 * KIB)
+    small = Decided("add", "", "encode", KIB)
+    text = printed(Comparison(side("a", 1, decided=(keep,)), side("b", 1, decided=(again, small))))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    at = lines.index("Decided otherwise layer bytes A B")
+    assert lines[at + 2 : at + 4] == ["relu block.1 2.0 KiB keep recompute", "add 1.0 KiB - encode"]
+    assert "values: keep 1 0 -1" in lines
+    assert "values: recompute 0 1 +1" in lines
 
 
 def test_json_is_the_comparison() -> None:

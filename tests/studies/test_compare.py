@@ -166,11 +166,25 @@ def test_what_was_saved(tmp_path: Path) -> None:
     assert memplan.compare(trace, str(tmp_path / "trace.json")).difference == 0
     planned = memplan.compare(plan, tmp_path / "plan.json")
     assert planned.a.peak == plan.peak == sum(planned.a.by_cause.values())
-    assert dict(planned.a.decisions) == {
-        lever: plan.count(lever) for lever in ("keep", "in place") if plan.count(lever)
-    }
+    assert planned.decided_otherwise == ()
     mixed = memplan.compare(stack, plan, IMAGES, device="cpu")
     assert any("recorded, B planned" in note for note in mixed.notes)
+
+
+def test_two_plans_and_what_they_decide_otherwise() -> None:
+    model, data = SmallResNet(), torch.randn(8, 3, 32, 32)
+    loose = memplan.plan(model, data, budget="1 GiB", costs="roofline")
+    tight = memplan.plan(model, data, budget=loose.floor, costs="roofline")
+    found = memplan.compare(loose, tight)
+    assert (found.a.peak, found.b.peak) == (loose.peak, tight.peak)
+    levers = [
+        {str(one.scope): one.lever for one in plan.decisions if one.scope.kind == "value"} for plan in (loose, tight)
+    ]
+    expected = {name for name in levers[0] | levers[1] if levers[0].get(name) != levers[1].get(name)}
+    assert {row.value for pair in found.decided_otherwise for row in pair if row is not None} == expected != set()
+    kept = sum(one.bytes for one in loose.decisions if one.lever == "keep" and one.scope.kind == "value")
+    assert found.a.saved_bytes == kept
+    assert found.b.seconds == tight.total_seconds
 
 
 def _build() -> Any:

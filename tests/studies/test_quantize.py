@@ -167,6 +167,11 @@ def test_what_has_no_kernel_here_is_predicted_and_not_run(monkeypatch: pytest.Mo
     assert "was not run: its kernel da8w4_linear_cpu is not in this build" in str(found)
 
 
+def test_kernels_are_looked_up() -> None:
+    assert schemes.dispatch.has_cpu_kernel("aten::mm")
+    assert not schemes.dispatch.has_cpu_kernel("torchao::no_such_op")
+
+
 def test_a_language_model_and_a_lower_precision() -> None:
     found = memplan.quantize(lambda: SmallGPT(width=64), memplan.spec("2x12:int64<40"))
     assert sum(layer.why is None for layer in found.layers) == 13

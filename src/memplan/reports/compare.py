@@ -48,6 +48,8 @@ def render(
     parts += ["", by_cause(comparison, page), "", _figures(comparison, page)]
     if any(side.layers for side in (comparison.a, comparison.b)):
         parts += ["", *_by_layer(comparison, top, page)]
+    if comparison.a.decided and comparison.b.decided and comparison.decided_otherwise:
+        parts += ["", _decided(comparison, top, page)]
     notes = dict.fromkeys((*comparison.notes, *comparison.a.notes, *comparison.b.notes))
     if notes:
         parts += ["", *(Text(f"note: {clean(note)}") for note in notes)]
@@ -91,12 +93,31 @@ def _figures(comparison: Comparison, page: Page) -> Table:
         rows.append(_bytes_row("reserved, at most", a.reserved, b.reserved))
     if a.seconds_by == b.seconds_by:
         rows.append(_row("seconds", a.seconds, b.seconds, format_seconds, _signed_seconds))
-    for lever in dict.fromkeys((*a.decisions, *b.decisions)):
-        counts = a.decisions.get(lever, 0), b.decisions.get(lever, 0)
+    levers = [[row.lever for row in side.decided] for side in (a, b)]
+    for lever in dict.fromkeys((*levers[0], *levers[1])):
+        counts = levers[0].count(lever), levers[1].count(lever)
         rows.append(_row(f"values: {lever}", *counts, str, lambda n: f"{n:+}"))
     known = [row for row in rows if row is not None]
     headers = ("Of a step", "A", "B", "B - A")
     return page.table([Column(h, tuple(row[at] for row in known), right=at > 0) for at, h in enumerate(headers)])
+
+
+def _decided(comparison: Comparison, top: int, page: Page) -> Table:
+    """The values that two plans treat otherwise, the largest first."""
+    pairs = comparison.decided_otherwise
+    shown = pairs[:top] if top else pairs
+    rows = [next(row for row in pair if row is not None) for pair in shown]
+    more = [f"... {len(pairs) - len(shown)} more"] if len(shown) < len(pairs) else []
+    blank = [""] * len(more)
+    sizes = [max(row.bytes for row in pair if row is not None) for pair in shown]
+    columns = [
+        Column("Decided otherwise", (*(clean(row.value) for row in rows), *more), shrinks_to=16),
+        Column("layer", (*(clean(row.layer) for row in rows), *blank), shrinks_to=12, from_left=True, drop=1),
+        Column("bytes", (*map(format_bytes, sizes), *blank), right=True),
+        Column("A", (*(pair[0].lever if pair[0] else "-" for pair in shown), *blank)),
+        Column("B", (*(pair[1].lever if pair[1] else "-" for pair in shown), *blank)),
+    ]
+    return page.table(columns)
 
 
 def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | None:

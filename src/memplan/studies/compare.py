@@ -72,8 +72,10 @@ def compare(
         StepError, DataDependentError: a step cannot be recorded.
 
     Example:
-        >>> print(memplan.compare(net, net, "32x3x224x224", b_options={"autocast": "bf16"}))
-        ResNet18: 1.1 GiB peak; with autocast=bf16: 0.7 GiB, 412.3 MiB less (36 %): ...
+        >>> print(memplan.compare(resnet18, resnet18, "32x3x224x224", b_options={"autocast": "bf16"}))
+        A: resnet18
+        B: resnet18 with autocast=bf16
+        752.5 MiB -> 470.6 MiB peak: 281.9 MiB less, -37 % (saved activations -278.7 MiB, ...
     """
     common = {
         "inputs": inputs, "kwargs": kwargs, "targets": targets, "loss": loss, "optimizer": optimizer,

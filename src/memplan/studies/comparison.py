@@ -60,6 +60,16 @@ class Zeros:
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """What a plan does with a value of the forward pass: its lever, and bytes (kept, or freed by any other lever)."""
+
+    value: str
+    layer: str
+    lever: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """One of the two."""
 
@@ -91,8 +101,8 @@ class Side:
     seconds_by: str = ""
     """How the seconds were found."""
     zeros: tuple[Zeros, ...] = ()
-    decisions: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of a plan: how many decisions use each lever."""
+    decided: tuple[Decided, ...] = ()
+    """Of a plan: its decisions about values."""
     notes: tuple[str, ...] = ()
 
 
@@ -143,9 +153,9 @@ class Comparison:
     """Two steps side by side. ``a`` and ``b`` say each for itself what there is of it.
 
     Example:
-        >>> comparison = memplan.compare(resnet18, resnet34, "32x3x224x224")
-        >>> comparison.difference, [row.difference for row in comparison.by_cause if row.cause == "weight"]
-        (301235200, [40448000])
+        >>> comparison = memplan.compare(resnet18, resnet18, "32x3x224x224", b_options={"autocast": "bf16"})
+        >>> comparison.difference, [row.difference for row in comparison.by_cause if row.cause == "saved"]
+        (-295550852, [-292231936])
     """
 
     a: Side
@@ -178,6 +188,14 @@ class Comparison:
             one, other = ({part.name: part for part in side.layers} for side in (self.a, self.b))
         return tuple(LayerPair(name, one.get(name), other.get(name)) for name in dict.fromkeys((*one, *other)))
 
+    @property
+    def decided_otherwise(self) -> tuple[tuple[Decided | None, Decided | None], ...]:
+        """Of two plans: values with another lever in each, the largest first; None on the side that decides nothing."""
+        one, other = ({row.value: row for row in side.decided} for side in (self.a, self.b))
+        pairs = [(one.get(value), other.get(value)) for value in dict.fromkeys((*one, *other))]
+        apart = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
+        return tuple(sorted(apart, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         data = dataclasses.asdict(self)
@@ -189,7 +207,9 @@ class Comparison:
             | {field: pair.difference(field) for field in ("output_bytes", "saved_bytes", "weight_bytes")}
             for pair in self.layers
         ]
-        return data | {"difference": self.difference, "by_cause": rows, "layers": pairs}
+        otherwise = [[row and dataclasses.asdict(row) for row in pair] for pair in self.decided_otherwise]
+        found = {"difference": self.difference, "by_cause": rows, "layers": pairs, "decided_otherwise": otherwise}
+        return data | found
 
     def __str__(self) -> str:
         from memplan.studies.comparison_text import summary

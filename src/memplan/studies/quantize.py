@@ -52,8 +52,10 @@ def quantize(
         StepError: the model does not run, as it is or quantized.
 
     Example:
-        >>> print(memplan.quantize(model, "8x512", weights="int8"))
-        Weights 8.0 MiB -> 2.0 MiB: 6.0 MiB less, -75 % (4 of 4 layers with weights quantized).
+        >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
+        >>> print(memplan.quantize(model, "8x1024", weights="int8"))
+        Weights 8.0 MiB -> 2.0 MiB: 6.0 MiB less, -75 % (2 of 2 layers with weights quantized).
+        Peak of inference 8.1 MiB -> 6.1 MiB: 2.0 MiB less, -25 %.
         ...
     """
     options = StepOptions(inputs, kwargs, autocast=autocast, train=False, dtype=dtype).checked()

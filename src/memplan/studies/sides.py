@@ -18,7 +18,7 @@ from memplan.planning import plan_json
 from memplan.planning.plan import Plan
 from memplan.planning.plan_json import Unreadable
 from memplan.simulation.liveness import live_at
-from memplan.studies.comparison import CAST_COPIES, STEP, LayerPart, Side
+from memplan.studies.comparison import CAST_COPIES, STEP, Decided, LayerPart, Side
 from memplan.studies.step_time import rates_for, step_time
 from memplan.studies.zeros import masks_of
 from memplan.trace import json as trace_json
@@ -191,19 +191,18 @@ def of_explanation(data: Any, title: str) -> Side:
 def of_plan(plan: Plan, title: str) -> Side:
     """A planned step: what is there all the time by cause, and what the step holds beside it at its peak."""
     kept: dict[str, int] = {}
-    levers: dict[str, int] = {}
-    for decision in plan.decisions:
-        levers[decision.lever] = levers.get(decision.lever, 0) + 1
-        if decision.scope.kind == "value":
-            size = decision.bytes if decision.lever == "keep" else int(decision.details.get("encoded_bytes", 0))
-            layer = decision.layer or OUTSIDE
-            kept[layer] = kept.get(layer, 0) + size
+    values = [decision for decision in plan.decisions if decision.scope.kind == "value"]
+    for decision in values:
+        size = decision.bytes if decision.lever == "keep" else int(decision.details.get("encoded_bytes", 0))
+        layer = decision.layer or OUTSIDE
+        kept[layer] = kept.get(layer, 0) + size
+    decided = tuple(Decided(str(one.scope), one.layer, one.lever, one.bytes) for one in values)
     resident = {cause: size for cause, size in plan.resident.items() if size}
     layers = tuple(LayerPart(name, "", 0, size, 0) for name, size in kept.items())
     return Side(
         title, "planned", plan.device, True, plan.peak, plan.predicted.peak_reserved,
         resident | {STEP: plan.peak - sum(resident.values())}, layers, sum(kept.values()), plan.resident.get("weight"),
-        seconds=plan.total_seconds, seconds_by="as the plan has it", decisions=levers, notes=plan.notes,
+        seconds=plan.total_seconds, seconds_by="as the plan has it", decided=decided, notes=plan.notes,
     )  # fmt: skip
 
 
