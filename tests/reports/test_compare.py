@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
+
 from memplan.reports.compare import dumps, print_comparison
 from memplan.studies.comparison import Apart, Comparison, Decided, LayerPart, Side, Zeros
 
@@ -65,6 +67,21 @@ def test_results_and_zeros_are_sentences() -> None:
     assert "whole channels would take 2.0 KiB less of weights, and about 1.5 KiB less of these layers' outputs" in text
     assert "2 output channels are zero throughout" in text
     assert "B's masks add 3.9 KiB" in text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        ("roofline of h100", "roofline of h100", "Time of a step: 2.0 s -> 1.0 s, -50 % (roofline of h100)."),
+        ("roofline of h100", "roofline of a100", "2.0 s (roofline of h100) -> 1.0 s (roofline of a100), -50 %."),
+        ("as the plan has it", "roofline of a100", "(as the plan has it), and 1.0 s (roofline of a100): not by one"),
+    ],
+)
+def test_times_are_divided_where_they_are_by_one_measure(a: str, b: str, said: str) -> None:
+    both = Comparison(side("a", 1, seconds=2.0, seconds_by=a), side("b", 1, seconds=1.0, seconds_by=b))
+    text = " ".join(printed(both).split())
+    assert said in text
+    assert ("seconds 2.0 s 1.0 s -1.0 s" in text) is ("%" in said)
 
 
 def test_what_two_plans_decide_otherwise() -> None:

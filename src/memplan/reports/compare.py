@@ -16,7 +16,7 @@ from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
 from memplan.reports.terminal import clean
 from memplan.studies.comparison import Comparison, LayerPair
-from memplan.studies.comparison_text import CAUSE_LABELS, headline, remarks, seconds_sentence, signed
+from memplan.studies.comparison_text import CAUSE_LABELS, by_one_measure, headline, remarks, seconds_sentence, signed
 
 FORMAT = "memplan.compare"
 SCHEMA = 1
@@ -91,7 +91,7 @@ def _figures(comparison: Comparison, page: Page) -> Table:
     rows.append(_row("parameters", a.parameters, b.parameters, lambda n: f"{n:,}", lambda n: f"{n:+,}"))
     if a.reserved != a.peak or b.reserved != b.peak:
         rows.append(_bytes_row("reserved, at most", a.reserved, b.reserved))
-    if a.seconds_by == b.seconds_by:
+    if by_one_measure(a, b):
         rows.append(_row("seconds", a.seconds, b.seconds, format_seconds, _signed_seconds))
     levers = [[row.lever for row in side.decided] for side in (a, b)]
     for lever in dict.fromkeys((*levers[0], *levers[1])):

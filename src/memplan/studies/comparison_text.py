@@ -98,16 +98,24 @@ def _listed(outputs: tuple[str, ...]) -> str:
     return ", ".join(outputs[:4]) + (f" and {len(outputs) - 4} more" if len(outputs) > 4 else "")
 
 
+def by_one_measure(a: Side, b: Side) -> bool:
+    """Whether the seconds of two sides can be held against each other: both by a roofline, measured, or of plans."""
+    return a.seconds_by.partition(" ")[0] == b.seconds_by.partition(" ")[0]
+
+
 def seconds_sentence(comparison: Comparison) -> str | None:
-    """Both times, where both are known by the same measure."""
+    """Both times, where both are known; their ratio only where they are by one measure."""
     a, b = comparison.a, comparison.b
     if a.seconds is None or b.seconds is None:
         return None
+    one, other = format_seconds(a.seconds), format_seconds(b.seconds)
     if a.seconds_by != b.seconds_by:
-        one, other = (f"{format_seconds(side.seconds or 0)} ({side.seconds_by})" for side in (a, b))
+        one, other = f"{one} ({a.seconds_by})", f"{other} ({b.seconds_by})"
+    if not by_one_measure(a, b):
         return f"Time of a step: {one}, and {other}: not by one measure."
-    how, ratio = a.seconds_by, f", {100 * (b.seconds / a.seconds - 1):+.0f} %" if a.seconds else ""
-    return f"Time of a step: {format_seconds(a.seconds)} -> {format_seconds(b.seconds)}{ratio} ({how})."
+    ratio = f", {100 * (b.seconds / a.seconds - 1):+.0f} %" if a.seconds else ""
+    how = f" ({a.seconds_by})" if a.seconds_by == b.seconds_by else ""
+    return f"Time of a step: {one} -> {other}{ratio}{how}."
 
 
 def summary(comparison: Comparison) -> str:
