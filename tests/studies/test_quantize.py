@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +39,13 @@ class Tied(nn.Module):
 
 def allocated_by(make: Callable[[], Any]) -> int:
     """Net bytes that the process's allocator has given for what is made, as torch's profiler adds them up."""
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
-        made = make()
+    gc.collect()  # torchao ties each quantized layer into a cycle: one of before must not be freed meanwhile
+    gc.disable()
+    try:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+            made = make()
+    finally:
+        gc.enable()
     events: Any = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     total = sum(event.nbytes() for event in events if event.name() == "[memory]")
     del made
