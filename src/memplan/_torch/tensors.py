@@ -71,7 +71,7 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The plain tensors that a tensor subclass made of others holds, as a quantized weight does, by the names of its
-    attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.13:
+    attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.11, 2.13 and 2.15:
     ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``."""
     if not is_traceable_wrapper_subclass(tensor):
         return {"": tensor}
