@@ -36,6 +36,16 @@ def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pyt
     exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
+@pytest.mark.parametrize("name", ["compare", "quantize"])
+def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "quantize":
+        pytest.importorskip("torchao")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.S)
+    assert len(blocks) >= 2
+    exec("".join(blocks), {"__name__": "example"})
+
+
 def test_every_check_has_a_page_with_its_title() -> None:
     from memplan.checks.registry import CHECKS
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from memplan.simulation.liveness import simulate
     from memplan.simulation.model import Timeline
     from memplan.simulation.replay import Replay, replay
+    from memplan.studies.compare import compare
+    from memplan.studies.comparison import Comparison
+    from memplan.studies.quantize import quantize
+    from memplan.studies.quantized import Quantized
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -33,21 +37,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Comparison": "memplan.studies.comparison",
     "Explanation": "memplan.explanation.model",
     "Finding": "memplan.checks.model",
     "Fitted": "memplan.verification.fit",
     "Plan": "memplan.planning.plan",
     "Proof": "memplan.verification.proof",
+    "Quantized": "memplan.studies.quantized",
     "Replay": "memplan.simulation.replay",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "check": "memplan.checks.check",
+    "compare": "memplan.studies.compare",
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fit",
     "load_plan": "memplan.planning.plan",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.step",
+    "quantize": "memplan.studies.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replay",
     "save_plan": "memplan.planning.plan",
@@ -60,23 +68,27 @@ _HOMES = {
 
 __all__ = [
     "BudgetError",
+    "Comparison",
     "Explanation",
     "Finding",
     "Fitted",
     "MemplanError",
     "Plan",
     "Proof",
+    "Quantized",
     "Replay",
     "Timeline",
     "Trace",
     "__version__",
     "check",
+    "compare",
     "explain",
     "fit",
     "load_plan",
     "load_trace",
     "measure",
     "plan",
+    "quantize",
     "record",
     "replay",
     "save_plan",

@@ -122,3 +122,11 @@ def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd knows a tensor as a view of another."""
     return tensor._is_view()
+
+
+def has_cpu_kernel(name: str) -> bool:
+    """Whether an op ("torchao::da8w4_linear_cpu") is there and has a kernel for the CPU."""
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CPU)
+    except RuntimeError:  # no such op
+        return False

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._C._functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan._torch.eager import no_modes
 
@@ -66,6 +67,20 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
             return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The plain tensors that a tensor subclass made of others holds, as a quantized weight does, by the names of its
+    attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.11, 2.13 and 2.15:
+    ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {"": tensor}
+    names: Any = tensor.__tensor_flatten__()[0]
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        for rest, inner in inner_tensors(getattr(tensor, name)).items():
+            found[f"{name}.{rest}" if rest else name] = inner
+    return found
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,11 @@ is a trace that --trace wrote.
   memplan explain examples/gpt2.py:build --arg batch=4 --arg sequence=512
   memplan explain examples/unet3d.py:build --device rtx4090 --snapshot unet3d.pickle
 
+  memplan explain mymodels.py:net --input 8x512 --infer --weights int8
+
 The first answers "44.6 MiB of weights -> 841.7 MiB peak: 75 % saved activations, ...", and says which
-layer saves what, and why.
+layer saves what, and why. The last one makes the model, has torchao quantize
+a copy, runs both here and says what it saves and how far the output is off.
 
 \b
 Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
@@ -52,6 +55,13 @@ a recording does not have.
     metavar="N",
     help="Layers to list; 0 for all.",
 )
+@click.option(
+    "--weights", type=click.Choice(("int8", "int4")),
+    help="With --infer: quantize the weights by torchao, too, and run both here.",
+)  # fmt: skip
+@click.option(
+    "--activations", type=click.Choice(("int8",)), help="With --weights: the inputs of quantized layers, too."
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
 @click.option(
@@ -59,10 +69,21 @@ a recording does not have.
     help="Write what the allocator does, too, as a snapshot that pytorch.org/memory_viz opens.",
 )  # fmt: skip
 def command(
-    really: bool, top: int, json_file: str | None, trace_file: str | None, snapshot_file: str | None, **given: Any
+    really: bool,
+    top: int,
+    weights: str | None,
+    activations: str | None,
+    json_file: str | None,
+    trace_file: str | None,
+    snapshot_file: str | None,
+    **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
     arguments = StepArguments(**given)
+    if weights is not None or activations is not None:
+        from memplan.cli.quantize import quantize
+
+        return quantize(arguments, weights, activations, json_file, top, others=(trace_file, snapshot_file))
     if json_file == trace_file == "-":
         raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
     if snapshot_file == "-":
@@ -128,6 +149,7 @@ def is_trace(target: str) -> bool:
 
 def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
     from memplan.explanation.explain import explain_trace
+    from memplan.explanation.grad import beside_training
     from memplan.explanation.scaling import scaled
     from memplan.trace.measure import measure
     from memplan.trace.record import record_for
@@ -142,6 +164,8 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     explanation = explain_trace(
         trace, title=given.target, train=not given.infer, card=target.card, settings=given.settings
     )
+    if given.infer:
+        explanation = beside_training(explanation, described.training().build(on_card=on_card), target)
     at = lambda batch: described.with_batch(batch).build(on_card=on_card)  # noqa: E731
     return trace, scaled(explanation, described.batch, at, target)
 

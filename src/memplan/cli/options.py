@@ -130,6 +130,10 @@ class Described:
         found = self.arguments.get(self.batch_name, default)
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
+    def training(self) -> Described:
+        """The same model and inputs in a training step."""
+        return replace(self, options=replace(self.options, train=True))
+
     def with_batch(self, new: int) -> Described:
         """The same step with another batch."""
         arguments = dict(self.arguments) | ({self.batch_name: new} if self.batch_name else {})

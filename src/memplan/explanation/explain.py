@@ -12,6 +12,7 @@ from torch import nn
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.card import card_use, levels_at
+from memplan.explanation.grad import beside_training
 from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow
 from memplan.explanation.scaling import scaled
@@ -76,6 +77,9 @@ def explain(
     on_card = target.card is not None
     trace = record_for(build_of(what, options, on_card=on_card), target)
     explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
+    if not options.train:
+        training = replace(options, train=True)
+        explanation = beside_training(explanation, build_of(what, training, on_card=on_card), target)
     at = lambda batch: build_of(what, options.with_batch(batch), on_card=on_card)  # noqa: E731
     return scaled(explanation, options.batch, at, target)
 

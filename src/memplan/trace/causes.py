@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from memplan import _torch
 from memplan.trace.ledger import Entry
 from memplan.trace.model import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
 from memplan.trace.observer import Note, Observer
@@ -99,11 +100,12 @@ def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     for kind, tensors in enumerate((parameters, buffers)):
         for name, tensor in tensors:
-            entry = observer.ledger.find(tensor)
-            if entry is not None:
-                owned[kind].append(entry.id)
-                names.storages.setdefault(entry.id, f"{path}.{name}")
-                names.owners.setdefault(entry.id, path)
+            for part, inner in _torch.inner_tensors(tensor).items():  # a quantized weight has several
+                entry = observer.ledger.find(inner)
+                if entry is not None:
+                    owned[kind].append(entry.id)
+                    names.storages.setdefault(entry.id, f"{path}.{name}" + (f".{part}" if part else ""))
+                    names.owners.setdefault(entry.id, path)
     made = format_frame(observer.place.made.get(id(module)))
     return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), made)
 

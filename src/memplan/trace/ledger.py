@@ -146,7 +146,10 @@ class Ledger:
         reference.entry = entry
         entry.reference, entry.key = reference, key
         if self.real:
-            entry.address = storage.data_ptr()
+            if "" in _torch.inner_tensors(tensor):
+                entry.address = storage.data_ptr()
+            else:  # all of its memory is that of the tensors that it is made of
+                entry.bytes, entry.foreign = 0, True
         self._live[key] = entry
         return entry
 

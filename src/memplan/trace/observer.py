@@ -375,7 +375,8 @@ class Observer:
         """Look up the storages of every module's parameters and buffers, as they are now."""
         for module in self.place.live_modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                self._mark(self.marks.weights, parameter, name)
+                for inner in _torch.inner_tensors(parameter).values():
+                    self._mark(self.marks.weights, inner, name)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 self._mark(self.marks.buffers, buffer, name)
 

@@ -131,7 +131,9 @@ def copy_module(module: nn.Module) -> nn.Module:
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
-                made = like(tensor.detach())
+                with _torch.no_modes():  # a fake mode would look at the .grad of one that is no leaf, which warns
+                    plain = tensor.detach()
+                made = like(plain)
                 made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 memo[id(tensor)] = made
     try:
@@ -179,6 +181,20 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
         loss.backward()
         if optimizer is not None:
             optimizer.step()
+
+    return step
+
+
+def forward_of(model: nn.Module, options: StepOptions) -> Step:
+    """The forward pass alone, in evaluation mode and with grad: what a derivative needs is held until it is over."""
+    model.eval()
+    _check_inputs(model, options)
+    inputs, kwargs = _placed((options.inputs, dict(options.kwargs)), HOST)
+
+    def step() -> None:
+        with torch.enable_grad(), _autocast(options, HOST):
+            output = model(*inputs, **kwargs)
+        del output
 
     return step
 

@@ -1,0 +1,127 @@
+"""`memplan compare`: two steps side by side."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.options import StepArguments, describe
+from memplan.cli.progress import progress
+from memplan.cli.sides import for_one, pair_options
+from memplan.cli.targets import contained
+from memplan.errors import InputError, TargetError
+
+if TYPE_CHECKING:
+    from memplan.studies.compare import Given
+
+HELP = """Hold two steps against each other: bytes by cause and by layer, time, outputs.
+
+A and B are targets, as of memplan explain, or files: what explain --json or
+--trace, or fit --json or --plan wrote. Without B, it is A again. The options
+are for both; with --a- or --b- in front they are for one: --b-precision bf16.
+
+\b
+  memplan compare examples/resnet18.py:make --input 32x3x224x224 \\
+      --target "32:int64<1000" --loss cross_entropy --b-precision bf16
+  memplan compare nets.py:wide nets.py:deep --input 8x3x64x64 --device h100
+  memplan compare nets.py:unet --input 1x1x64x64x64 --b-arg channels=16
+  memplan compare nets.py:unet --input 1x1x64x64x64 --b-infer
+  memplan compare nets.py:dense nets.py:pruned --input 8x3x64x64 --measure
+  memplan compare before.json after.json
+
+The first holds the same network in fp32 and under autocast against each other:
+copies of weights that autocast makes stand apart. The time is a roofline's;
+--measure really runs both, and says how far their results are apart.
+
+\b
+Exit code: 0 done; 2 bad usage, or a step that cannot be recorded.
+"""
+
+
+@click.command("compare", help=HELP)
+@click.argument("a")
+@click.argument("b", required=False)
+@pair_options
+@click.option("--measure", "really", is_flag=True, help="Really run both here, instead of predicting them.")
+@click.option(
+    "--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
+    help="Layers to list; 0 for all.",
+)  # fmt: skip
+@click.option("--json", "json_file", metavar="FILE", help="Write the comparison as JSON, too; - for stdout alone.")
+def command(a: str, b: str | None, really: bool, top: int, json_file: str | None, **given: Any) -> int:
+    """Run the command and return its exit code."""
+    check_writable(json_file, "--json")
+    sides = [for_one(a, given, "a"), for_one(b or a, given, "b")]
+    if sides[0] == sides[1]:
+        raise InputError(
+            f"{a} twice, with the same options",
+            expected="two targets, or an option for one of them",
+            do="Name another B, or say what differs: --b-precision bf16, --b-arg NAME=VALUE",
+        )
+    from memplan.reports.compare import dumps, print_comparison
+    from memplan.studies.compare import compare_given
+
+    with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
+        titles = _titles(sides)
+        comparison = compare_given(*(_given(*pair) for pair in zip(sides, titles, strict=True)), measure=really)
+    if json_file is not None:
+        write(json_file, dumps(comparison))
+    if json_file != "-":
+        print_comparison(comparison, top=top)
+    return 0
+
+
+def _titles(sides: list[StepArguments]) -> list[str]:
+    """Each target, with its options where the other's differ."""
+    one, other = sides
+    return [_title(one, other), _title(other, one)]
+
+
+def _title(side: StepArguments, other: StepArguments) -> str:
+    found = [side.target]
+    for name, value in vars(side).items():
+        if name == "target" or value == getattr(other, name):
+            continue
+        option = f"--{name.rstrip('s') if isinstance(value, tuple) else name}"
+        if isinstance(value, tuple):
+            found += [f"{option} {text}" for text in value if text not in getattr(other, name)]
+        elif value is True:
+            found.append(option)
+        elif value not in (None, False):
+            found.append(f"{option} {value}")
+    return " ".join(found)
+
+
+def _given(side: StepArguments, title: str) -> Given:
+    from memplan.studies.compare import Given
+
+    if not _is_file(side.target):
+        with contained(side.target):
+            described = describe(side)
+        return Given(title, described.what, described.options, side.device, side.settings)
+    _check_file(side.target)
+    surplus = [option for option in side.given() if option != "--settings"]
+    if surplus:
+        raise InputError(
+            f"{side.target} is a file, and {', '.join(surplus)} was given for it, too",
+            expected="a file alone: its step is already recorded",
+            do="Leave the options out, or give them for the other side alone, with --a- or --b- in front",
+        )
+    return Given(title, side.target, settings=side.settings)
+
+
+def _check_file(path: str) -> None:
+    """Raises TargetError: there is no such file."""
+    if not os.path.isfile(path):
+        raise TargetError(
+            f"there is no file {path}", expected="package.module:callable, path/to/file.py:callable, or a file that "
+            "memplan wrote", do="Check the path",
+        )  # fmt: skip
+
+
+def _is_file(target: str) -> bool:
+    """Whether a target is what memplan wrote, rather than code."""
+    return is_trace(target) or (":" not in target and not target.endswith(".py") and os.path.isfile(target))

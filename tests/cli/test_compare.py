@@ -1,0 +1,97 @@
+"""`memplan compare` as a user runs it: options of both and of one side, files, JSON, and its one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memplan.cli import main
+
+MODELS = """
+from torch import nn
+
+
+def net(width: int = 4):
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(width * 36, 5))
+
+
+def other():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+"""
+INPUT = ("--input", "2x3x8x8")
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.py").write_text(MODELS)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["compare", *arguments])
+
+
+def test_two_targets(models: Path) -> None:
+    done = run("models.py:net", "models.py:other", *INPUT, "--device", "cpu", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("A: models.py:net (recorded, training step, cpu)\nB: models.py:other (")
+    data = json.loads((models / "found.json").read_text())
+    assert data["a"]["parameters"] == 4 * 27 + 4 + 144 * 5 + 5
+    assert data["b"]["parameters"] == 192 * 5 + 5
+    alone = run("models.py:net", "models.py:other", *INPUT, "--device", "cpu", "--json", "-")
+    assert json.loads(alone.output) == data
+
+
+def test_options_of_one_side(models: Path) -> None:
+    done = run("models.py:net", *INPUT, "--device", "cpu", "--b-arg", "width=8", "--a-infer", "--json", "-")
+    data = json.loads(done.output)
+    assert [data[side]["title"] for side in "ab"] == ["models.py:net --infer", "models.py:net --arg width=8"]
+    assert [data[side]["train"] for side in "ab"] == [False, True]
+    assert data["b"]["parameters"] == 8 * 27 + 8 + 288 * 5 + 5
+    both = run("models.py:net", *INPUT, "--device", "cpu", "--arg", "width=8", "--a-arg", "width=6", "--json", "-")
+    assert [json.loads(both.output)[side]["parameters"] for side in "ab"] == [
+        6 * 28 + 216 * 5 + 5,
+        8 * 28 + 288 * 5 + 5,
+    ]
+
+
+def test_files_are_targets(models: Path) -> None:
+    CliRunner().invoke(
+        main, ["explain", "models.py:net", *INPUT, "--device", "cpu", "--json", "a.json", "--trace", "t"]
+    )
+    done = run("a.json", "t")
+    assert done.exit_code == 0, done.output
+    assert "peak: the same" in done.output
+    mixed = run("t", "models.py:net", "--b-input", "2x3x8x8", "--b-device", "cpu")
+    assert "peak: the same" in mixed.output
+
+
+def test_measured(models: Path) -> None:
+    done = run("models.py:net", *INPUT, "--b-precision", "bf16", "--measure")
+    assert done.exit_code == 0, done.output
+    assert "On equal weights, B's outputs are" in done.output
+    assert "measured on this CPU" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("models.py:net", *INPUT), "models.py:net twice, with the same options"),
+        (("models.py:net", "gone.json", *INPUT), "there is no file gone.json"),
+        (("models.py:net", "models.py", *INPUT), "names no callable"),
+        (("models.py:net", "models.json", *INPUT), "--input was given for it, too"),
+        (("models.py:net", "models.json", "--a-input", "2x3x8x8"), "models.json holds something else"),
+        (("models.py:net", "--b-batch", "0", *INPUT), "--b-batch"),
+        (("models.py:net", "models.py:other", "--measure", "--device", "h100", *INPUT), "device h100 and measuring"),
+    ],
+)
+def test_mistakes(models: Path, arguments: tuple[str, ...], said: str) -> None:
+    (models / "models.json").write_text("{}")
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert len(done.output.splitlines()) == 1
