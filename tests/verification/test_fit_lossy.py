@@ -117,15 +117,15 @@ def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
     assert memplan.Plan.from_json(plan.to_json()) == plan
 
 
-def test_layers_apart_are_nearer_and_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = list[float]()
-    for kind in (Precision("bfloat16"), Precision("bfloat16", apart=("first", "stages"))):
+    for kind in (Precision("bfloat16"), Precision("bfloat16", apart=("first", "stages", "last"))):
         only(monkeypatch, kind)
         fitted = fitted_at(0.5, "conv")
         assert fitted.plan.precision == kind
         assert fitted.proof.ok
         errors.append(proofs.overall(fitted.proof.rounded, "gradients").relative)
-    assert errors[1] < 0.5 * errors[0]
+    assert errors[1] < 1e-5 < 1e-3 < errors[0]
 
 
 def test_the_errors_are_those_of_an_independent_computation(monkeypatch: pytest.MonkeyPatch) -> None:
