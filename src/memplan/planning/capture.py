@@ -239,9 +239,14 @@ def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -
     place, low = "cuda" if device == "cuda" else "cpu", getattr(torch, precision.compute)
     with torch.autocast(place, dtype=low), ExitStack() as apart:
         for module in model.modules():
-            if names.get(id(module)) in precision.apart:
+            if _within(names.get(id(module), ""), precision.apart):
                 apart.enter_context(_torch.patched(module, forward=_as_written(module, place, low)))
         yield
+
+
+def _within(name: str, layers: Sequence[str]) -> bool:
+    """Whether a layer is one of these or in one: what is in a list of layers is called one by one."""
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
 
 def _as_written(module: nn.Module, place: str, low: torch.dtype) -> Callable[..., Any]:
