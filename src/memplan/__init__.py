@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from memplan.simulation.liveness import simulate
     from memplan.simulation.model import Timeline
     from memplan.simulation.replay import Replay, replay
+    from memplan.studies.largest import largest
+    from memplan.studies.sweep import Sweep, sweep
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -39,11 +41,13 @@ _HOMES = {
     "Plan": "memplan.planning.plan",
     "Proof": "memplan.verification.proof",
     "Replay": "memplan.simulation.replay",
+    "Sweep": "memplan.studies.sweep",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "check": "memplan.checks.check",
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fit",
+    "largest": "memplan.studies.largest",
     "load_plan": "memplan.planning.plan",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
@@ -54,6 +58,7 @@ _HOMES = {
     "save_trace": "memplan.trace.json",
     "simulate": "memplan.simulation.liveness",
     "spec": "memplan.trace.spec",
+    "sweep": "memplan.studies.sweep",
     "verify": "memplan.verification.verify",
     "with_loss": "memplan.planning.losses",
 }
@@ -67,12 +72,14 @@ __all__ = [
     "Plan",
     "Proof",
     "Replay",
+    "Sweep",
     "Timeline",
     "Trace",
     "__version__",
     "check",
     "explain",
     "fit",
+    "largest",
     "load_plan",
     "load_trace",
     "measure",
@@ -83,6 +90,7 @@ __all__ = [
     "save_trace",
     "simulate",
     "spec",
+    "sweep",
     "verify",
     "with_loss",
 ]
