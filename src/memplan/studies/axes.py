@@ -250,6 +250,22 @@ def axis_of(name: str, subject: Subject) -> Axis:
     return Layers(pattern, attribute) if dot else Argument(name)
 
 
+def value_of(axis: Axis, subject: Subject) -> int | None:
+    """What a subject has on an axis of whole numbers; of a size the largest of its dimensions; None if not known."""
+    image, length = _image(subject), _length(subject)
+    if isinstance(axis, Size) and image is not None:
+        return max(image)
+    if isinstance(axis, Length) and length is not None:
+        return length
+    if isinstance(axis, Batch) and subject.options.batch is not None:
+        return subject.options.batch
+    names = _BATCH_NAMES if isinstance(axis, Batch) else (axis.name,)
+    known = subject.parameters()
+    name = next((name for name in names if name in known), None)
+    value = subject.arguments.get(name, known[name].default) if name is not None else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
 def _size(name: str, subject: Subject) -> Axis:
     image = _image(subject)
     if image is None and name in subject.parameters():

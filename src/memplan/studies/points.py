@@ -10,7 +10,7 @@ from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import Answer
 from memplan.studies.subject import Subject
 from memplan.studies.window import aggregation_bytes
-from memplan.trace.model import CAUSES
+from memplan.trace.model import CAUSES, Trace
 from memplan.trace.record import record_for
 from memplan.trace.session import Target
 
@@ -79,18 +79,18 @@ class Outcome:
     bytes: Bytes | None = None
     error: MemplanError | None = None
     notes: tuple[str, ...] = field(default=())
-    levels: tuple[tuple[int, int], ...] = ()
-    """(tick, allocated bytes) after each event, where asked for."""
+    trace: Trace | None = field(default=None, repr=False)
+    """The step, where asked for."""
 
 
-def measured(subject: Subject, target: Target, settings: str | None = None, *, levels: bool = False) -> Outcome:
+def measured(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
     """Record a step and add up what it takes.
 
     Args:
         subject: the step.
         target: what it is recorded for.
         settings: of a card's caching allocator.
-        levels: keep the bytes after each event.
+        keep: the trace, too.
     """
     try:
         trace = record_for(subject.build(on_card=target.card is not None), target)
@@ -104,12 +104,12 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, l
     causes = {cause: explanation.by_cause[cause] for cause in (*KNOWN, "rounding")}
     timeline, low = explanation.timeline, explanation.by_cause["workspace"]
     aggregation = aggregation_bytes(trace) if subject.window is not None else 0
-    events = tuple((tick, allocated) for tick, allocated, _ in timeline.events) if levels else ()
+    kept = trace if keep else None
     peak, reserved = timeline.peak_allocated, timeline.peak_reserved
     card = explanation.card
     if card is None:
         found = Bytes(peak, peak, reserved, reserved, reserved, reserved, low, low, causes, None, aggregation)
-        return Outcome(found, None, explanation.notes, events)
+        return Outcome(found, None, explanation.notes, kept)
     high = {charge.name: (charge.low, charge.high) for charge in card.charges}
     reserved_low = peak + high["fragmentation"][0]
     reserved_high = card.peak_allocated_high + high["fragmentation"][1]
@@ -117,4 +117,4 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, l
         peak, card.peak_allocated_high, reserved_low, reserved_high, card.verdict.low, card.verdict.high,
         low, high["workspace"][1], causes, card.verdict.answer, aggregation,
     )  # fmt: skip
-    return Outcome(found, None, explanation.notes, events)
+    return Outcome(found, None, explanation.notes, kept)
