@@ -33,6 +33,25 @@ def progress(text: str) -> Iterator[None]:
 
 
 @contextmanager
+def line(text: str) -> Iterator[Callable[[str], None]]:
+    """A function to be told what is being done now: a line on stderr, if that is a terminal.
+
+    What the user's code prints meanwhile goes to stderr, so that stdout holds the report alone.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield lambda now: None
+            return
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+            task = shown.add_task(text)
+            yield lambda now: shown.update(task, description=f"{text}: {now}")
+
+
+@contextmanager
 def bar(text: str) -> Iterator[Callable[[int, int], None]]:
     """A function to be told how many points are done, of how many: a bar on stderr, if that is a terminal.
 
