@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 _SHOWN = 12
-"""Lines of fits and crossings; the rest is in the JSON file."""
+"""Lines of reasons, fits and crossings; the rest is in the JSON file."""
 _DROP = {"rounding": 8, "inputs": 7, "temporaries": 6, "optimizer": 5, "weights": 4, "workspace": 3, "gradients": 2}
 
 
@@ -54,9 +54,11 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
     reasons: dict[str, list[str]] = {}
     for row in failed:
         reasons.setdefault(row["reason"], []).append(_point(sweep, row))
-    for reason, points in reasons.items():
+    for reason, points in list(reasons.items())[:_SHOWN]:
         more = f" and {len(points) - 3} more" if len(points) > 3 else ""
         yield Text(f"Failed at {'; '.join(points[:3])}{more}: {clean(reason)}.")
+    if len(reasons) > _SHOWN:
+        yield Text(f"... {len(reasons) - _SHOWN} more reasons, all of them with --json.")
     if any(row["status"] == "ok" and row["peak_high"] != row["peak"] for row in sweep.rows):
         yield Text("Workspaces: from none to the largest that cuDNN's algorithms are known to take; peak: with none.")
     for title, lines in (("Fixed part and slope", sweep.fits), ("Largest part", sweep.crossings)):

@@ -11,7 +11,6 @@ import torch
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.devices import find
 from memplan.errors import BudgetError, DeviceError, InputError, MemplanError, UnitError
-from memplan.planning.plan import Plan
 from memplan.simulation import caching
 from memplan.simulation.liveness import simulate
 from memplan.simulation.settings import AllocatorSettings, parse_settings
@@ -28,7 +27,6 @@ from memplan.trace.model import Trace
 from memplan.trace.session import Target, choose_target
 from memplan.trace.step import StepOptions
 
-AXES = ("batch", "size", "patch", "sequence")
 Case = Literal["low", "high"]
 
 _CLEARLY = 1.02
@@ -65,7 +63,7 @@ class Room:
     @property
     def title(self) -> str:
         """In words."""
-        return f"{format_bytes(self.limit)} of {self.target.card.title if self.target.card else 'the CPU'}"
+        return f"{format_bytes(self.limit)} ({self.target.card.title if self.target.card else 'CPU'})"
 
 
 @dataclass(frozen=True)
@@ -337,10 +335,10 @@ def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] |
 
 def _start(subject: Subject, axis: Axis, divisible: int) -> int:
     """The place of the value that the step has now."""
-    value = value_of(axis, subject)
-    axis.at(subject, value if value is not None else divisible)  # raises where the step has no such axis
     if axis.measure(divisible) is None:
         raise InputError(f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one")
+    value = value_of(axis, subject)
+    axis.at(subject, value if value is not None else divisible)  # raises where the step has no such axis
     return max(1, (value or divisible) // divisible)
 
 
@@ -397,6 +395,3 @@ def _share(margin: float | str) -> float:
     if not 0 <= share < 1:
         raise InputError(f"margin {margin}", expected="a share of the budget, such as 5% or 0.05", do="Write it so")
     return share
-
-
-__all__ = ["Largest", "Plan", "Room", "Tried", "find_largest", "largest", "room_of"]

@@ -93,14 +93,16 @@ class Sliding(nn.Module):
     def forward(self, volume: torch.Tensor) -> Any:
         """Run the model over all patches; over the first ``most`` batches of them where that is given."""
         sizes = volume.shape[2:]
-        volume, padding = _padded(volume, self._patch)
-        places = list(_places(volume.shape[2:], self._patch, self._window.overlap))
+        missing = [max(size - int(have), 0) for size, have in zip(self._patch, sizes, strict=True)]
+        volume = _padded(volume, missing)
+        every = _places(volume.shape[2:], self._patch, self._window.overlap)
+        places = list(every if self._most is None else itertools.islice(every, self._most * self._window.batch))
         weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
         sums: list[torch.Tensor] = []
         counts: list[torch.Tensor] = []
         batches = _batched(places, self._window.batch)
         structure: Any = None
-        for batch in batches[: self._most]:
+        for batch in batches:
             patches = [volume[(slice(None), slice(None), *place)] for place in batch]
             # what the batch before gave is still held by its names while this one runs, as in MONAI's loop
             data = torch.cat(patches) if self._window.batch > 1 else patches[0]
@@ -114,15 +116,16 @@ class Sliding(nn.Module):
                     whole = [int(size * one) for size, one in zip(volume.shape[2:], scale, strict=True)]
                     sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
                     counts.append(torch.zeros((1, 1, *whole), dtype=volume.dtype, device=volume.device))
-                    for place in places if self._most is None else places[: self._most]:
+                    for place in places:
                         counts[index][(slice(None), slice(None), *_scaled(place, scale))] += shared
                 part *= shared
                 for row, place in enumerate(batch):
                     sums[index][(slice(None), slice(None), *_scaled(place, scale))] += part[row : row + 1]
         for index in range(len(sums)):
             sums[index] /= counts.pop(0)
-        if padding:
-            return sums[0][(slice(None), slice(None), *(slice(0, size) for size in sizes))]
+        if any(missing):
+            kept = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
+            sums = [part[(slice(None), slice(None), *_scaled(kept, _scale(part, volume)))] for part in sums]
         return sums[0] if len(sums) == 1 else _torch.tree_unflatten(sums, structure)
 
 
@@ -138,12 +141,15 @@ def aggregation_bytes(trace: Trace) -> int:
     return total
 
 
-def _padded(volume: torch.Tensor, patch: Sequence[int]) -> tuple[torch.Tensor, bool]:
-    """A volume that is at least as large as a patch, and whether it had to grow."""
-    missing = [max(size - int(have), 0) for size, have in zip(patch, volume.shape[2:], strict=True)]
+def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
+    """A volume that is at least as large as a patch."""
     if not any(missing):
-        return volume, False
-    return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)]), True
+        return volume
+    return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
+
+
+def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
+    return [int(out) / int(size) for out, size in zip(part.shape[2:], whole.shape[2:], strict=True)]
 
 
 def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[tuple[slice, ...]]:
