@@ -98,7 +98,7 @@ def test_before_and_after_planning() -> None:
         ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--aspect", "1"), "aspect 1 for size. Expected 2 shares"),
         ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--overlap", "0.5"), "without --window"),
         ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--window", "8xa"), "--window '8xa'"),
-        ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--window", "8x8x8"), "for a volume of 8x8x8. Expected one input"),
+        ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--window", "8x8x8"), "for a volume of 8x8x8. Expected one"),
         ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--margin", "1"), "margin 1. Expected a share"),
         (("models.py:stack", "--axis", "batch", "--budget", "1MiB"), "stack has no batch to vary"),
     ],

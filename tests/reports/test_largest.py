@@ -18,7 +18,9 @@ def perceptron() -> nn.Module:
 
 
 def found(device: str, budget: str, most: int | None = None) -> Largest:
-    return find_largest(Subject(perceptron, StepOptions(("8x64",)).checked()), "batch", room_of(device, budget), most=most)
+    return find_largest(
+        Subject(perceptron, StepOptions(("8x64",)).checked()), "batch", room_of(device, budget), most=most
+    )
 
 
 def printed(one: Largest) -> str:
@@ -43,4 +45,6 @@ def test_a_card_has_a_context() -> None:
 
 
 def test_nothing_fits() -> None:
-    assert "not even batch 1 fits in 9.8 KiB (CPU): 16.5 KiB gradients, 16.4 KiB weights, " in printed(found("cpu", "10KB"))
+    assert "not even batch 1 fits in 9.8 KiB (CPU): 16.5 KiB gradients, 16.4 KiB weights, " in printed(
+        found("cpu", "10KB")
+    )

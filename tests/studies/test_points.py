@@ -27,7 +27,9 @@ def test_a_point_is_what_explain_says(device: str) -> None:
     assert found is not None
     row = found.row()
     assert {**found.causes, "workspace": found.workspace_low} == made.by_cause
-    assert sum(row[cause] for causes in PARTS.values() for cause in causes) == found.peak == made.timeline.peak_allocated
+    assert (
+        sum(row[cause] for causes in PARTS.values() for cause in causes) == found.peak == made.timeline.peak_allocated
+    )
     if made.card is not None:
         charged = [sum(c.low for c in made.card.charges), sum(c.high for c in made.card.charges)]
         assert [found.needs, found.needs_high] == charged

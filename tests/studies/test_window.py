@@ -91,5 +91,5 @@ def test_a_window_that_cannot_be_is_refused(window: Window, words: str) -> None:
 
 def test_a_patch_has_the_dimensions_of_the_volume() -> None:
     subject = Subject(segmenter, StepOptions(("1x1x16x16",)).checked(), window=Window((32, 32, 32)))
-    with pytest.raises(InputError, match="1 input.s. for a volume of 32x32x32. Expected one input, a patch"):
+    with pytest.raises(InputError, match=r"1 input\(s\) for a volume of 32x32x32\. Expected one input, a patch"):
         subject.build(on_card=False)

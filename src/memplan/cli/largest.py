@@ -42,7 +42,9 @@ cannot be recorded.
 
 @click.command("largest", help=HELP)
 @step_options
-@click.option("--axis", required=True, metavar="NAME", help="batch, size, patch, sequence, or an argument of the target.")
+@click.option(
+    "--axis", required=True, metavar="NAME", help="batch, size, patch, sequence, or an argument of the target."
+)
 @click.option("--budget", metavar="SIZE", help="400MiB, 8GB: instead of what the card has, or for the CPU.")
 @click.option(
     "--divisible", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Multiples of it alone."

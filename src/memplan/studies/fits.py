@@ -1,7 +1,8 @@
-"""What the points of a sweep say together: the fixed part and the slope along an axis, and where parts change places."""
+"""What the points of a sweep say together: what is fixed, what grows along an axis, where parts change places."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -219,7 +220,7 @@ def _residual(fitted: Any, y: Any) -> float:
 
 def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossing]:
     found: list[Crossing] = []
-    for row, following in zip(points, points[1:], strict=False):
+    for row, following in itertools.pairwise(points):
         before, after = part_bytes(row), part_bytes(following)
         below, above = _largest(before), _largest(after)
         if below == above:

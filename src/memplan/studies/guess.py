@@ -52,7 +52,9 @@ def guess(
     measures = [one.measure for one in near]
     traces = [one.trace for one in near if one.trace is not None]
     if fits is not None and len(traces) == len(near) and all(_alike(traces[0], other) for other in traces):
-        most, least = (_law(measures, [[size(s) for s in trace.storages] for trace in traces]) for size in (_most, _least))
+        most, least = (
+            _law(measures, [[size(s) for s in trace.storages] for trace in traces]) for size in (_most, _least)
+        )
         return _last(lambda at: fits(_between(traces[0], most(measure(at)), least(measure(at)))), near[-1].place)
     law = _law([one.measure for one in near], [[one.need] for one in near])
     return _last(lambda at: float(law(measure(at))[0]) <= limit, near[-1].place)

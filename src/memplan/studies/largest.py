@@ -191,9 +191,7 @@ def largest(
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(what, options, window=window.checked() if window is not None else None)
     room = room_of(device_of(what) if device is None and budget is None else device, budget, margin, workspace)
-    found = find_largest(
-        subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings
-    )
+    found = find_largest(subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings)
     found = found.planned or found
     if found.value == 0:
         raise does_not_fit(found)
@@ -278,9 +276,7 @@ def find_largest(
     return replace(found, planned=_find_planned(found, subject, axis, last, progress))
 
 
-def _find_planned(
-    found: Largest, subject: Subject, axis: Axis, last: int, progress: Callable[[str], None]
-) -> Largest:
+def _find_planned(found: Largest, subject: Subject, axis: Axis, last: int, progress: Callable[[str], None]) -> Largest:
     """The largest after planning, starting from the largest as it is."""
     step = found.step
     recorded: dict[int, Tried] = {}
@@ -336,7 +332,9 @@ def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] |
 def _start(subject: Subject, axis: Axis, divisible: int) -> int:
     """The place of the value that the step has now."""
     if axis.measure(divisible) is None:
-        raise InputError(f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one")
+        raise InputError(
+            f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one"
+        )
     value = value_of(axis, subject)
     axis.at(subject, value if value is not None else divisible)  # raises where the step has no such axis
     return max(1, (value or divisible) // divisible)

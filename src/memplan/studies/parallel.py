@@ -31,7 +31,7 @@ def run(tasks: Sequence[Task], jobs: int | None, done: Done) -> dict[int, Outcom
     Args:
         tasks: the points.
         jobs: processes; 1: this one alone. None: this one, and where there is enough left to do after the first
-            point, as many as there are cores.
+            two points, as many as there are cores.
         done: told after each point.
 
     Raises:
@@ -55,17 +55,20 @@ def run(tasks: Sequence[Task], jobs: int | None, done: Done) -> dict[int, Outcom
 
 
 def _jobs(tasks: Sequence[Task], found: dict[int, Outcome], done: Done) -> int:
-    """How many processes serve, from the time that the first point takes here."""
+    """How many processes serve, from the time that the second point takes here: the first one loads much of torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    start = time.perf_counter()
-    found[0] = measured(*tasks[0])
-    done(1, len(tasks))
-    left = (len(tasks) - 1) * (time.perf_counter() - start)
-    jobs = min(cores, len(tasks) - 1)
+    seconds = 0.0
+    for number in range(min(2, len(tasks))):
+        start = time.perf_counter()
+        found[number] = measured(*tasks[number])
+        seconds = time.perf_counter() - start
+        done(len(found), len(tasks))
+    left = (len(tasks) - len(found)) * seconds
+    jobs = min(cores, len(tasks) - len(found))
     if jobs < 2 or left * (1 - 1 / jobs) < STARTING:
         return 1
     try:
-        _packed(tasks[1:2], jobs)
+        _packed(tasks[-1:], jobs)
     except InputError:
         return 1
     return jobs

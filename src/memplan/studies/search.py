@@ -48,7 +48,7 @@ def last_fitting(
 
 
 def bracket(samples: list[Sample]) -> tuple[int, int | None]:
-    """The last place that fits before the first that does not, 0 where there is none, and the latter if there is one."""
+    """The last place that fits before the first that does not, 0 where there is none; and the latter, if any."""
     high = min((one.place for one in samples if not one.fits), default=None)
     low = max((one.place for one in samples if one.fits and (high is None or one.place < high)), default=0)
     return low, high
