@@ -130,7 +130,7 @@ def test_where_no_point_can_be_recorded_it_says_why() -> None:
 
 def test_a_trace_has_no_other_values() -> None:
     trace = memplan.record(build_of(perceptron, StepOptions(("1x64",)).checked()))
-    with pytest.raises(InputError, match="what can be recorded again"):
+    with pytest.raises(InputError, match="Expected what can be recorded again"):
         memplan.sweep(trace, {"batch": [1]})
 
 

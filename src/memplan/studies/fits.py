@@ -185,11 +185,7 @@ def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, in
     tried = [(0, power, _line(measures**power, peaks)[1]) for power in powers]
     if len(peaks) == 2:
         return 0, 1
-    tried += [
-        (first, power, _line(measures[first:] ** power, peaks[first:])[1])
-        for first in range(1, len(peaks) - 2)
-        for power in powers
-    ]
+    tried += [(first, 1, _line(measures[first:], peaks[first:])[1]) for first in range(1, len(peaks) - 2)]
     good = next((one for one in tried if one[2] <= STRAIGHT), None)
     first, power, _ = good or min(tried[: len(powers)], key=lambda one: one[2])
     return first, power

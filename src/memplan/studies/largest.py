@@ -21,7 +21,7 @@ from memplan.studies.planned import Planned, planned
 from memplan.studies.points import Bytes, Outcome, measured
 from memplan.studies.search import bracket, last_fitting
 from memplan.studies.subject import Subject
-from memplan.studies.sweep import device_of
+from memplan.studies.sweep import again, device_of
 from memplan.studies.window import Window
 from memplan.trace.model import Trace
 from memplan.trace.session import Target, choose_target
@@ -185,11 +185,9 @@ def largest(
         >>> memplan.largest(resnet18, "batch", "32x3x224x224", optimizer=torch.optim.AdamW, device="rtx4090")
         902
     """
-    if isinstance(what, Trace):
-        raise InputError("a Trace", expected="what can be recorded again with other values: a module or a callable")
     targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
-    subject = Subject(what, options, window=window.checked() if window is not None else None)
+    subject = Subject(again(what), options, window=window.checked() if window is not None else None)
     room = room_of(device_of(what) if device is None and budget is None else device, budget, margin, workspace)
     found = find_largest(subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings)
     found = found.planned or found

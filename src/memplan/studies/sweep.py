@@ -124,11 +124,9 @@ def sweep(
         >>> print(memplan.sweep(resnet18, {"batch": [8, 16, 32]}, "8x3x224x224"))
         resnet18 on cpu: 3 points of batch; ...
     """
-    if isinstance(what, Trace):
-        raise InputError("a Trace", expected="what can be recorded again with other values: a module or a callable")
     targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
-    subject = Subject(what, options)
+    subject = Subject(again(what), options)
     target = choose_target(device_of(what) if device is None else device)
     chosen = [(axis_of(str(name), subject), values_of(values, str(name))) for name, values in dict(axes).items()]
     return swept(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
@@ -162,6 +160,21 @@ def swept(
     named = {axis.name: values for axis, values in axes}
     fits, crossings = tuple(fits_of(only, rows)), tuple(crossings_of(only, rows))
     return Sweep(title or subject.title, target.name, named, rows, fits, crossings, tuple(notes), len(points))
+
+
+def again(what: Any) -> Any:
+    """What can be recorded again with other values.
+
+    Raises:
+        InputError: a Trace cannot.
+    """
+    if isinstance(what, Trace):
+        raise InputError(
+            "a Trace, whose step is recorded",
+            expected="what can be recorded again: a module or a callable",
+            do="Pass it",
+        )
+    return what
 
 
 def device_of(what: Any) -> str | None:
