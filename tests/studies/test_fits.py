@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.studies.axes import Argument, Axis, Batch, Length, Precision, Size
@@ -23,6 +23,7 @@ def fit(axis: Axis, law: Any, values: Any) -> Fit:
     return found
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(0, 1 << 30), st.integers(0, 1 << 24), st.lists(st.integers(1, 999), min_size=3, unique=True))
 def test_a_line_is_found_again(fixed: int, slope: int, values: list[int]) -> None:
     found = fit(Batch(), lambda batch: fixed + slope * batch, values)

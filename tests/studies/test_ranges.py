@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.errors import InputError
@@ -35,6 +35,7 @@ def test_values_that_are_no_text_stay() -> None:
     assert values_of(7, "axis") == (7,)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(-50, 50), st.integers(0, 50), st.integers(1, 9))
 def test_a_range_is_pythons_with_its_end(first: int, more: int, step: int) -> None:
     assert values_of(f"{first}:{first + more}:{step}", "axis") == tuple(range(first, first + more + 1, step))

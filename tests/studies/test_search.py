@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan.studies.guess import Sample, guess
@@ -44,6 +44,7 @@ def test_it_finds_the_last_place_in_less_than_ten_recordings(name: str, limit: i
     assert {found + 1} <= {one.place for one in samples}
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1500), st.integers(1, 90))
 def test_it_is_right_for_any_law_that_does_not_fall(steps: list[int], limit: int, start: int) -> None:
     needs = [0]
@@ -54,6 +55,7 @@ def test_it_is_right_for_any_law_that_does_not_fall(steps: list[int], limit: int
     assert found == next(n for n in range(10_000) if law(n + 1) > limit)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 60))
 def test_where_needs_go_up_and_down_it_still_is_a_place_before_one_that_does_not_fit(
     needs: list[int], start: int

@@ -164,18 +164,15 @@ def largest(
         axis: ``"batch"``; ``"size"`` or ``"patch"``, all spatial dimensions of image inputs and of what shares them;
             ``"sequence"``; or the name of an argument of the callable.
         inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings: as for `memplan.explain`.
-        device: a card of the catalogue: what it has is the budget, unless one is given, too. ``"cpu"``: then a budget
-            has to be given.
-        budget: bytes ("20 GiB"), or a card's name. It bounds allocated bytes on the CPU; on a card what is reserved and
-            the CUDA context.
+        device: a card of the catalogue: what it has is the budget, unless one is given. ``"cpu"`` needs one.
+        budget: bytes ("20 GiB"), or a card's name. Bounds allocated bytes; on a card, reserved and the CUDA context.
         divisible: the answer is a multiple of it.
         aspect: what a size is multiplied by in each dimension: (1, 1, 0.5).
         margin: share of the budget to be left free: 0.05, "5%".
         most: the largest value to look at.
         workspace: of cuDNN's workspaces, which are known as an interval: count the most ("high") or the least.
         fit: the largest after planning (`memplan.plan`), instead of the largest as it is.
-        window: `memplan.studies.window.Window`: inference of a volume in patches of the first input's size, with its
-            aggregation buffer.
+        window: a `memplan.studies.window.Window`: inference of a volume in patches, with its aggregation buffer.
 
     Raises:
         BudgetError: not even the smallest value fits; says what holds it up.
