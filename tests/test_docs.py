@@ -64,3 +64,12 @@ def test_every_switch_of_the_search_is_described() -> None:
 
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", (DOCS / "fit.md").read_text(encoding="utf-8"), re.M)
     assert rows == [(one.name, shown(one.default)) for one in fields(Heuristics)]
+
+
+@pytest.mark.parametrize("name", ["sweep", "largest"])
+def test_the_examples_of_studies_run_and_print_what_they_show(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+    assert capsys.readouterr().out == "".join(re.findall(r"```text\n(.*?)```", text, re.S))

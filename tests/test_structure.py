@@ -32,6 +32,7 @@ PUBLIC = [
     "Proof",
     "Quantized",
     "Replay",
+    "Sweep",
     "Timeline",
     "Trace",
     "__version__",
@@ -39,6 +40,7 @@ PUBLIC = [
     "compare",
     "explain",
     "fit",
+    "largest",
     "load_plan",
     "load_trace",
     "measure",
@@ -50,12 +52,13 @@ PUBLIC = [
     "save_trace",
     "simulate",
     "spec",
+    "sweep",
     "verify",
     "with_loss",
 ]
 
 # Too slow to load for a command that only prints its help.
-HEAVY = {"torch", "numpy", "scipy", "plotly", "networkx", "monai", "transformers"}
+HEAVY = {"torch", "numpy", "scipy", "loky", "plotly", "networkx", "monai", "transformers"}
 
 # A name with one leading underscore: dunders such as torch.__version__ are public.
 PRIVATE_TORCH = re.compile(r"torch(\.\w+)*\._(?!_)\w")

@@ -338,8 +338,8 @@ def compiled(fresh: Sequence[Frontier]) -> list[str]:
     rows = [[cell(frontier) for cell in COMPILED.values()] for frontier in there]
     text = (
         "Beside `torch.compile` and its `activation_memory_budget` (0.9 to 0.0), with `engine='inductor'`. Peers with "
-        "wrong gradients, held against float64, are not counted. Added time is eager's; `of its time` is by turns with that "
-        "very peer."
+        "wrong gradients, held against float64, are not counted. Added time is on top of eager's; `of its time` is by "
+        "turns with that very peer."
     )
     return ["", text, "", *table(list(COMPILED), rows, 1)]
 
@@ -384,8 +384,8 @@ def full(found: Sequence[Frontier], failed: Sequence[Row] = ()) -> list[str]:
         "how much the plan's peak is off; `time` is relative to eager, median and quartiles; `gradients` (parameters "
         "in mode `update`) and `buffers` are compared bit by bit with eager's after one step. Gradients that are not "
         "equal are held against float64: `right` where the error (L2, of each parameter) is at most twice that of "
-        "eager mode or of torch.compile and 64 eps of the largest gradient. `beside that peer` is the time relative to the "
-        "peer whose peak is the budget, by turns in one process, median and quartiles.",
+        "eager mode or of torch.compile and 64 eps of the largest gradient. `beside that peer` is the time relative to "
+        "the peer whose peak is the budget, by turns in one process, median and quartiles.",
     ]
     for model in dict.fromkeys(frontier.model for frontier in found):
         rows = [row for frontier in found if frontier.model == model for row in frontier.everything]

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from memplan.simulation.replay import Replay, replay
     from memplan.studies.compare import compare
     from memplan.studies.comparison import Comparison
+    from memplan.studies.largest import largest
     from memplan.studies.quantize import quantize
     from memplan.studies.quantized import Quantized
+    from memplan.studies.sweep import Sweep, sweep
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
@@ -45,12 +47,14 @@ _HOMES = {
     "Proof": "memplan.verification.proof",
     "Quantized": "memplan.studies.quantized",
     "Replay": "memplan.simulation.replay",
+    "Sweep": "memplan.studies.sweep",
     "Timeline": "memplan.simulation.model",
     "Trace": "memplan.trace.model",
     "check": "memplan.checks.check",
     "compare": "memplan.studies.compare",
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fit",
+    "largest": "memplan.studies.largest",
     "load_plan": "memplan.planning.plan",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
@@ -62,6 +66,7 @@ _HOMES = {
     "save_trace": "memplan.trace.json",
     "simulate": "memplan.simulation.liveness",
     "spec": "memplan.trace.spec",
+    "sweep": "memplan.studies.sweep",
     "verify": "memplan.verification.verify",
     "with_loss": "memplan.planning.losses",
 }
@@ -77,6 +82,7 @@ __all__ = [
     "Proof",
     "Quantized",
     "Replay",
+    "Sweep",
     "Timeline",
     "Trace",
     "__version__",
@@ -84,6 +90,7 @@ __all__ = [
     "compare",
     "explain",
     "fit",
+    "largest",
     "load_plan",
     "load_trace",
     "measure",
@@ -95,6 +102,7 @@ __all__ = [
     "save_trace",
     "simulate",
     "spec",
+    "sweep",
     "verify",
     "with_loss",
 ]

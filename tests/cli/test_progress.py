@@ -37,3 +37,17 @@ def test_nothing_appears_when_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_appears_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, io.StringIO(), 0.3) == "from the model\n"
+
+
+def test_a_bar_and_a_line_say_what_is_done_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for stderr, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with module.bar("recording [a] model") as progress:
+            progress(3, 4)
+            print("from the model")
+        with module.line("looking") as now:
+            now("batch [8]")
+        text = stderr.getvalue()
+        assert "from the model\n" in text
+        assert ("3/4" in text, "looking: batch [8]" in text) == (shown, shown)

@@ -20,6 +20,8 @@ from memplan.errors import MemplanError
 COMMANDS: dict[str, str] = {
     "explain": "Say where the memory of a step goes, before it runs.",
     "check": "Find where a step wastes memory, or saves it the wrong way.",
+    "sweep": "Say what grows with batch, size, or any argument, and what is fixed.",
+    "largest": "Find the largest batch, size or sequence that fits a card or a budget.",
     "compare": "Hold two steps against each other: models, precisions, plans, saved results.",
     "fit": "Make a training step run within a budget of bytes, with the same result.",
     "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",

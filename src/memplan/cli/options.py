@@ -75,6 +75,12 @@ def step_options(function: Decorated) -> Decorated:
     return function
 
 
+def without(command: click.Command, *names: str) -> click.Command:
+    """A command less some of its parameters, which it has a version of its own of."""
+    command.params = [parameter for parameter in command.params if parameter.name not in names]
+    return command
+
+
 @dataclass(frozen=True)
 class StepArguments:
     """The values of `step_options` as they were typed."""

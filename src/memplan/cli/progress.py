@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,44 @@ def progress(text: str) -> Iterator[None]:
             yield
         finally:
             line.stop()
+
+
+@contextmanager
+def line(text: str) -> Iterator[Callable[[str], None]]:
+    """A function to be told what is being done now: a line on stderr, if that is a terminal.
+
+    What the user's code prints meanwhile goes to stderr, so that stdout holds the report alone.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield lambda now: None
+            return
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+            task = shown.add_task(text)
+            yield lambda now: shown.update(task, description=f"{text}: {now}")
+
+
+@contextmanager
+def bar(text: str) -> Iterator[Callable[[int, int], None]]:
+    """A function to be told how many points are done, of how many: a bar on stderr, if that is a terminal.
+
+    What the user's code prints meanwhile goes to stderr, so that stdout holds the report alone.
+    """
+    with redirect_stdout(sys.stderr):
+        if not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+            task = shown.add_task(text, total=None)
+            yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 class _Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import operator
 import os
 import pkgutil
@@ -11,7 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,25 @@ class Target:
         """``file:line`` of its definition, None where it has none in Python."""
         code = getattr(self.what, "__code__", None)
         return f"{short(code.co_filename)}:{code.co_firstlineno}" if code else None
+
+
+class ByName:
+    """The callable that a target names, for another process: what is sent is the text, resolved again over there."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._target = resolve(text)
+        self.__qualname__ = self.__name__ = self._target.name
+        with suppress(TypeError, ValueError):  # Python cannot see the parameters of every callable
+            self.__signature__ = inspect.signature(self._target.what)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        with contained(self._text):
+            return self._target.what(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[ByName], tuple[str]]:
+        return ByName, (self._text,)
 
 
 def resolve(text: str) -> Target:

@@ -1,0 +1,126 @@
+"""`memplan largest`: the largest batch, size or sequence that fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.explain import check_writable, write
+from memplan.cli.options import StepArguments, advised, step_options
+from memplan.cli.progress import line
+from memplan.cli.sweep import described_at, subject_of
+from memplan.errors import InputError, StepError
+
+if TYPE_CHECKING:
+    from memplan.studies.largest import Largest
+    from memplan.studies.window import Window
+
+HELP = """Find the largest batch, size or sequence that fits a card or a budget, without trying it on a GPU.
+
+TARGET and its options are those of memplan explain. What is found is recorded, and so is the next value, which does
+not fit.
+
+\b
+  memplan largest examples/resnet18.py:make --input 8x3x224x224 \\
+      --optimizer adamw --axis batch --device rtx4090
+  memplan largest examples/unet3d.py:make --input 1x1x96x96x96 --optimizer adamw \\
+      --axis patch --divisible 16 --aspect 1,1,0.5 --device a100-40gb --margin 5%
+  memplan largest examples/unet3d.py:make --input 1x1x96x96x96 --axis patch \\
+      --divisible 16 --window 512x512x320 --overlap 0.5 --device t4
+  memplan largest examples/resnet18.py:make --input 8x3x64x64 --axis batch \\
+      --budget 600MiB --device cpu --fit
+
+The first answers "the largest batch is 962" with what it needs, what the next one would, and how many recordings it
+took. --window counts inference over a whole volume in patches: the aggregation buffer, not the patch, may be largest.
+
+\b
+Exit code: 0 found; 1 not even the smallest fits; 2 bad usage, or a step that
+cannot be recorded.
+"""
+
+
+@click.command("largest", help=HELP)
+@step_options
+@click.option(
+    "--axis", required=True, metavar="NAME", help="batch, size, patch, sequence, or an argument of the target."
+)
+@click.option("--budget", metavar="SIZE", help="400MiB, 8GB: instead of what the card has, or for the CPU.")
+@click.option(
+    "--divisible", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Multiples of it alone."
+)
+@click.option("--aspect", metavar="SHARES", help="What a size is multiplied by in each dimension: 1,1,0.5.")
+@click.option("--margin", default="0", show_default=True, metavar="SHARE", help="Of the budget, to be left free: 5%.")
+@click.option("--most", type=click.IntRange(min=1), metavar="N", help="The largest value to look at.")
+@click.option(
+    "--workspace", type=click.Choice(("high", "low")), default="high", show_default=True,
+    help="Of cuDNN's workspaces, known as an interval: count the most or the least.",
+)  # fmt: skip
+@click.option("--fit", "planned", is_flag=True, help="Also the largest after planning, with its time.")
+@click.option("--window", metavar="SIZES", help="Infer a volume of these sizes in patches: 512x512x320.")
+@click.option("--overlap", type=float, default=0.25, show_default=True, metavar="SHARE", help="Of two patches.")
+@click.option(
+    "--window-batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Patches at a time."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+def command(
+    axis: str, budget: str | None, divisible: int, aspect: str | None, margin: str, most: int | None, workspace: str,
+    planned: bool, window: str | None, overlap: float, window_batch: int, json_file: str | None, **given: Any,
+) -> int:  # fmt: skip
+    """Run the command and return its exit code."""
+    from memplan.reports.largest import dumps, print_largest
+    from memplan.studies.largest import room_of
+
+    arguments = StepArguments(**given)
+    check_writable(json_file, "--json")
+    volume = _window(window, overlap, window_batch)
+    room = room_of(arguments.device, budget, margin, workspace)  # pyright: ignore[reportArgumentType]  # a choice
+    options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
+    found = _found(arguments, axis, room, volume, options)
+    if json_file is not None:
+        write(json_file, dumps(found))
+    if json_file != "-":
+        print_largest(found)
+    best = found.planned or found
+    return int(best.value == 0)
+
+
+def _found(given: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
+    from dataclasses import replace
+
+    from memplan.studies.largest import find_largest
+
+    vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
+    subject = subject_of(described_at(given, None, vary), given)
+    subject = replace(subject, window=window)
+    try:
+        with line(f"looking for the largest {axis}") as progress:
+            return find_largest(
+                subject, axis, room, settings=given.settings, title=given.target, progress=progress, **options
+            )
+    except StepError as error:
+        raise advised(error, given) from error.__cause__
+
+
+def _window(text: str | None, overlap: float, batch: int) -> Window | None:
+    from memplan.studies.window import Window
+
+    if text is None:
+        if overlap != 0.25 or batch != 1:
+            raise InputError("--overlap or --window-batch without --window", expected="the volume", do="Give --window")
+        return None
+    sizes = text.split("x")
+    if not all(size.strip().isdigit() for size in sizes):
+        raise InputError(f"--window {text!r}", expected="sizes joined by x, as in 512x512x320", do="Write it so")
+    return Window(tuple(int(size) for size in sizes), overlap, batch).checked()
+
+
+def _shares(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise InputError(
+            f"--aspect {text!r}", expected="a share for each dimension, as in 1,1,0.5", do="Write it so"
+        ) from None

@@ -1,0 +1,155 @@
+"""`memplan sweep`: what is fixed and what grows, over any part of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.options import Described, StepArguments, advised, describe, step_options, without
+from memplan.cli.parsing import named, parameters
+from memplan.cli.progress import bar
+from memplan.cli.targets import ByName, resolve
+from memplan.errors import InputError, StepError
+
+if TYPE_CHECKING:
+    from memplan.studies.axes import Axis
+    from memplan.studies.subject import Subject
+    from memplan.studies.sweep import Sweep
+
+Values = tuple[Any, ...]
+
+HELP = """Say what grows with batch, size, or any argument of a model, and what is fixed.
+
+TARGET and its options are those of memplan explain. Each axis takes values joined by commas, or a range FIRST:LAST:STEP
+that includes its end; all combinations are recorded, once each, without a GPU.
+
+\b
+  memplan sweep examples/resnet18.py:make --input 8x3x224x224 --batch 1,2,4,8,16
+  memplan sweep examples/unet3d.py:make --input 1x1x96x96x96 \\
+      --size 64:128:32 --precision fp32,bf16 --device rtx4090 --chart unet3d.png
+  memplan sweep examples/gpt2.py:build --vary layers=6,12,24 --vary sequence=256:1024:256
+  memplan sweep examples/unet3d.py:make --input 1x1x96x96x96 --set "*.kernel_size=1,3"
+
+For each point: the peak, its parts (weights, saved, gradients, workspaces ...); for each axis, the fixed part and the
+slope with the largest deviation; and where another part becomes the largest. Ctrl-C keeps what is done.
+
+\b
+Exit code: 0 done (points that failed are listed with their reason); 2 bad
+usage, or no point could be recorded; 130 interrupted.
+"""
+
+
+@click.command("sweep", help=HELP)
+@step_options
+@click.option("--batch", "batches", metavar="VALUES", help="Of the inputs' leading dimension: 1,2,4,8.")
+@click.option("--size", "sizes", metavar="VALUES", help="Of all spatial dimensions: 64:256:32, or 96x96x48,128x128x64.")
+@click.option("--sequence", "lengths", metavar="VALUES", help="Of the length of token inputs: 256:2048:256.")
+@click.option(
+    "--precision", "precisions", metavar="VALUES", help="fp32, bf16, fp16 (autocast), bf16-true, fp16-true (converted)."
+)
+@click.option("--vary", "varied", multiple=True, metavar="NAME=VALUES", help="An argument of the target: depth=1,2,3.")
+@click.option(
+    "--set", "changed", multiple=True, metavar="LAYERS.NAME=VALUES",
+    help="An attribute of the layers that a pattern names, as named_modules() does: encoder.*.kernel_size=3,5,7.",
+)  # fmt: skip
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as are worth it.")
+@click.option("--json", "json_file", metavar="FILE", help="Write every point as JSON, too; - for stdout alone.")
+@click.option("--chart", "chart_file", metavar="FILE", help="Draw the parts of every point: .png, .svg or .pdf.")
+def command(
+    batches: str | None, sizes: str | None, lengths: str | None, precisions: str | None, varied: tuple[str, ...],
+    changed: tuple[str, ...], jobs: int | None, json_file: str | None, chart_file: str | None, **given: Any,
+) -> int:  # fmt: skip
+    """Run the command and return its exit code."""
+    from memplan.reports.sweep import check_drawable, dumps, picture, print_sweep
+    from memplan.studies.ranges import values_of
+
+    check_writable(json_file, "--json")
+    check_writable(chart_file, "--chart")
+    check_drawable(chart_file)
+    plain = {"batch": batches, "size": sizes, "sequence": lengths, "precision": precisions}
+    own = {name: values_of(text, f"--{name}") for name, text in plain.items() if text is not None}
+    vary = {name: values_of(text, f"--vary {name}") for name, text in named(varied, "--vary").items()}
+    layers = [_layers(text) for text in changed]
+    done = _sweep(StepArguments(**given), own, vary, layers, jobs)
+    if json_file is not None:
+        write(json_file, dumps(done))
+    if chart_file is not None:
+        from memplan.trace.json import write_whole
+
+        write_whole(chart_file, picture(done, chart_file))
+    if json_file != "-":
+        print_sweep(done)
+    if done.interrupted:
+        click.echo(f"memplan: interrupted after {len(done.rows)} of {done.points} points, which were kept", err=True)
+        return 130
+    return 0
+
+
+without(command, "batch", "precision")
+
+
+def _sweep(
+    given: StepArguments, own: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
+    jobs: int | None,
+) -> Sweep:  # fmt: skip
+    from memplan.studies.axes import Argument, axis_of
+    from memplan.studies.sweep import swept
+    from memplan.trace.session import choose_target
+
+    described = described_at(given, own.get("batch"), vary)
+    subject = subject_of(described, given)
+    axes: list[tuple[Axis, Values]] = [(axis_of(name, subject), values) for name, values in own.items()]
+    axes += [(Argument(name), values) for name, values in vary.items()]
+    axes += [(axis_of(name, subject), values) for name, values in layers]
+    target = choose_target(given.device)
+    try:
+        with bar(f"recording {given.target}") as progress:
+            return swept(
+                subject, axes, target, settings=given.settings, jobs=jobs, progress=progress, title=given.target
+            )
+    except StepError as error:
+        raise advised(error, given) from error.__cause__
+
+
+def described_at(given: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
+    """The step at the first values of its axes: arguments without a default may get theirs from an axis.
+
+    Raises:
+        TargetError, InputError: as `describe`, and for a trace, which cannot be recorded at other values.
+    """
+    if is_trace(given.target):
+        raise InputError(
+            f"{given.target} is a trace", expected="a callable: other values are recorded anew", do="Name the callable"
+        )
+    fixed = named(given.args, "--arg")
+    twice = next((name for name in vary if name in fixed), None)
+    if twice is not None:
+        raise InputError(f"--vary {twice} and --arg {twice}", expected="one of them", do="Leave one out")
+    known = parameters(resolve(given.target).what) or {}
+    needed = [name for name in vary if name in known and known[name].default is known[name].empty]
+    args = (*given.args, *(f"{name}={vary[name][0]!r}" for name in needed))
+    first = batches[0] if batches and isinstance(batches[0], int) and batches[0] > 0 else None
+    return describe(replace(given, args=args, batch=first))
+
+
+def subject_of(described: Described, given: StepArguments) -> Subject:
+    """What an axis changes a part of."""
+    from memplan.studies.subject import Subject
+
+    return Subject(ByName(given.target), described.options, described.arguments)
+
+
+def _layers(text: str) -> tuple[str, Values]:
+    """``LAYERS.NAME=VALUES`` as the axis's name and its values."""
+    from memplan.studies.ranges import values_of
+
+    place, equals, values = text.partition("=")
+    pattern, dot, attribute = place.strip().rpartition(".")
+    if not equals or not dot or not attribute.isidentifier():
+        raise InputError(
+            f"--set {text!r}", expected="--set LAYERS.NAME=VALUES, as in encoder.*.kernel_size=3,5", do="Write it so"
+        )
+    return f"{pattern}.{attribute}", values_of(values, f"--set {place.strip()}")

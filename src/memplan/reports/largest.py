@@ -1,0 +1,138 @@
+"""The largest value that fits, on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from memplan._bytes import format_bytes
+from memplan.planning.plan import format_seconds
+from memplan.reports.columns import Column
+from memplan.reports.output import Page, print_parts
+from memplan.reports.terminal import clean
+from memplan.studies.largest import Largest, Tried
+
+
+def dumps(found: Largest) -> str:
+    """What was found as JSON text. All sizes are bytes."""
+    return json.dumps(to_dict(found), indent=1, allow_nan=False) + "\n"
+
+
+def to_dict(found: Largest) -> dict[str, Any]:
+    """Plain data: the value, what it has to fit into, and every recording, in order."""
+    data: dict[str, Any] = {
+        "title": found.title,
+        "axis": found.axis,
+        "value": found.value,
+        "sizes": list(found.sizes),
+        "device": found.room.target.name,
+        "limit": found.room.limit,
+        "workspace": found.room.case,
+        "step": found.step,
+        "tried": [_tried(one) for one in found.tried],
+        "notes": list(found.notes),
+    }
+    return data | ({"planned": to_dict(found.planned)} if found.planned else {})
+
+
+def print_largest(found: Largest, file: TextIO | None = None) -> None:
+    """Print what was found: as wide as the terminal, or 80 columns without colours where ``file`` is not one."""
+    print_parts(lambda page: parts(found, page), file)
+
+
+def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
+    """The report: the answer, what was recorded to find it, and after planning the same."""
+    yield Text(f"{clean(found.title)}: {_answer(found)}", "bold")
+    yield page.table(_columns(found))
+    yield from (Text(line) for line in _remarks(found))
+    if found.planned is not None:
+        yield Text(f"\nPlanned: {_answer(found.planned)}{_time(found.planned)}", "bold")
+        yield page.table(_planned_columns(found.planned))
+        if found.room.target.card is not None:
+            yield Text("Plans count allocated bytes, with the CPU's kernels.")
+    if found.notes:
+        yield Text("")
+        yield from (Text(f"note: {clean(note)}", "dim") for note in found.notes)
+
+
+def _answer(found: Largest) -> str:
+    place = f"in {found.room.title}"
+    if found.value == 0:
+        least = min(found.tried, key=lambda one: one.value)
+        return f"not even {found.axis} {least.value} fits {place}: {found.held_by()}"
+    sizes = f" ({'x'.join(map(str, found.sizes))})" if found.sizes else ""
+    count = f"{len(found.tried)} {'plans' if found.tried[0].plan else 'recordings'}"
+    if found.following is None:
+        return f"{found.axis} {found.value}{sizes} fits {place}, and is the most that was to be looked at; {count}"
+    return f"the largest {found.axis} {place} is {found.value}{sizes}; {found.following.value} does not fit; {count}"
+
+
+def _remarks(found: Largest) -> Iterator[str]:
+    answer = found.answer
+    if answer is not None and answer.bytes is not None and answer.bytes.aggregation:
+        rest = answer.bytes.peak - answer.bytes.aggregation - answer.bytes.causes["input"]
+        yield (
+            f"Of the peak, the aggregation of the volume and its count of patches hold "
+            f"{format_bytes(answer.bytes.aggregation)}, the volume {format_bytes(answer.bytes.causes['input'])}, the "
+            f"model and its patches {format_bytes(rest)}."
+        )
+    if answer is not None and answer.need > found.room.limit:
+        yield "Where that is more than there is, the allocator gives cached segments back: recorded to fit so."
+    if found.unsteady is not None:
+        few, many = found.unsteady
+        yield (
+            f"Memory does not grow steadily: {found.axis} {few} needs more than {many}. Smaller values than the answer "
+            "may not fit, and larger ones may: memplan sweep shows them."
+        )
+    if found.value == 0 and found.tried[0].bytes is not None and found.tried[0].bytes.aggregation:
+        yield "The aggregation can lie on the host: sliding_window_inference(..., device='cpu', sw_device='cuda')."
+
+
+def _columns(found: Largest) -> list[Column]:
+    rows = sorted(found.tried, key=lambda one: one.value)
+    taken = [one.bytes for one in rows if one.bytes is not None]
+    columns = [
+        Column(found.axis, tuple(str(one.value) for one in rows), right=True),
+        Column("peak", tuple(format_bytes(one.peak) for one in taken), right=True),
+    ]
+    if found.room.target.card is not None:
+        columns.append(Column("with workspaces", tuple(format_bytes(one.peak_high) for one in taken), right=True))
+        columns.append(Column("reserved, with context", tuple(format_bytes(one.need) for one in rows), right=True))
+    return [*columns, Column("", tuple("fits" if one.fits else "does not fit" for one in rows))]
+
+
+def _planned_columns(found: Largest) -> list[Column]:
+    rows = sorted(found.tried, key=lambda one: one.value)
+    return [
+        Column(found.axis, tuple(str(one.value) for one in rows), right=True),
+        Column("least budget", tuple(format_bytes(one.need) for one in rows), right=True),
+        Column("added time", tuple(_added(one) for one in rows), right=True),
+        Column("", tuple("fits" if one.fits else "does not fit" for one in rows)),
+    ]
+
+
+def _added(one: Tried) -> str:
+    plan = one.plan
+    if plan is None or plan.seconds is None:
+        return ""
+    share = f" ({100 * plan.seconds / plan.step_seconds:.1f} %)" if plan.step_seconds else ""
+    return f"{format_seconds(plan.seconds)}{share}"
+
+
+def _time(found: Largest) -> str:
+    added = _added(found.answer) if found.answer is not None else ""
+    return f"; it adds {added} to a step, estimated" if added else ""
+
+
+def _tried(one: Tried) -> dict[str, Any]:
+    data: dict[str, Any] = {"value": one.value, "fits": one.fits, "need": one.need}
+    if one.bytes is not None:
+        data |= one.bytes.row() | {"aggregation": one.bytes.aggregation}
+    if one.plan is not None:
+        plan = one.plan
+        data |= {"least_budget": plan.least, "seconds": plan.seconds, "step_seconds": plan.step_seconds}
+    return data

@@ -1,0 +1,92 @@
+"""The values of an axis, from text: ``1,2,4,8``, ``64:256:32``, ``fp32,bf16``, ``(3,3),(5,5)``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from memplan.errors import InputError
+
+_RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
+_WORDS = {"true": True, "false": False, "none": None}
+_MOST = 10_000
+
+
+def values_of(given: Any, name: str) -> tuple[Any, ...]:
+    """The values of an axis, each once, in the order given.
+
+    Args:
+        given: an iterable of values, or text: values joined by commas, each a Python literal, a word, or a range
+            ``first:last`` or ``first:last:step`` that includes its end.
+        name: of the axis or the option, for messages.
+
+    Raises:
+        InputError: no values, a range that is empty or reversed, no range where a colon says so.
+
+    Example:
+        >>> values_of("64:160:32", "size"), values_of("fp32,bf16", "precision"), values_of("(3,3),5", "kernel")
+        ((64, 96, 128, 160), ('fp32', 'bf16'), ((3, 3), 5))
+    """
+    if isinstance(given, str):
+        found = [value for part in _parts(given, name) for value in _read(part, name)]
+    elif isinstance(given, Iterable):
+        found = list(given)
+    else:
+        found = [given]
+    if not found:
+        raise InputError(f"{name} has no values", expected="at least one, as in 1,2,4 or 64:256:32", do="Give some")
+    once: list[Any] = []
+    for value in found:
+        if not any(value == other and type(value) is type(other) for other in once):  # lists are not hashable
+            once.append(value)
+    return tuple(once)
+
+
+def literal(text: str) -> Any:
+    """A Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case."""
+    word = text.strip().lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text.strip()
+
+
+def _parts(text: str, name: str) -> Iterator[str]:
+    """The text at its commas, those within brackets apart."""
+    depth, begin = 0, 0
+    for place, sign in enumerate(f"{text},"):
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth <= 0:
+            part = text[begin:place].strip()
+            if not part:
+                raise InputError(
+                    f"{name} {text!r} has an empty value", expected="values joined by commas, as in 1,2,4", do="Fill it"
+                )
+            yield part
+            begin = place + 1
+    if depth > 0:
+        raise InputError(f"{name} {text!r} has an open bracket", expected="each bracket closed", do="Close it")
+
+
+def _read(part: str, name: str) -> Iterable[Any]:
+    match = _RANGE.fullmatch(part)
+    if match is None:
+        return [literal(part)]
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
+    if step == 0:
+        raise InputError(f"{name} {part} has a step of 0", expected="first:last:step with a step above 0", do="Mend it")
+    if step < 0 or last < first:
+        raise InputError(
+            f"{name} {part} is {'reversed' if last < first else 'a range with a negative step'}, and so empty",
+            expected="first:last:step, with the smaller end first and a step above 0",
+            do=f"Write {min(first, last)}:{max(first, last)}:{abs(step)}",
+        )
+    if (last - first) // step >= _MOST:
+        raise InputError(
+            f"{name} {part} has {(last - first) // step + 1} values", expected=f"at most {_MOST}", do="Raise the step"
+        )
+    return range(first, last + 1, step)

@@ -1,0 +1,77 @@
+"""A sweep's table, remarks and picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+
+import pytest
+from torch import nn
+
+import memplan
+from memplan.errors import InputError
+from memplan.reports.sweep import check_drawable, draw, dumps, picture, print_sweep
+from memplan.studies.sweep import Sweep
+
+
+def convolutions(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, 2, 1))
+
+
+@pytest.fixture(scope="module")
+def swept() -> Sweep:
+    return memplan.sweep(convolutions, {"batch": [1, 2, 4], "0.in_channels": [3, 2]}, "1x3x32x32", device="t4", jobs=1)
+
+
+def printed(sweep: Sweep) -> str:
+    out = io.StringIO()
+    print_sweep(sweep, out)
+    return out.getvalue()
+
+
+def test_a_row_for_each_point_and_each_reason_once(swept: Sweep) -> None:
+    text = printed(swept)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert text.count("failed") == 3
+    flat = " ".join(text.split())
+    assert "Failed at batch 4, 0.in_channels 2: step 1 raised RuntimeError" in flat
+    alike = dataclasses.replace(swept, rows=[row | {"reason": "no"} for row in swept.rows])
+    assert "Failed at batch 1, 0.in_channels 2; batch 2, 0.in_channels 2; batch 4, 0.in_channels 2: no." in " ".join(
+        printed(alike).split()
+    )
+    assert "- batch (0.in_channels 3), 1 to 4: fixed" in flat
+    assert "Workspaces: from none to the largest" in flat
+
+
+def test_the_peak_is_in_its_row(swept: Sweep) -> None:
+    peaks = [memplan.explain(convolutions, f"{n}x3x32x32", device="t4").timeline.peak_allocated for n in (1, 2, 4)]
+    rows = [line.split() for line in printed(swept).splitlines() if line.split()[1:2] == ["3"]]
+    assert [" ".join(row[2:4]) for row in rows] == [f"{peak / 1024:.1f} KiB" for peak in peaks]
+
+
+def test_an_interrupted_sweep_says_so(swept: Sweep) -> None:
+    part = dataclasses.replace(swept, rows=swept.rows[:2])
+    assert "Interrupted: 4 of 6 points were not recorded." in printed(part)
+    assert part.interrupted
+    assert not swept.interrupted
+
+
+def test_json_is_the_same_text_for_the_same_points(swept: Sweep) -> None:
+    assert json.loads(dumps(swept)) == json.loads(dumps(swept)) == swept.to_dict()
+
+
+def test_bars_are_as_high_as_the_peaks(swept: Sweep) -> None:
+    pytest.importorskip("matplotlib")
+    figure = draw(swept)
+    (place, *_) = [one for one in figure.axes if one.get_visible()]
+    heights = [bar.get_y() + bar.get_height() for bars in place.containers[-1:] for bar in bars]
+    peaks = [row["peak_high"] / 1024 for row in swept.rows if row["status"] == "ok"]
+    assert heights == pytest.approx(peaks)
+    assert picture(swept, "a.png") == picture(swept, "a.png")
+
+
+def test_only_pictures_can_be_drawn() -> None:
+    check_drawable(None)
+    with pytest.raises(InputError, match=r"--chart a\.txt"):
+        check_drawable("a.txt")
