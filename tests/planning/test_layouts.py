@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan import _torch
-from memplan.planning import layouts
+from memplan.planning import layouts, planner
 from memplan.planning.calls import call_of
 from memplan.planning.capture import Captured, capture
 from memplan.planning.precision import EXACT
@@ -91,6 +91,15 @@ def test_left_as_the_user_laid_it_out() -> None:
 def test_left_without_convolutions_of_images() -> None:
     assert _relaid(nn.Conv1d(3, 4, 3), torch.randn(2, 3, 16)) is None
     assert _relaid(nn.Linear(12, 4), _image()) is None
+
+
+@pytest.mark.parametrize(("times", "taken"), [(0.9, True), (1.05, True), (1.5, False)])
+def test_left_where_it_takes_much_longer(times: float, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = planner.Settings(1 << 30, engine="inductor", costs="roofline")
+    study = planner.Planner(Net()).study(call_of((_image(),), {}), settings, key=0)
+    own = study.captured.graph
+    monkeypatch.setattr(planner, "step_seconds", lambda graph: 1.0 if graph is own else times)
+    assert (study.relaid(settings) is not None) == taken
 
 
 def test_keyword_arguments_are_relaid_too() -> None:

@@ -162,6 +162,10 @@ def planned(model: nn.Module, call: Call, settings: Settings) -> Planned:
 
 _Kind = tuple[int, bool, bool, Engine]
 
+SLOWER = 1.1
+"""A step in channels last that takes more than so many times what it takes as written, op by op, is left: much of what
+this layout is for (norms and activations that fuse with less traffic) is not in these seconds."""
+
 
 @dataclass(frozen=True)
 class _Bounds:
@@ -226,13 +230,16 @@ class Study:
                 raise min(error, other, key=lambda one: one.smallest_budget) from None
 
     def relaid(self, settings: Settings) -> Study | None:
-        """What is known of the same call with its convolutions in channels last; None where that is not as good."""
+        """What is known of the same call with its convolutions in channels last; None where that is not as good, or much
+        slower."""
         if not self._looked:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
                 found = replace(found, graph=_with_costs(found.graph, settings))
-                self._relaid = Study(self.model, self.call, found, self.plain or self)
+                seconds = (step_seconds(one.graph) or 0.0 for one in (found, self.captured))
+                if settings.plan is not None or next(seconds) <= SLOWER * next(seconds):
+                    self._relaid = Study(self.model, self.call, found, self.plain or self)
         return self._relaid
 
     def _fused(self, settings: Settings) -> Planned:
