@@ -124,7 +124,11 @@ def test_measures_are_what_bytes_grow_with() -> None:
     ("name", "value", "words"),
     [
         ("sequence", 8, "stack has no sequence to vary. Expected a sequence among its inputs"),
-        ("wdith", 8, "stack has no argument 'wdith'. Expected one of its arguments: width. Did you mean width?"),
+        (
+            "wdith",
+            8,
+            "stack has no argument 'wdith'. Expected batch, size, patch, sequence, precision, or one of its arguments: width. Did you mean width?",
+        ),
         ("batch", 0, "batch 0. Expected a whole number above 0"),
         ("batch", "many", "batch 'many'. Expected a whole number above 0"),
         ("size", "8x8x8", "size 8x8x8 has 3 dimensions. Expected 2, as the input has"),

@@ -230,8 +230,8 @@ class Study:
                 raise min(error, other, key=lambda one: one.smallest_budget) from None
 
     def relaid(self, settings: Settings) -> Study | None:
-        """What is known of the same call with its convolutions in channels last; None where that is not as good, or much
-        slower."""
+        """What is known of the same call with its convolutions in channels last; None where that is not as good or is
+        much slower."""
         if not self._looked:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)

@@ -192,10 +192,10 @@ class Argument:
         free = any(one.kind is one.VAR_KEYWORD for one in known.values())
         named = [name for name, one in known.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
         if self.name not in named and not free:
-            near = difflib.get_close_matches(self.name, named, n=3)
+            near = difflib.get_close_matches(self.name, [*_OWN, *named], n=3)
             raise InputError(
                 f"{subject.title} has no argument {self.name!r}",
-                expected=f"one of its arguments: {', '.join(named[:10])}" if named else "a target that takes arguments",
+                expected=f"{', '.join(_OWN)}" + f", or one of its arguments: {', '.join(named[:10])}" * bool(named),
                 do=f"Did you mean {' or '.join(near)}?" if near else "Vary another, or name a callable that takes it",
             )
         return subject.with_arguments(**{self.name: value})
