@@ -127,7 +127,8 @@ def test_measures_are_what_bytes_grow_with() -> None:
         (
             "wdith",
             8,
-            "stack has no argument 'wdith'. Expected batch, size, patch, sequence, precision, or one of its arguments: width. Did you mean width?",
+            "stack has no argument 'wdith'. Expected batch, size, patch, sequence, precision, or one of its arguments: "
+            "width. Did you mean width?",
         ),
         ("batch", 0, "batch 0. Expected a whole number above 0"),
         ("batch", "many", "batch 'many'. Expected a whole number above 0"),
