@@ -16,6 +16,7 @@ from memplan.trace.forms import Forms
 from memplan.trace.ledger import Entry, Ledger
 from memplan.trace.model import HOST, ON_CARD, Phase
 from memplan.trace.place import Place, format_frame, user_frame
+from memplan.trace.positions import Positions
 from memplan.trace.semantics.extra import NONE, Extra, Semantics
 from memplan.trace.semantics.layout import is_dense
 
@@ -111,6 +112,7 @@ class Observer:
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
+        self._positions = Positions(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
         self._updating: set[int] = set()
@@ -215,6 +217,7 @@ class Observer:
             ledger.device = self.card.destination or (ON_CARD if on_card else HOST)
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
+        self._positions.before(signature.name, args)
         if run is not None:
             instead = semantics.instead.get(signature.name)
             result = run(func) if instead is None else instead(args, kwargs)
@@ -236,6 +239,7 @@ class Observer:
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
+        self._positions.after(signature.name, args, result, signature.mutable)
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":

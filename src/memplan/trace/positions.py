@@ -1,0 +1,54 @@
+"""Position ids: values that a recording does know, as they count up; and the tables that they are looked up in."""
+
+from __future__ import annotations
+
+import torch
+
+from memplan.trace.ledger import Ledger
+
+_COUNTING = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step")
+_TABLE = "aten.embedding.default"
+
+
+class Positions:
+    """Knows which storages count up, and refuses what the real step refuses: a position that a table does not have.
+
+    Other values of whole numbers are not known; of these nothing is said.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._first_and_step: dict[int, tuple[int, int]] = {}
+
+    def before(self, name: str, args: tuple[object, ...]) -> None:
+        """An op is about to run.
+
+        Raises:
+            IndexError: it looks up a row that the table does not have, as torch says it on the CPU.
+        """
+        if name != _TABLE or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], torch.Tensor):
+            return
+        last = self._largest(args[1])
+        if last is not None and last >= args[0].shape[0]:
+            raise IndexError(f"index {last} is out of range of a table of {args[0].shape[0]} rows")
+
+    def after(self, name: str, args: tuple[object, ...], result: object, written: bool) -> None:
+        """An op has run; ``written``: it changed its first argument."""
+        if written and isinstance(args[0], torch.Tensor):
+            self._first_and_step.pop(self._ledger.entry(args[0], None).id, None)
+        if name not in _COUNTING or not isinstance(result, torch.Tensor) or result.is_floating_point():
+            return
+        numbers = [one for one in args if isinstance(one, int)]
+        if len(numbers) == len(args):
+            first, step = (0, 1) if len(args) == 1 else (numbers[0], numbers[2] if len(args) > 2 else 1)
+            self._first_and_step[self._ledger.entry(result, None).id] = first, step
+
+    def _largest(self, indices: torch.Tensor) -> int | None:
+        entry = self._ledger.find(indices)
+        known = None if entry is None else self._first_and_step.get(entry.id)
+        if known is None or not indices.numel():
+            return None
+        first, step = known
+        begin = indices.storage_offset()
+        end = begin + sum((size - 1) * stride for size, stride in zip(indices.shape, indices.stride(), strict=True))
+        return max(first + step * begin, first + step * end)
