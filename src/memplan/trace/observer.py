@@ -239,7 +239,7 @@ class Observer:
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
-        self._positions.after(signature.name, args, result, signature.mutable)
+        self._positions.after(signature.name, args, kwargs, result, written=signature.mutable)
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":
