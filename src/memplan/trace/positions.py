@@ -61,8 +61,8 @@ class Positions:
         known = None if entry is None else self._first_and_step.get(entry.id)
         if known is not None:
             first, step = known
-            begin = first + step * one.storage_offset() + sign * number
-            self._first_and_step[self._ledger.entry(result, None).id] = begin, step * one.stride(0)
+            begin = first + step * int(one.storage_offset()) + sign * number
+            self._first_and_step[self._ledger.entry(result, None).id] = begin, step * int(one.stride(0))
 
     def _largest(self, indices: torch.Tensor) -> int | None:
         entry = self._ledger.find(indices)
