@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memplan._torch import inductor
 from memplan.planning.decompositions import decompositions
 
 LAYOUTS = {
@@ -78,3 +79,15 @@ def test_every_op_that_stands_for_several_of_torchs_is_there() -> None:
         name for name in dir(OPS) if name.endswith("_bits") and name != "pack_bits"
     }
     assert fused == functional
+
+
+def test_kernels_keep_no_constants_of_their_own() -> None:
+    """Bytes that a compiled step would hold all the time, beside what a plan counts."""
+    bits = OPS.pack_bits(torch.randn(16) > 0, "bits")
+    traced = inductor.traced(
+        lambda held: [TABLE[OPS.unpack_bits.default](held, [16], [1])],
+        [inductor.fake_tensor(bits.shape, bits.stride(), bits.dtype, mode := inductor.fake_mode())],
+        mode,
+        TABLE,
+    )
+    assert not [node for node in traced.graph.graph.nodes if node.op == "get_attr"]

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_BITS = (1, 2, 4, 8, 16, 32, 64, 128)
-
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By op, the function that it is replaced by when a step is traced."""
@@ -36,8 +34,10 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Flags in the order of memory, seen in the order of dimensions."""
-    weights = torch.tensor(_BITS, dtype=torch.uint8, device=bits.device)
-    flags = (bits[:, None] & weights).ne(0).view(-1)[: prod(size)]
+    places = torch.arange(
+        8, dtype=torch.int32, device=bits.device
+    )  # a tensor of constants would be kept by the kernels
+    flags = (bits[:, None].to(torch.int32) >> places).bitwise_and(1).ne(0).view(-1)[: prod(size)]
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
     place = [order.index(dim) for dim in range(len(size))]
     return flags.view([size[dim] for dim in order]).permute(place)
