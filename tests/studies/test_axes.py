@@ -70,6 +70,28 @@ def test_sequence_changes_tokens_masks_and_targets() -> None:
     assert shapes(axis_of("sequence", s).at(s, 5)) == [(2, 5, 8)]
 
 
+def test_sequence_changes_both_sides_of_a_mask_of_pairs() -> None:
+    s = subject(stack, "2x16x8", kwargs={"mask": "16x16:bool", "each": "8x16x16"})
+    assert shapes(axis_of("sequence", s).at(s, 5)) == [(2, 5, 8), (5, 5), (8, 5, 5)]
+    s = subject(stack, "16x16:int64<99", targets=("16x16:int64",))  # as many samples as tokens: no mask
+    assert shapes(axis_of("sequence", s).at(s, 5)) == [(16, 5), (16, 5)]
+
+
+def test_a_step_with_a_mask_of_pairs_is_recorded_at_other_lengths() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.heads(x, x, x, attn_mask=mask)[0]
+
+    swept = memplan.sweep(Attention, {"sequence": [16, 5]}, "2x16x8", "16x16", device="cpu")
+    assert [row["peak"] for row in swept.rows] == [
+        memplan.explain(Attention, f"2x{n}x8", f"{n}x{n}", device="cpu").timeline.peak_allocated for n in (16, 5)
+    ]
+
+
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "bf16-true"])
 def test_precision_is_what_the_step_would_be_given(name: str) -> None:
     given: dict[str, Any] = {

@@ -109,3 +109,8 @@ def test_parts_that_are_as_good_as_equal_do_not_cross() -> None:
         row(1000, batch=2, weight=1010) | {"peak_high": 2010},
     ]
     assert crossings_of([Batch()], rows) == []
+
+
+@pytest.mark.parametrize("values", [(0, 3), (1, 3, 7)])
+def test_a_flat_line_has_no_slope(values: tuple[int, ...]) -> None:
+    assert "fixed 576 B, 0 B a width" in str(fit(Argument("width"), lambda width: 576, values))

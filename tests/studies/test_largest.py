@@ -187,6 +187,7 @@ def test_memory_that_does_not_grow_steadily_is_told_of() -> None:
     ("axis", "options", "words"),
     [
         ("batch", {}, "neither a card nor a budget"),
+        ("batch", {"budget": "rtx4090"}, "the budget rtx4090 for the CPU. Expected a size such as 20 GiB"),
         ("batch", {"budget": "many"}, "'many' is not a number of bytes"),
         ("batch", {"budget": 1 << 20, "margin": "120%"}, "margin 120%. Expected a share of the budget"),
         ("batch", {"budget": 1 << 20, "margin": "x"}, "margin x. Expected a share of the budget"),

@@ -9,6 +9,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputError, StepError
+from memplan.studies.layers import LayerChange
 from memplan.studies.points import PARTS, measured
 from memplan.studies.subject import Subject
 from memplan.trace.session import choose_target
@@ -51,3 +52,17 @@ def test_code_that_ends_the_process_is_an_error() -> None:
     outcome = measured(Subject(leaves, StepOptions(("1x2",)).checked()), choose_target("cpu"))
     assert isinstance(outcome.error, InputError)
     assert "sys.exit(3)" in str(outcome.error)
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+def test_layers_made_anew_take_what_they_take_from_the_start(kernel: int) -> None:
+    def stack(size: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(64, 64, size, padding="same"), nn.Conv2d(64, 8, 1))
+
+    options = StepOptions(("1x64x8x8",), train=False).checked()
+    target = choose_target("cpu")
+    changed = Subject(lambda: stack(3), options, changes=(LayerChange("0", "kernel_size", kernel),))
+    trace = memplan.record(Subject(lambda: stack(kernel), options).build(on_card=False), device="cpu")
+    found = measured(changed, target).bytes
+    assert found is not None
+    assert found.peak == max(step.peak_allocated for step in memplan.simulate(trace).steps)

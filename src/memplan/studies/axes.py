@@ -143,10 +143,10 @@ class Length:
     def at(self, subject: Subject, value: Any) -> Subject:
         """See `Axis`."""
         length = whole(value, self.name)
-        old = _length(subject)
-        if old is None:
+        tokens = _sequence(subject)
+        if tokens is None:
             return _argument_instead(subject, self.name, value, "a sequence among its inputs: 8x1024:int64<50257")
-        return replace(subject, options=_reshaped(subject.options, lambda shape: _lengthened(shape, old, length)))
+        return replace(subject, options=_reshaped(subject.options, lambda shape: _lengthened(shape, tokens, length)))
 
     def measure(self, value: Any) -> float | None:
         """See `Axis`."""
@@ -329,18 +329,25 @@ def _image(subject: Subject) -> tuple[int, ...] | None:
     return None
 
 
-def _length(subject: Subject) -> int | None:
-    """Dimension 1 of the first input of integers, else of (batch, length, features)."""
+def _sequence(subject: Subject) -> tuple[int, ...] | None:
+    """The shape of the first input of integers with a length, else of the first of (batch, length, features). Booleans
+    are masks."""
     tensors = _tensors(subject)
-    for leaf in tensors:
-        if not leaf.dtype.is_floating_point and len(leaf.shape) >= 2:
-            return int(leaf.shape[1])
-    return next((int(leaf.shape[1]) for leaf in tensors if len(leaf.shape) == 3), None)
+    kinds = [(leaf, leaf.dtype.is_floating_point or leaf.dtype == torch.bool) for leaf in tensors]
+    found = [leaf for leaf, other in kinds if not other and len(leaf.shape) >= 2]
+    found += [leaf for leaf in tensors if len(leaf.shape) == 3]
+    return tuple(map(int, found[0].shape)) if found else None
 
 
-def _lengthened(shape: tuple[int, ...], old: int, new: int) -> tuple[int, ...]:
-    if len(shape) == 4 and shape[2:] == (old, old):  # a mask for each pair of positions
-        return (*shape[:2], new, new)
+def _length(subject: Subject) -> int | None:
+    tokens = _sequence(subject)
+    return None if tokens is None else tokens[1]
+
+
+def _lengthened(shape: tuple[int, ...], tokens: tuple[int, ...], new: int) -> tuple[int, ...]:
+    old = tokens[1]
+    if shape[-2:] == (old, old) and shape != tokens and len(shape) <= 4:  # a mask for each pair of positions
+        return (*shape[:-2], new, new)
     return (shape[0], new, *shape[2:]) if len(shape) >= 2 and shape[1] == old else shape
 
 

@@ -19,6 +19,9 @@ STRAIGHT = 0.01
 _CLEAR = 0.05
 """Of the peak: by how much a part has to lead on one side of a crossing, else the two are as good as equal."""
 
+_NOTHING = 1e-6
+"""Bytes: what arithmetic in floating point leaves of a line that is flat."""
+
 FITTED = ("peak", "reserved", *KNOWN, "rounding", "workspace_low", "workspace_high", "fragmentation")
 """What of a row is fitted. ``peak`` is the sum of the causes and ``workspace_low``, and so is its line."""
 
@@ -243,6 +246,8 @@ def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
 
 
 def _bytes(number: float) -> str:
+    if abs(number) < _NOTHING:
+        return "0 B"
     return format_bytes(round(number)) if abs(number) >= 10 else f"{number:.2g} B"
 
 

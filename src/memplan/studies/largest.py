@@ -200,14 +200,22 @@ def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "h
         InputError: neither of them, or a margin that is no share.
         UnitError, DeviceError: they are none.
     """
+    card = None
     if budget is not None:
         budget, card = _read_budget(budget)
         device = device if card is None or device is not None else card
     target = choose_target(device)
     if budget is None:
+        if target.card is None and card is not None:
+            raise InputError(
+                f"the budget {card} for the CPU", expected="a size such as 20 GiB, or a step on that card",
+                do=f"Leave the device out, or say device='{card}' (--device {card})",
+            )  # fmt: skip
         if target.card is None:
             raise InputError(
-                "neither a card nor a budget", expected="one of them: device='rtx4090' or budget='20 GiB'", do="Give it"
+                "neither a card nor a budget",
+                expected="one of them: device='rtx4090' or budget='20 GiB'",
+                do="Give it (--device rtx4090, --budget 20GiB)",
             )
         budget = target.card.capacity
     elif target.card is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import explain_trace
@@ -94,6 +94,8 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
     """
     try:
         trace = record_for(subject.build(on_card=target.card is not None), target)
+        if subject.changes:  # layers are made as they were first: no model that was written so holds these
+            trace = of_steps(trace)
         explanation = explain_trace(trace, card=target.card, settings=settings)
     except MemplanError as error:
         return Outcome(error=error)
@@ -118,3 +120,13 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
         low, high["workspace"][1], causes, card.verdict.answer, aggregation,
     )  # fmt: skip
     return Outcome(found, None, explanation.notes, kept)
+
+
+def of_steps(trace: Trace) -> Trace:
+    """The trace where what was there while building alone takes nothing: its peak is one of the steps."""
+    start = trace.steps[0]
+    storages = tuple(
+        replace(storage, bytes=0, low=None) if storage.died is not None and storage.died <= start else storage
+        for storage in trace.storages
+    )
+    return replace(trace, storages=storages)

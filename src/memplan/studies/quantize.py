@@ -13,11 +13,12 @@ from memplan.errors import InputError, MemplanError, TargetError
 from memplan.simulation.liveness import simulate
 from memplan.studies import results
 from memplan.studies.comparison import Apart, Side
+from memplan.studies.points import of_steps
 from memplan.studies.quantized import Quantized
 from memplan.studies.schemes import apply, layers_of, scheme_of
 from memplan.studies.sides import of_trace, told
 from memplan.trace.measure import measure
-from memplan.trace.model import HOST, Trace
+from memplan.trace.model import HOST
 from memplan.trace.session import Step
 from memplan.trace.step import StepOptions, build_of, copy_module, forward_of
 
@@ -133,16 +134,6 @@ def _run(
     side = of_trace(of_steps(trace), title, train=False)
     made = simulate(trace).build.peak_allocated
     return replace(side, seconds=seconds, seconds_by="measured on this CPU"), made
-
-
-def of_steps(trace: Trace) -> Trace:
-    """The trace where what was there while building alone takes nothing: its peak is one of the steps."""
-    start = trace.steps[0]
-    storages = tuple(
-        replace(storage, bytes=0) if storage.died is not None and storage.died <= start else storage
-        for storage in trace.storages
-    )
-    return replace(trace, storages=storages)
 
 
 def _error(before: nn.Module, after: nn.Module, options: StepOptions) -> Apart | None:
