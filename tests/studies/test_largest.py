@@ -108,6 +108,27 @@ def test_the_most_to_be_looked_at() -> None:
     assert (found.value, found.following) == (12, None)
 
 
+def test_a_table_of_positions_ends_the_sequence() -> None:
+    class Positioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(50, 8), nn.Embedding(48, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+
+    asked = subject(Positioned, "2x16:int64<50")
+    found = find_largest(asked, "sequence", room_of("cpu", "1GiB"))
+    assert (found.value, found.most) == (48, 48)
+    assert any("a table of 48 positions" in note for note in found.notes)
+    less = find_largest(asked, "sequence", room_of("cpu", 9_000))
+    assert 0 < less.value < 48
+    assert less.following is not None
+    Positioned()(torch.zeros(2, 48, dtype=torch.int64))
+    with pytest.raises(IndexError):
+        Positioned()(torch.zeros(2, 49, dtype=torch.int64))
+
+
 def test_a_budget_on_a_card_counts_the_context() -> None:
     card = room_of("t4", None)
     room = room_of("t4", "4 GiB")

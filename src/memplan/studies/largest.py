@@ -14,7 +14,7 @@ from memplan.errors import BudgetError, DeviceError, InputError, MemplanError, U
 from memplan.simulation import caching
 from memplan.simulation.liveness import simulate
 from memplan.simulation.settings import AllocatorSettings, parse_settings
-from memplan.studies.axes import Axis, Size, axis_of, value_of, without_data
+from memplan.studies.axes import Axis, Length, Size, axis_of, value_of, without_data
 from memplan.studies.fits import LABELS, part_bytes
 from memplan.studies.guess import MOST, Sample
 from memplan.studies.planned import Planned, planned
@@ -24,6 +24,7 @@ from memplan.studies.subject import Subject
 from memplan.studies.sweep import again, device_of
 from memplan.studies.window import Window
 from memplan.trace.model import Trace
+from memplan.trace.positions import NoSuchRow
 from memplan.trace.session import Target, choose_target
 from memplan.trace.step import StepOptions
 
@@ -256,6 +257,9 @@ def find_largest(
         progress(f"{name} {value}")
         outcome = measured(axis.at(subject, value), room.target, settings, keep=True)
         if outcome.bytes is None:
+            end = outcome.error.__cause__ if outcome.error is not None else None
+            if isinstance(axis, Length) and isinstance(end, NoSuchRow) and divisible <= end.rows < value:
+                raise end
             raise _failed(outcome, name, value, divisible, bool(recorded))
         notes.update(dict.fromkeys(outcome.notes))
         need, fits = room.need(outcome.bytes), room.fits(outcome.bytes)
@@ -263,10 +267,17 @@ def find_largest(
         return Sample(place, _measure(axis, value), need, fits, outcome.trace)
 
     allocator = parse_settings(settings or "")
-    samples = last_fitting(
-        probe, lambda place: _measure(axis, place * divisible), room.limit, start, last,
-        lambda trace: room.holds(trace, allocator),
-    )  # fmt: skip
+    try:
+        samples = last_fitting(
+            probe, lambda place: _measure(axis, place * divisible), room.limit, start, last,
+            lambda trace: room.holds(trace, allocator),
+        )  # fmt: skip
+    except NoSuchRow as end:  # the model takes no more, whatever fits
+        found = find_largest(
+            subject, name, room, divisible=divisible, aspect=aspect, most=end.rows, fit=fit, settings=settings,
+            title=title, progress=progress,
+        )  # fmt: skip
+        return replace(found, notes=(*found.notes, f"the model has a table of {end.rows} positions: it takes no more"))
     value, following = bracket(samples)
     if following is None and value < last:
         raise _grows_not(name, samples, divisible)

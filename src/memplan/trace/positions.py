@@ -13,6 +13,14 @@ _SHIFTED = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1}
 _TABLE = "aten.embedding.default"
 
 
+class NoSuchRow(IndexError):
+    """A position that a table does not have."""
+
+    def __init__(self, position: int, rows: int) -> None:
+        super().__init__(f"index {position} is out of range of a table of {rows} rows")
+        self.rows = rows
+
+
 class Positions:
     """Knows which storages count up, and refuses what the real step refuses: a position that a table does not have.
 
@@ -27,13 +35,13 @@ class Positions:
         """An op is about to run.
 
         Raises:
-            IndexError: it looks up a row that the table does not have, as torch says it on the CPU.
+            NoSuchRow: it looks up a row that the table does not have, as torch says it on the CPU.
         """
         if name != _TABLE or not isinstance(args[0], torch.Tensor) or not isinstance(args[1], torch.Tensor):
             return
         last = self._largest(args[1])
         if last is not None and last >= args[0].shape[0]:
-            raise IndexError(f"index {last} is out of range of a table of {args[0].shape[0]} rows")
+            raise NoSuchRow(last, int(args[0].shape[0]))
 
     def after(
         self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object], result: object, *, written: bool
