@@ -40,7 +40,7 @@ from memplan.errors import BudgetError  # noqa: E402
 Mode = Literal["plain", "held", "early"]
 MODES: tuple[Mode, ...] = ("plain", "held", "early")
 SHARES = (0.0, 0.4, 0.8)
-RATE = 0.1
+RATE = 1e-3
 FACTOR, SLACK = 2.0, 64 * torch.finfo(torch.float32).eps
 WITHIN = 0.05
 Row = dict[str, Any]
