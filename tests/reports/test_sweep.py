@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import memplan
+from memplan._bytes import format_bytes
 from memplan.errors import InputError
 from memplan.reports.sweep import check_drawable, draw, dumps, picture, print_sweep
 from memplan.studies.sweep import Sweep
@@ -48,6 +49,15 @@ def test_the_peak_is_in_its_row(swept: Sweep) -> None:
     peaks = [memplan.explain(convolutions, f"{n}x3x32x32", device="t4").timeline.peak_allocated for n in (1, 2, 4)]
     rows = [line.split() for line in printed(swept).splitlines() if line.split()[1:2] == ["3"]]
     assert [" ".join(row[2:4]) for row in rows] == [f"{peak / 1024:.1f} KiB" for peak in peaks]
+
+
+def test_fragments_are_what_is_reserved_beyond_the_peak(swept: Sweep) -> None:
+    timelines = [memplan.explain(convolutions, f"{n}x3x32x32", device="t4").timeline for n in (1, 2, 4)]
+    beyond = [one.peak_reserved - one.peak_allocated for one in timelines]
+    lines = printed(swept).splitlines()
+    assert "fragments" in " ".join(lines)
+    rows = [line for line in lines if line.split()[1:2] == ["3"]]
+    assert [row.split()[-2:] for row in rows] == [format_bytes(size).split() for size in beyond]
 
 
 def test_an_interrupted_sweep_says_so(swept: Sweep) -> None:

@@ -73,7 +73,7 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
 
 
 def table(sweep: Sweep, page: Page) -> Table:
-    """A row for each point: values, peak, reserved, and the parts of the peak."""
+    """A row for each point: values, peak, reserved, the parts of the peak, and what lies between peak and reserved."""
     rows = sweep.rows
     columns = [Column(_header(name), tuple(clean(shown(row[name])) for row in rows), right=True) for name in sweep.axes]
     columns.append(Column("peak", tuple(_peak(row) for row in rows), right=True))
@@ -86,6 +86,8 @@ def table(sweep: Sweep, page: Page) -> Table:
             cells = tuple(_sum(row, causes) for row in rows)
         if any(cell not in ("", "0 B") for cell in cells):
             columns.append(Column(part, cells, right=True, drop=_DROP.get(part, 1)))
+    if any(row.get("fragmentation") for row in rows):
+        columns.append(Column("fragments", tuple(_sum(row, ("fragmentation",)) for row in rows), right=True, drop=5))
     return page.table(columns)
 
 
