@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from memplan.checks.ignores import Ignore, kept, parse_ignore
 from memplan.checks.mending import Remaker
@@ -15,6 +14,7 @@ from memplan.checks.model import SEVERITIES, Finding, Subject
 from memplan.checks.registry import CHECKS, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError
+from memplan.explanation.explain import device_of
 from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
 from memplan.trace.session import choose_target
@@ -67,7 +67,7 @@ def check(
                 expected="a Trace alone: its step is already recorded",
             )
         return check_trace(what, context=context, ignores=ignores)
-    target = choose_target(_device_of(what) if device is None else device)
+    target = choose_target(device_of(what) if device is None else device)
     remaker = Remaker(what, options, target)
     return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
 
@@ -103,12 +103,6 @@ def check_trace(
     found = [finding for one in CHECKS for finding in one.find(subject)]
     made = {layer.name: layer.made for layer in trace.layers}
     return sorted(kept(found, ignores, made), key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
-
-
-def _device_of(what: Any) -> str | None:
-    """The kind of device that a module is on, None of anything else and of one that is nowhere yet."""
-    first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
-    return first.device.type if first is not None and first.device.type in (HOST, "cuda") else None
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -73,7 +73,7 @@ def explain(
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what, settings=settings)
-    target = choose_target(_device_of(what) if device is None else device)
+    target = choose_target(device_of(what) if device is None else device)
     on_card = target.card is not None
     trace = record_for(build_of(what, options, on_card=on_card), target)
     explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
@@ -84,7 +84,7 @@ def explain(
     return scaled(explanation, options.batch, at, target)
 
 
-def _device_of(what: Any) -> str | None:
+def device_of(what: Any) -> str | None:
     """The kind of device that a module is on, None of anything else and of one that is nowhere yet."""
     first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
     return first.device.type if first is not None and first.device.type in (HOST, "cuda") else None

@@ -237,8 +237,8 @@ class Study:
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
                 found = replace(found, graph=_with_costs(found.graph, settings))
-                seconds = (step_seconds(one.graph) or 0.0 for one in (found, self.captured))
-                if settings.plan is not None or next(seconds) <= SLOWER * next(seconds):
+                there, here = (step_seconds(one.graph) or 0.0 for one in (found, self.captured))
+                if settings.plan is not None or there <= SLOWER * here:
                     self._relaid = Study(self.model, self.call, found, self.plain or self)
         return self._relaid
 

@@ -11,6 +11,7 @@ import torch
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.devices import find
 from memplan.errors import BudgetError, DeviceError, InputError, MemplanError, UnitError
+from memplan.explanation.explain import device_of
 from memplan.simulation import caching
 from memplan.simulation.liveness import simulate
 from memplan.simulation.settings import AllocatorSettings, parse_settings
@@ -21,7 +22,7 @@ from memplan.studies.planned import Planned, planned
 from memplan.studies.points import Bytes, Outcome, measured
 from memplan.studies.search import bracket, last_fitting
 from memplan.studies.subject import Subject
-from memplan.studies.sweep import again, device_of
+from memplan.studies.sweep import again
 from memplan.studies.window import Window
 from memplan.trace.model import Trace
 from memplan.trace.positions import NoSuchRow

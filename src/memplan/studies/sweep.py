@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.errors import InputError, MemplanError
+from memplan.explanation.explain import device_of
 from memplan.studies.axes import Axis, axis_of, without_data
 from memplan.studies.fits import Crossing, Fit, crossings_of, fits_of
 from memplan.studies.parallel import Done, Task, run
@@ -148,7 +148,8 @@ def swept(
     for axis, values in axes:
         for value in values:
             axis.at(subject, value)  # raises before anything is recorded
-    points = [dict(zip((axis.name for axis, _ in axes), values, strict=True)) for values in _product(axes)]
+    names = [axis.name for axis, _ in axes]
+    points = [dict(zip(names, point, strict=True)) for point in itertools.product(*(values for _, values in axes))]
     tasks: list[Task] = [(_at(subject, [axis for axis, _ in axes], point), target, settings) for point in points]
     outcomes = run(tasks, jobs, progress or (lambda done, total: None))
     rows = [_row(point, outcomes[number]) for number, point in enumerate(points) if number in outcomes]
@@ -177,12 +178,6 @@ def again(what: Any) -> Any:
     return what
 
 
-def device_of(what: Any) -> str | None:
-    """The kind of device that a module is on; None of anything else, and of one that is nowhere yet."""
-    first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
-    return first.device.type if first is not None and first.device.type in ("cpu", "cuda") else None
-
-
 def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
     if not axes:
         raise InputError("no axis to sweep over", expected="one at least, such as batch", do="Give its values")
@@ -192,10 +187,6 @@ def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> No
         raise InputError(f"the axis {twice} twice", expected="each axis once", do="Join its values")
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise InputError(f"jobs={jobs!r}", expected="a number of processes, 1 or more", do="Leave it out for all cores")
-
-
-def _product(axes: Sequence[tuple[Axis, tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    return list(itertools.product(*(values for _, values in axes)))
 
 
 def _at(subject: Subject, axes: Sequence[Axis], point: Mapping[str, Any]) -> Subject:

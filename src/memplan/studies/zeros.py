@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -57,8 +59,5 @@ def masks_of(trace: Trace) -> tuple[Zeros, ...]:
         if base == name or mask is None or len(weight.shape) < 2:
             continue
         layer, _, own = base.rpartition(".")
-        elements = 1
-        for size in weight.shape:
-            elements *= size
-        found.append(Zeros(layer, own, elements, None, weight.bytes, mask.bytes, weight.shape[0], None))
+        found.append(Zeros(layer, own, math.prod(weight.shape), None, weight.bytes, mask.bytes, weight.shape[0], None))
     return tuple(found)
