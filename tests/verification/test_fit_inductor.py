@@ -12,6 +12,7 @@ import pytest
 import torch
 from rewriting.cells import CELLS, Norms, total
 from torch import nn
+from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
 from verification.test_fit_cells import BATCH, QUICK, Twice
 
@@ -155,6 +156,31 @@ def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: 
     holds(fitted)
     assert layouts == [True, False]
     assert any("convolving in channels last was tried and not taken" in note for note in fitted.notes)
+
+
+def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, compiled = list[str](), list[inductor.Lowerable]()
+    write, compile_ = GraphLowering.codegen, inductor.kernels_of
+
+    def counted(self: Any) -> Any:
+        made = write(self)
+        written.append(made[0].value)
+        return made
+
+    def kernels(part: inductor.Lowerable) -> Any:
+        before = len(written)
+        made = compile_(part)
+        assert len(written) == before
+        assert inductor.code_of(part).text in written
+        compiled.append(part)
+        return made
+
+    monkeypatch.setattr(GraphLowering, "codegen", counted)
+    monkeypatch.setattr(inductor, "kernels_of", kernels)
+    torch.manual_seed(0)
+    model, (x, y) = Net(), inputs()
+    holds(at_share(model, 0.8, x, targets=y, loss=F.cross_entropy))
+    assert len(compiled) >= 2
 
 
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

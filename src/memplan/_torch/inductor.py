@@ -4,10 +4,11 @@ Seen in torch 2.11, 2.13 and 2.15: ``torch.fx.experimental.proxy_tensor.make_fx`
 ``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
 ``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
 ``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
-``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
-``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
-(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
-``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
+``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen``, ``compile_to_module``, ``constants`` and
+``torchbind_constants`` in ``torch._inductor.graph``, ``torch._inductor.codecache.PyCodeCache``,
+``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written (``call``, ``empty_strided_cpu``,
+``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and ``preserve_node_meta`` in
+``torch.fx.traceback``, ``torch._inductor.exc`` and
 ``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.13 and 2.15, and in 2.11 of no use for ops that draw:
 ``preserve_node_ordering`` and ``control_deps_autograd`` in ``torch._inductor.fx_passes.control_dependencies``.
 """
@@ -20,6 +21,7 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +39,7 @@ Boxed = Callable[[list[Any]], Sequence[Tensor]]
 _COPY = torch.ops.aten.copy_.default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowerable:
     """A function of tensors as a graph of core ops."""
 
@@ -48,6 +50,11 @@ class Lowerable:
     """The fake mode of the examples."""
     backward: bool
     """Whether it is of the backward pass, which Inductor fuses otherwise."""
+
+    @cached_property
+    def code(self) -> Code:
+        """What Inductor writes for it: lowering takes seconds, and planning and running both need it."""
+        return _written(self)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def traced(
         function: takes tensors, gives tensors. It may copy into those that it is given.
         examples: tensors of ``mode``.
         mode: of `fake_mode`.
-        own: by op that Inductor does not know, what stands for it.
+        own: by op that Inductor does not know, or knows less well, what stands for it; NotImplemented: the op itself.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -184,11 +191,6 @@ def _keep_random_order(module: fx.GraphModule) -> None:
         module.recompile()
 
 
-def kernels_of(part: Lowerable) -> Boxed:
-    """Compile a function. Kernels that were compiled before, in whatever process, are found in Inductor's cache."""
-    return _lowered(part)
-
-
 @dataclass(frozen=True)
 class Code:
     """What Inductor writes for a function."""
@@ -197,24 +199,61 @@ class Code:
     """The Python code that calls its kernels, and their sources. Empty where there is nothing to compute."""
     kernels: tuple[Kernel, ...] | None
     """What it calls, in order; None where this version of Inductor calls what tells so by other names."""
+    function: Boxed
+    """It runs the kernels."""
+    later: tuple[_Later, ...]
+    """What is still to be compiled for that."""
+
+
+class _Later:
+    """Code that was written, and is compiled when that is asked for or it is first called."""
+
+    def __init__(self, text: str, constants: Mapping[str, Any]) -> None:
+        self.text = text
+        self._constants = constants
+        self._function: Boxed | None = None
+
+    def compiled(self) -> Boxed:
+        """The code as a function. Kernels that were compiled before, in whatever process, are found in Inductor's
+        cache."""
+        from torch._inductor.codecache import PyCodeCache
+
+        found = self._function
+        if found is None:
+            module: Any = PyCodeCache.load_by_key_path(*PyCodeCache.write(self.text), attrs=dict(self._constants))
+            found = self._function = module.call
+        return found
+
+    def call(self, given: list[Any]) -> Sequence[Tensor]:
+        """Inductor takes this for the function of a module that is compiled."""
+        return self.compiled()(given)
 
 
 def code_of(part: Lowerable) -> Code:
-    """The code of a function; none of its kernels is compiled."""
+    """The code of a function, which is written once; none of its kernels is compiled."""
+    return part.code
+
+
+def kernels_of(part: Lowerable) -> Boxed:
+    """Compile the code of a function."""
+    code = code_of(part)
+    for one in code.later:
+        one.compiled()
+    return code.function
+
+
+def _written(part: Lowerable) -> Code:
     from torch._inductor.graph import GraphLowering
 
-    found = list[str]()
-
-    class Nothing:
-        def call(self, *_: Any) -> None: ...
+    found = list[_Later]()
 
     def instead(self: Any) -> Any:
-        found.append(self.codegen()[0].value)
-        return Nothing()
+        found.append(_Later(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
+        return found[-1]
 
     with patched(GraphLowering, compile_to_module=instead), _uncached(), kernels_recorded() as record:
-        _lowered(part)
-    return Code("".join(found), record.kernels)
+        function = _lowered(part)
+    return Code("".join(one.text for one in found), record.kernels, function, tuple(found))
 
 
 def _lowered(part: Lowerable) -> Any:

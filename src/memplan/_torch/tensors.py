@@ -32,6 +32,12 @@ IN_PLACE_ON_ZEROS = {
 """Ops with which derivative formulas write into zeros, and the forms in which they do it without a dispatch mode."""
 
 
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target: ``torch._foreach_copy_``, one call for what are hundreds of small ones."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateImportUsage]
+
+
 def in_backward() -> bool:
     """Whether the autograd engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1

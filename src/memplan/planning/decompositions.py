@@ -16,12 +16,14 @@ from torch import Tensor
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By op, the function that it is replaced by when a step is traced."""
-    from memplan.planning import kernels  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
-    from memplan.planning.pools import POOLS
+    from memplan.planning import (
+        kernels,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
+        pools,
+    )
 
     ops: Any = torch.ops.memplan
     return {
-        **POOLS,
+        **pools.decompositions(),
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,
         ops.unpack_bits.default: _unpacked,
         ops.threshold_backward_bits.default: _threshold_backward,

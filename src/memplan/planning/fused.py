@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from memplan import _torch
 from memplan._torch import inductor
 from memplan.errors import CompileError
 from memplan.planning.decompositions import decompositions
@@ -260,8 +261,7 @@ class Halves:
         targets = [inputs[at] for at in self._of.written]
         (results,) = _run(self._of.forward.takes, self._forward, inputs)
         cut = self._outputs + self._saved
-        for target, source in zip(targets, results[cut:], strict=True):
-            target.copy_(source)
+        _torch.copy_all(targets, results[cut:])
         return results[: self._outputs], results[self._outputs : cut]
 
     def backward(

@@ -18,7 +18,8 @@ from memplan.planning.graph import RESIDENT, Encoding, GraphOp, JointGraph, Offl
 NODES = 16
 """Moments at which gradients are given that stay in memory anyway. To autograd each is a node, which takes as long as
 a small op: two hundred would slow a network of many small layers down by a tenth. With one alone, gradients could not
-be reduced between processes while the backward pass still runs, nor a pass for the last layers end early."""
+be reduced between processes while the backward pass still runs, nor a pass for the last layers end early. Of fused
+kernels there is one, as they are compiled in one part where gradients stay: all are made before the first is given."""
 
 ActionKind = Literal["run", "encode", "decode", "store", "stored", "fetch", "fetched", "write", "receive", "give"]
 
@@ -337,7 +338,7 @@ class _Scheduler:
                 ready[of] = max(ready[of], last.get(self.graph.base(of), 0))
             elif self._stays(of):
                 waiting.add(of)
-        together = _together(sorted({ready[of] for of in waiting}))
+        together = _together(sorted({ready[of] for of in waiting}), 1 if self.choices.fused else NODES)
         due: dict[int, list[_Draft]] = defaultdict(list)
         for of, gradient in self.graph.gradients:
             action = Action("give", value=of, source=gradient, copies=of in self.copies)
@@ -394,9 +395,9 @@ def with_fewest_pieces(made: Schedule, fits: Callable[[Schedule], Sequence[bool]
     return some if all(fits(some)) else made
 
 
-def _together(moments: Sequence[int]) -> dict[int, int]:
-    """For each of these moments, in order, the one at which what is ready then is given: NODES of them at most."""
-    size = max(1, -(-len(moments) // NODES))
+def _together(moments: Sequence[int], most: int) -> dict[int, int]:
+    """For each of these moments, in order, the one at which what is ready then is given: so many of them at most."""
+    size = max(1, -(-len(moments) // most))
     return {at: moments[min(k - k % size + size, len(moments)) - 1] for k, at in enumerate(moments)}
 
 
