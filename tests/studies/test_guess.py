@@ -23,7 +23,7 @@ def test_guesses_come_from_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [Sample(n, float(n), 0, True, attention(n)) for n in (8, 16, 64)]
     asked: dict[int, Trace] = {}
 
-    def last(fits: Any, begin: int) -> int:
+    def last(fits: Any, low: int, high: int | None) -> int:
         for place in (24, 100):
             fits(place)
         return 0

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.errors import BudgetError, InputError, UsageError
+from memplan.errors import BudgetError, StepError, UsageError
 from memplan.simulation.caching import fits as fits_in
 from memplan.simulation.settings import AllocatorSettings
 from memplan.studies.axes import Axis, axis_of
-from memplan.studies.largest import Largest, Room, find_largest, room_of
+from memplan.studies.largest import Largest, find_largest
 from memplan.studies.points import measured
+from memplan.studies.room import Room, room_of
 from memplan.studies.subject import Subject
 from memplan.studies.window import Window
 from memplan.trace.step import StepOptions, build_of
@@ -230,16 +231,145 @@ def test_what_cannot_be_is_one_message(axis: str, options: dict[str, Any], words
     assert "\n" not in str(error.value)
 
 
-def test_a_value_that_the_model_does_not_take_is_told_of() -> None:
-    def halved() -> nn.Module:
-        class Halved(nn.Module):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return x + x.reshape(x.shape[0], 2, -1).repeat(1, 1, 2)[:, 0]
+class Skips(nn.Module):
+    """Halves an image three times and joins it with what it was: takes multiples of 8 alone."""
 
-        return nn.Sequential(nn.Conv1d(1, 1, 1), nn.Flatten(), Halved())
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv2d(2, 2, 2, stride=2) for _ in range(3))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 if n == 0 else 4, 2, 2, stride=2) for n in range(3))
 
-    with pytest.raises(InputError, match=r"size \d+ cannot be recorded.*--divisible 32"):
-        memplan.largest(halved, "size", "2x1x8", device="cpu", budget=50_001)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before: list[torch.Tensor] = []
+        for down in self.down:
+            before.append(x)
+            x = down(x)
+        for up in self.up:
+            x = torch.cat([up(x), before.pop()], 1)
+        return x
+
+
+def runs(what: Callable[[], nn.Module], *shape: int) -> bool:
+    try:
+        what()(torch.zeros(shape))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("budget", [70_000, 600_000, 30 << 20])
+def test_where_only_some_sizes_work_the_answer_is_the_largest_of_them(budget: int) -> None:
+    of, room = subject(Skips, "2x2x24x24"), room_of("cpu", budget)
+    axis, found = axis_of("size", of), find_largest(of, "size", room)
+    assert [runs(Skips, 2, 2, size, size) for size in (found.value, found.value + 1, found.value + 4)] == [1, 0, 0]
+    assert fits(of, axis, found.value, room)
+    assert not fits(of, axis, found.value + 8, room)
+    assert (found.step, found.end) == (8, found.value + 8)
+    assert found.failed
+    assert not any(runs(Skips, 2, 2, one.value, one.value) for one in found.failed)
+    assert all("Sizes of tensors must match" in one.reason for one in found.failed)
+    assert memplan.largest(Skips, "size", "2x2x24x24", device="cpu", budget=budget) == found.value
+
+
+def test_an_input_of_a_size_that_does_not_work_is_no_end() -> None:
+    found = find_largest(subject(Skips, "2x2x25x25"), "size", room_of("cpu", 600_000))
+    assert found.tried[0].reason
+    assert found.value == find_largest(subject(Skips, "2x2x24x24"), "size", room_of("cpu", 600_000)).value
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+
+def test_a_batch_of_one_that_fails_is_passed_over() -> None:
+    assert not runs(normed, 1, 8)
+    of = subject(normed, "1x8")
+    found = find_largest(of, "batch", room_of("cpu", 50_000))
+    assert [one.value for one in found.failed] == [1]
+    assert "Expected more than 1 value per channel" in found.failed[0].reason
+    assert found.value == find_largest(subject(normed, "8x8"), "batch", room_of("cpu", 50_000)).value
+    none = find_largest(of, "batch", room_of("cpu", 800))
+    assert (none.value, none.least.value, none.end) == (0, 2, 2)
+    with pytest.raises(BudgetError, match=r"does not fit at batch 2: .* \(1 cannot be recorded\)"):
+        memplan.largest(normed, "batch", "1x8", device="cpu", budget=800)
+
+
+def test_a_value_from_which_on_the_model_fails_ends_the_search() -> None:
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.linear = nn.Parameter(torch.zeros(1, 96, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x + self.places[:, : x.shape[1]])
+
+    found = find_largest(subject(Short, "2x16x4"), "sequence", room_of("cpu", "1GiB"))
+    assert (found.value, found.end, found.step) == (96, 97, 1)
+    following = found.following
+    assert following is not None
+    assert "expected shape should be broadcastable to [2, 97, 4]" in following.reason
+    assert [runs(Short, 2, length, 4) for length in (96, 97)] == [True, False]
+
+
+def test_where_no_value_works_one_message_names_all_that_were_tried() -> None:
+    def wrong() -> nn.Module:
+        return nn.Linear(9, 4)
+
+    with pytest.raises(StepError) as error:
+        memplan.largest(wrong, "batch", "8x8", device="cpu", budget=50_000)
+    assert "so batch 8 cannot be recorded, nor can 16, 4, 32, 2, 64, 1, 128. Expected" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_plans_pass_over_what_fails_too() -> None:
+    found = find_largest(subject(Skips, "2x2x24x24"), "size", room_of("cpu", 300_000), fit=True)
+    assert found.planned is not None
+    assert found.planned.value % 8 == 0
+    answer, following = found.planned.answer, found.planned.following
+    assert answer is not None
+    assert following is not None
+    assert answer.need <= 300_000 < following.need
+
+
+class Windows(nn.Module):
+    """Pads a sequence to whole windows, as attention in windows does."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.embedding, self.linear, self.last = (
+            size,
+            nn.Embedding(64, 16),
+            nn.Linear(16, 16),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        count = x.shape[1]
+        x = nn.functional.pad(x, (0, 0, 0, -count % self.size)).unflatten(1, (-1, self.size))
+        return self.last(torch.relu(self.linear(x)).flatten(1, 2)[:, :count])
+
+
+@pytest.mark.parametrize("size", [1, 512, 1000])
+@pytest.mark.parametrize(("card", "budget"), [("t4", None), ("t4", "2 GiB"), ("h100", None), ("cpu", "1 GiB")])
+def test_millions_of_tokens_take_few_recordings(size: int, card: str, budget: str | None) -> None:
+    of, room = subject(Windows, "1x1024:int64<64", optimizer=torch.optim.SGD), room_of(card, budget)
+    of = of.with_arguments(size=size)
+    found = find_largest(of, "sequence", room)
+    axis = axis_of("sequence", of)
+    assert found.value > 100_000
+    assert (fits(of, axis, found.value, room), fits(of, axis, found.value + 1, room)) == (True, False)
+    assert len(found.tried) < 10
+
+
+def test_sizes_that_aspect_makes_alike_do_not_end_the_search() -> None:
+    found = find_largest(
+        subject(convolutions, "2x3x16x16"), "size", room_of("cpu", 3 << 20), divisible=8, aspect=(0.5, 0.5)
+    )
+    answer, following = found.answer, found.following
+    assert answer is not None
+    assert following is not None
+    assert answer.need <= 3 << 20 < following.need
 
 
 def test_what_is_found_knows_its_recordings() -> None:

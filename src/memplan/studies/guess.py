@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy
 
-from memplan.trace.model import Trace
+from memplan.studies.laws import polynomial, storage_law
+from memplan.trace.model import Storage, Trace
 
 MOST = 1 << 40
 """A number of steps along an axis that no device holds."""
@@ -30,66 +31,99 @@ class Sample:
 
 
 def guess(
-    samples: Sequence[Sample], limit: int, measure: Callable[[int], float], fits: Callable[[Trace], bool] | None = None
+    samples: Sequence[Sample],
+    limit: int,
+    measure: Callable[[int], float],
+    fits: Callable[[Trace], bool] | None = None,
+    low: int = 0,
+    high: int | None = None,
+    straight: bool = False,
 ) -> int | None:
-    """The last place that is expected to fit; None where every place is.
+    """The last place that is expected to fit; None where every place is, or nothing can be expected.
 
-    Where recordings have the same storages in the same order, the bytes of each follow a law of their own: the line, or
-    the parabola, through what it has in the two or three recordings next to the limit. So the step at any other place
-    is known without a recording, and is asked whether it fits. Else one law goes through the needs.
+    Where recordings have the same storages in the same order, the bytes of each follow a law of their own
+    (`storage_law`). So the step at any other place is known without a recording, and is asked whether it fits. Else one
+    law goes through the needs.
 
     Args:
-        samples: at two places or more.
+        samples: what was recorded, in order; what is next to the last one counts most.
         limit: bytes that a need has to stay within.
         measure: of a place, which grows with it.
         fits: whether a step does; where it is left out, the needs alone are looked at.
+        low: a place that fits, or 0.
+        high: one that does not.
+        straight: take lines through the last two recordings, not parabolas through three.
 
     Returns:
-        0 where not even the first place is expected to fit.
+        A place from ``low`` up to the one before ``high``; 0 where not even the first place is expected to fit.
     """
-    near = sorted(samples, key=lambda one: (abs(one.need - limit), one.place))[:3]
-    near.sort(key=lambda one: one.measure)
-    measures = [one.measure for one in near]
-    traces = [one.trace for one in near if one.trace is not None]
-    if fits is not None and len(traces) == len(near) and all(_alike(traces[0], other) for other in traces):
+    near = sorted(samples, key=lambda one: abs(one.place - samples[-1].place))
+    if straight:
+        near = [*samples[:-3:-1], *(one for one in near if one not in samples[-2:])]
+    points = 2 if straight else 3
+    alike = _alike(near, samples[-1].place) if fits is not None else []
+    if fits is not None and alike:
+        places, traces = [one.place for one in alike], [one.trace for one in alike if one.trace is not None]
         most, least = (
-            _law(measures, [[size(s) for s in trace.storages] for trace in traces]) for size in (_most, _least)
+            storage_law(places, [[size(s) for s in trace.storages] for trace in traces], measure, points)
+            for size in (_most, _least)
         )
-        return _last(lambda at: fits(_between(traces[0], most(measure(at)), least(measure(at)))), near[-1].place)
-    law = _law([one.measure for one in near], [[one.need] for one in near])
-    return _last(lambda at: float(law(measure(at))[0]) <= limit, near[-1].place)
+        return _last(lambda at: fits(_with_sizes(traces[0], most(at), least(at))), low, high)
+    apart = {one.need: one for one in samples}  # the last of those with the same need
+    near = [one for one in near if apart[one.need] is one]
+    if len({one.measure for one in near}) < 2:
+        return None
+    law = polynomial([one.place for one in near], [[one.need] for one in near], measure, points)
+    return _last(lambda at: float(law(at)[0]) <= limit, low, high)
 
 
-def _last(fits: Callable[[int], bool], begin: int) -> int | None:
-    """The last place that fits, as if all before it did."""
-    low, high = 0, max(2 * begin, 2)
-    while fits(high):
-        if high >= MOST:
+def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
+    """The last place that fits, where ``low`` does and ``high`` does not."""
+    reach = 2 * low or 2
+    while high is None:
+        if not fits(reach):
+            high = reach
+        elif reach >= MOST:
             return None
-        low, high = high, 4 * high
+        else:
+            low, reach = reach, 4 * reach
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def _alike(one: Trace, other: Trace) -> bool:
+def _alike(samples: Sequence[Sample], place: int) -> list[Sample]:
+    """Those with the same storages, in their order; where there are several such groups, the one with two samples next
+    to the place. None where no two are alike."""
+    groups: list[list[Sample]] = []
+    for one in samples:
+        group = next((known for known in groups if _same_storages(known[0].trace, one.trace)), None)
+        if group is None:
+            groups.append([one])
+        elif one.measure not in {other.measure for other in group}:
+            group.append(one)
+    pairs = [group for group in groups if len(group) > 1]
+    return min(pairs, key=lambda group: sorted(abs(one.place - place) for one in group)[1], default=[])
+
+
+def _same_storages(one: Trace | None, other: Trace | None) -> bool:
     """Whether two steps make and free the same storages in the same order."""
-    pairs = zip(one.storages, other.storages, strict=False)
-    return len(one.storages) == len(other.storages) and all(
-        a.born == b.born and a.died == b.died and (a.low is None) == (b.low is None) for a, b in pairs
-    )
+    if one is None or other is None or len(one.storages) != len(other.storages):
+        return False
+    pairs = zip(one.storages, other.storages, strict=True)
+    return all(a.born == b.born and a.died == b.died and (a.low is None) == (b.low is None) for a, b in pairs)
 
 
-def _most(storage: Any) -> int:
+def _most(storage: Storage) -> int:
     return storage.bytes
 
 
-def _least(storage: Any) -> int:
+def _least(storage: Storage) -> int:
     return storage.bytes if storage.low is None else storage.low
 
 
-def _between(trace: Trace, most: Any, least: Any) -> Trace:
+def _with_sizes(trace: Trace, most: Any, least: Any) -> Trace:
     """A step with storages of other sizes."""
     storages = tuple(
         dataclasses.replace(storage, bytes=size, low=None if storage.low is None else min(low, size))
@@ -100,23 +134,3 @@ def _between(trace: Trace, most: Any, least: Any) -> Trace:
 
 def _whole(sizes: Any) -> list[int]:
     return [max(0, int(size)) for size in numpy.rint(sizes)]
-
-
-def _law(measures: Sequence[float], rows: Sequence[Sequence[int]]) -> Callable[[float], Any]:
-    """The polynomials through two or three points each (Newton's divided differences); two lines that meet in the
-    middle point where a parabola would open downwards: bytes do not fall."""
-    values = numpy.array(rows, dtype=float)
-    x = [one / measures[-1] for one in measures]
-    first = (values[1] - values[0]) / (x[1] - x[0])
-    if len(x) == 2:
-        return lambda at: values[0] + first * (at / measures[-1] - x[0])
-    later = (values[2] - values[1]) / (x[2] - x[1])
-    bend = numpy.maximum((later - first) / (x[2] - x[0]), 0.0)
-
-    def law(at: float) -> Any:
-        place = at / measures[-1]
-        if place >= x[1]:
-            return values[1] + later * (place - x[1]) + bend * (place - x[1]) * (place - x[2])
-        return values[0] + first * (place - x[0]) + bend * (place - x[0]) * (place - x[1])
-
-    return law

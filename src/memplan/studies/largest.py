@@ -3,85 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from memplan._bytes import format_bytes, parse_bytes
-from memplan.devices import find
-from memplan.errors import BudgetError, DeviceError, InputError, MemplanError, UnitError
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError, InputError, MemplanError, StepError
 from memplan.explanation.explain import device_of
-from memplan.simulation import caching
-from memplan.simulation.liveness import simulate
-from memplan.simulation.settings import AllocatorSettings, parse_settings
+from memplan.simulation.settings import parse_settings
 from memplan.studies.axes import Axis, Length, Size, axis_of, value_of, without_data
 from memplan.studies.fits import LABELS, part_bytes
 from memplan.studies.guess import MOST, Sample
 from memplan.studies.planned import Planned, planned
-from memplan.studies.points import Bytes, Outcome, measured
-from memplan.studies.search import bracket, last_fitting
+from memplan.studies.points import Bytes, measured
+from memplan.studies.room import Case, Room, room_of
+from memplan.studies.search import Found, last_fitting
 from memplan.studies.subject import Subject
 from memplan.studies.sweep import again
 from memplan.studies.window import Window
 from memplan.trace.model import Trace
 from memplan.trace.positions import NoSuchRow
-from memplan.trace.session import Target, choose_target
 from memplan.trace.step import StepOptions
-
-Case = Literal["low", "high"]
 
 _CLEARLY = 1.02
 """Segments alone make reserved bytes go up and down by less."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a step has to fit into."""
-
-    target: Target
-    limit: int
-    """Bytes: of a card with the CUDA context, less the margin."""
-    case: Case = "high"
-    """Of workspaces that are known as an interval: the least or the most of them."""
-
-    def need(self, found: Bytes) -> int:
-        """What a step takes of it."""
-        return found.needs_high if self.case == "high" else found.needs
-
-    def fits(self, found: Bytes) -> bool:
-        """Whether a step does: on a card with all that its allocator does before it gives up."""
-        if found.answer is None:
-            return self.need(found) <= self.limit
-        return found.answer == "fits" or (self.case == "low" and found.answer == "low only")
-
-    def holds(self, trace: Trace, settings: AllocatorSettings) -> bool:
-        """Whether a step fits, as `fits` would say of its recording, in a hundredth of the time."""
-        if self.target.card is None:
-            return simulate(trace).peak_allocated <= self.limit
-        room = self.target.card.usable(self.case)
-        return caching.fits(trace, room, settings, low=self.case == "low")
-
-    @property
-    def title(self) -> str:
-        """In words."""
-        return f"{format_bytes(self.limit)} ({self.target.card.title if self.target.card else 'CPU'})"
-
-
-@dataclass(frozen=True)
 class Tried:
-    """A value that was recorded."""
+    """A value that was recorded, or could not be."""
 
     value: int
     fits: bool
     need: int
+    """Bytes; 0 where the recording failed."""
     bytes: Bytes | None = None
     plan: Planned | None = None
+    reason: str = ""
+    """Why the recording failed; empty where it did not."""
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest value that fits, and how it was found. ``value`` is 0 where not even the smallest does."""
+    """The largest value that fits, and how it was found. ``value`` is 0 where none of those that were recorded does."""
 
     title: str
     axis: str
@@ -93,14 +58,27 @@ class Largest:
     tried: tuple[Tried, ...]
     """In order; each is one recording, or one plan."""
     step: int = 1
+    """The value is a multiple of it: as asked for, or as the model takes no other values."""
     most: int | None = None
+    end: int | None = None
+    """The next value, which does not fit, or failed; None where the search ended at ``most``."""
     planned: Largest | None = None
     """The same after planning, where that was asked for."""
     notes: tuple[str, ...] = ()
 
-    def at(self, value: int) -> Tried | None:
+    def at(self, value: int | None) -> Tried | None:
         """What was recorded for a value."""
         return next((one for one in self.tried if one.value == value), None)
+
+    @property
+    def recorded(self) -> tuple[Tried, ...]:
+        """Those whose recording did not fail."""
+        return tuple(one for one in self.tried if not one.reason)
+
+    @property
+    def failed(self) -> tuple[Tried, ...]:
+        """Those whose recording failed."""
+        return tuple(one for one in self.tried if one.reason)
 
     @property
     def answer(self) -> Tried | None:
@@ -109,19 +87,25 @@ class Largest:
 
     @property
     def following(self) -> Tried | None:
-        """The next value, which does not fit; None where the search ended at ``most``."""
-        return self.at(self.value + self.step)
+        """What was recorded for the next value, which does not fit, or failed; None where there is none."""
+        return self.at(self.end)
+
+    @property
+    def least(self) -> Tried:
+        """The smallest value that was recorded."""
+        return min(self.recorded, key=lambda one: one.value)
 
     @property
     def unsteady(self) -> tuple[int, int] | None:
-        """Two of the values of which the smaller clearly needs more; None where there are none."""
-        ordered = sorted(self.tried, key=lambda one: one.value)
-        pairs = [(a, b) for n, a in enumerate(ordered) for b in ordered[n + 1 :] if a.need > _CLEARLY * b.need]
-        return (pairs[0][0].value, pairs[0][1].value) if pairs else None
+        """Two of the values of which the smaller clearly needs more, or alone does not fit; None where none do."""
+        ordered = sorted(self.recorded, key=lambda one: one.value)
+        pairs = [(a, b) for n, a in enumerate(ordered) for b in ordered[n + 1 :]]
+        found = [(a, b) for a, b in pairs if a.need > _CLEARLY * b.need or (b.fits and not a.fits)]
+        return (found[0][0].value, found[0][1].value) if found else None
 
     def held_by(self) -> str:
         """What is largest at the smallest value that was recorded."""
-        least = min(self.tried, key=lambda one: one.value)
+        least = self.least
         if least.bytes is None:
             return f"{format_bytes(least.need)} even when planned"
         parts = part_bytes({**least.bytes.row()})
@@ -195,41 +179,6 @@ def largest(
     return found.value
 
 
-def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "high") -> Room:
-    """What a card, a budget, or a budget on a card leaves.
-
-    Raises:
-        InputError: neither of them, or a margin that is no share.
-        UnitError, DeviceError: they are none.
-    """
-    card = None
-    if budget is not None:
-        budget, card = _read_budget(budget)
-        device = device if card is None or device is not None else card
-    target = choose_target(device)
-    if budget is None:
-        if target.card is None and card is not None:
-            raise InputError(
-                f"the budget {card} for the CPU", expected="a size such as 20 GiB, or a step on that card",
-                do=f"Leave the device out, or say device='{card}' (--device {card})",
-            )  # fmt: skip
-        if target.card is None:
-            raise InputError(
-                "neither a card nor a budget",
-                expected="one of them: device='rtx4090' or budget='20 GiB'",
-                do="Give it (--device rtx4090, --budget 20GiB)",
-            )
-        budget = target.card.capacity
-    elif target.card is not None:
-        budget = min(budget, target.card.capacity)
-    limit = int(budget * (1 - _share(margin)))
-    if target.card is not None:
-        target = replace(target, card=replace(target.card, capacity=limit))
-    if case not in ("low", "high"):
-        raise InputError(f"workspace={case!r}", expected="'low' or 'high'", do="Leave it out for 'high'")
-    return Room(target, limit, case)
-
-
 def find_largest(
     subject: Subject,
     name: str,
@@ -247,85 +196,135 @@ def find_largest(
     axis = _axis(subject, name, divisible, aspect)
     subject = without_data(subject)
     start = _start(subject, axis, divisible)
-    last = MOST if most is None else most // divisible
-    if last < 1:
+    if most is not None and most < divisible:
         raise InputError(f"most={most!r}", expected=f"{divisible} or more", do="Raise it, or leave it out")
-    recorded: dict[int, Tried] = {}
     notes: dict[str, None] = {}
+    allocator = parse_settings(settings or "")
 
-    def probe(place: int) -> Sample:
-        value = place * divisible
+    def record(value: int) -> tuple[Tried, Trace | None]:
         progress(f"{name} {value}")
         outcome = measured(axis.at(subject, value), room.target, settings, keep=True)
         if outcome.bytes is None:
-            end = outcome.error.__cause__ if outcome.error is not None else None
-            if isinstance(axis, Length) and isinstance(end, NoSuchRow) and divisible <= end.rows < value:
-                raise end
-            raise _failed(outcome, name, value, divisible, bool(recorded))
+            assert outcome.error is not None, "a point has bytes or an error"
+            raise outcome.error
         notes.update(dict.fromkeys(outcome.notes))
-        need, fits = room.need(outcome.bytes), room.fits(outcome.bytes)
-        recorded[value] = Tried(value, fits, need, outcome.bytes)
-        return Sample(place, _measure(axis, value), need, fits, outcome.trace)
+        return Tried(value, room.fits(outcome.bytes), room.need(outcome.bytes), outcome.bytes), outcome.trace
 
-    allocator = parse_settings(settings or "")
+    recorder = _Recorder(record, axis, divisible)
+    begin, holds = max(1, start // divisible), lambda trace: room.holds(trace, allocator)
     try:
-        samples = last_fitting(
-            probe, lambda place: _measure(axis, place * divisible), room.limit, start, last,
-            lambda trace: room.holds(trace, allocator),
-        )  # fmt: skip
+        found = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), holds)
     except NoSuchRow as end:  # the model takes no more, whatever fits
-        found = find_largest(
-            subject, name, room, divisible=divisible, aspect=aspect, most=end.rows, fit=fit, settings=settings,
-            title=title, progress=progress,
-        )  # fmt: skip
-        return replace(found, notes=(*found.notes, f"the model has a table of {end.rows} positions: it takes no more"))
-    value, following = bracket(samples)
-    if following is None and value < last:
-        raise _grows_not(name, samples, divisible)
-    found = Largest(
-        title or subject.title, name, axis.unit, room, value * divisible, _sizes(axis, value * divisible),
-        tuple(recorded.values()), divisible, most, None, tuple(notes),
-    )  # fmt: skip
-    if not fit:
-        return found
-    return replace(found, planned=_find_planned(found, subject, axis, last, progress))
+        most = end.rows
+        notes[f"the model has a table of {most} positions: it takes no more"] = None
+        found = last_fitting(recorder, recorder.measure, room.limit, begin, _places(most, divisible), holds)
+    made = _largest(found, recorder, title or subject.title, room, most, tuple(notes))
+    return replace(made, planned=_find_planned(made, subject, axis, progress)) if fit else made
 
 
-def _find_planned(found: Largest, subject: Subject, axis: Axis, last: int, progress: Callable[[str], None]) -> Largest:
+def _find_planned(found: Largest, subject: Subject, axis: Axis, progress: Callable[[str], None]) -> Largest:
     """The largest after planning, starting from the largest as it is."""
-    step = found.step
-    recorded: dict[int, Tried] = {}
+    room = found.room
 
-    def probe(place: int) -> Sample:
-        progress(f"{found.axis} {place * step}, planned")
-        made = planned(axis.at(subject, place * step), found.room.target, found.room.limit)
-        recorded[place * step] = Tried(place * step, made.fits, made.least, None, made)
-        return Sample(place, _measure(axis, place * step), made.least, made.fits)
+    def record(value: int) -> tuple[Tried, None]:
+        progress(f"{found.axis} {value}, planned")
+        made = planned(axis.at(subject, value), room.target, room.limit)
+        return Tried(value, made.fits, made.least, None, made), None
 
-    limit = planning_budget(found.room)
-    samples = last_fitting(probe, lambda place: _measure(axis, place * step), limit, max(1, found.value // step), last)
-    value, following = bracket(samples)
-    if following is None and value < last:
-        raise _grows_not(found.axis, samples, step)
-    value *= step
-    return replace(found, value=value, sizes=_sizes(axis, value), tried=tuple(recorded.values()), notes=())
+    recorder = _Recorder(record, axis, found.step)
+    begin, last = max(1, found.value // found.step), _places(found.most, found.step)
+    places = last_fitting(recorder, recorder.measure, room.for_plans, begin, last)
+    return _largest(places, recorder, found.title, room, found.most, ())
 
 
-def planning_budget(room: Room) -> int:
-    """What a plan is given: of a card what it has beside the context, since plans count allocated bytes."""
-    return room.limit if room.target.card is None else room.target.card.usable("high")
+def _places(most: int | None, divisible: int) -> int:
+    return MOST if most is None else most // divisible
+
+
+@dataclass
+class _Recorder:
+    """Records places on an axis, each once, and keeps those that fail with their reason."""
+
+    record: Callable[[int], tuple[Tried, Trace | None]]
+    """Raises MemplanError where a value cannot be recorded."""
+    axis: Axis
+    divisible: int
+    """What a value is, over its place."""
+    tried: dict[int, Tried] = field(default_factory=dict)
+    samples: dict[int, Sample | None] = field(default_factory=dict)
+    error: MemplanError | None = None
+    """The first."""
+
+    def measure(self, place: int) -> float:
+        """What bytes grow with."""
+        measure = self.axis.measure(place * self.divisible)
+        assert measure is not None, "the axis is one of numbers"
+        return measure
+
+    def __call__(self, place: int) -> Sample | None:
+        """What was recorded at a place; None where that failed.
+
+        Raises:
+            NoSuchRow: the model's table of positions is shorter.
+            MemplanError: the first recording failed for another reason than that the step raised.
+        """
+        if place not in self.samples:
+            self.samples[place] = self._sample(place)
+        return self.samples[place]
+
+    def _sample(self, place: int) -> Sample | None:
+        value = place * self.divisible
+        try:
+            self.tried[value], trace = self.record(value)
+        except MemplanError as error:
+            if not self.tried and not isinstance(error, StepError):
+                raise
+            self.error = self.error or error
+            self.tried[value] = Tried(value, False, 0, reason=error.found)
+            end = error.__cause__
+            if isinstance(self.axis, Length) and isinstance(end, NoSuchRow) and self.divisible <= end.rows < value:
+                raise end from error
+            return None
+        return Sample(place, self.measure(place), self.tried[value].need, self.tried[value].fits, trace)
+
+
+def _largest(
+    found: Found, recorder: _Recorder, title: str, room: Room, most: int | None, notes: tuple[str, ...]
+) -> Largest:
+    axis, divisible, tried = recorder.axis, recorder.divisible, tuple(recorder.tried.values())
+    if not found.samples:
+        raise _none_works(recorder.error, axis.name, tried)
+    end, step = found.following, divisible * found.step
+    if end is None and found.last + found.step <= _places(most, divisible):
+        raise _grows_not(axis.name, found, divisible)
+    value = found.last * divisible
+    return Largest(
+        title, axis.name, axis.unit, room, value, _sizes(axis, value), tried, step, most,
+        None if end is None else end * divisible, None, notes,
+    )  # fmt: skip
 
 
 def does_not_fit(found: Largest) -> BudgetError:
     """The error that says so."""
-    least = min(found.tried, key=lambda one: one.value)
+    least = found.least
+    failed = [str(one.value) for one in found.failed if one.value < least.value]
     return BudgetError(
         f"{found.title} does not fit at {found.axis} {least.value}: it needs {format_bytes(least.need)} of "
-        f"{format_bytes(found.room.limit)}",
+        f"{format_bytes(found.room.limit)}" + (f" ({', '.join(failed)} cannot be recorded)" if failed else ""),
         expected=f"a budget of {format_bytes(least.need)} at least: {found.held_by()}",
         do="Give more, vary something else, or plan the step (fit=True, --fit)",
         smallest_budget=least.need,
     )
+
+
+def _none_works(error: MemplanError | None, name: str, tried: Sequence[Tried]) -> MemplanError:
+    """The first error, with the other values that cannot be recorded either."""
+    assert error is not None, "a recording failed"
+    if len(tried) > 1:
+        others = ", ".join(str(one.value) for one in tried[1:])
+        error.found = f"{error.found}; so {name} {tried[0].value} cannot be recorded, nor can {others}"
+        error.args = (str(MemplanError(error.found, expected=error.expected, do=error.do)),)
+    return error
 
 
 def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] | None) -> Axis:
@@ -345,66 +344,26 @@ def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] |
 
 
 def _start(subject: Subject, axis: Axis, divisible: int) -> int:
-    """The place of the value that the step has now."""
+    """The value that the step has now."""
     if axis.measure(divisible) is None:
         raise InputError(
             f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one"
         )
     value = value_of(axis, subject)
     axis.at(subject, value if value is not None else divisible)  # raises where the step has no such axis
-    return max(1, (value or divisible) // divisible)
-
-
-def _measure(axis: Axis, value: int) -> float:
-    measure = axis.measure(value)
-    assert measure is not None, "the axis is one of numbers"
-    return measure
+    return value or divisible
 
 
 def _sizes(axis: Axis, value: int) -> tuple[int, ...]:
     return axis.sizes(value) if isinstance(axis, Size) and value else ()
 
 
-def _failed(outcome: Outcome, name: str, value: int, divisible: int, began: bool) -> MemplanError:
-    assert outcome.error is not None, "a point has bytes or an error"
-    if not began and divisible == 1:
-        return outcome.error
-    return InputError(
-        f"{name} {value} cannot be recorded: {outcome.error.found}",
-        expected="a step that runs at every value that is a multiple of divisible"
-        + (f", {divisible}" if divisible > 1 else ""),
-        do="Give what the model's sizes have to be divisible by (divisible=32, --divisible 32), or the largest value "
-        "that it takes (most=1024, --most 1024)",
-    )
-
-
-def _grows_not(name: str, samples: list[Sample], step: int) -> InputError:
+def _grows_not(name: str, found: Found, divisible: int) -> InputError:
+    samples = found.samples
     few, many = min(samples, key=lambda one: one.place), max(samples, key=lambda one: one.place)
     return InputError(
-        f"the step needs {format_bytes(few.need)} at {name} {few.place * step} and {format_bytes(many.need)} at "
-        f"{many.place * step}",
+        f"the step needs {format_bytes(few.need)} at {name} {few.place * divisible} and {format_bytes(many.need)} at "
+        f"{many.place * divisible}",
         expected="an axis that its memory grows with: any value fits here",
         do="Vary another one",
     )
-
-
-def _read_budget(budget: Any) -> tuple[int | None, str | None]:
-    """Bytes, or the name of a card."""
-    try:
-        return parse_bytes(budget), None
-    except UnitError:
-        try:
-            return None, find(str(budget)).name
-        except DeviceError:
-            return parse_bytes(budget), None  # raises what is wrong with it as a size
-
-
-def _share(margin: float | str) -> float:
-    text = str(margin).strip()
-    try:
-        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise InputError(f"margin {margin}", expected="a share of the budget, such as 5% or 0.05", do="Write it so")
-    return share

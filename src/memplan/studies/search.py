@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from memplan.studies.guess import MOST, Sample, guess
+from memplan.studies.laws import roundest, roundness
 from memplan.trace.model import Trace
 
-Probe = Callable[[int], Sample]
+Probe = Callable[[int], Sample | None]
+"""Records a place; None where that fails."""
 
-GUESSES = 6
-"""Recordings after which every second one halves what is left, whatever is guessed: then a guess is no good."""
-
+BEGINNINGS = 8
+"""How many other places are tried where the first fails."""
 
 _FAR = 1024
 """How many times as far to look where nothing grows up to a place."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search recorded, and between which places the answer lies."""
+
+    samples: tuple[Sample, ...]
+    """In the order in which they were recorded."""
+    failed: tuple[int, ...] = ()
+    """Places whose recording failed, likewise."""
+    step: int = 1
+    """Places work at its multiples, as far as is known."""
+
+    @property
+    def last(self) -> int:
+        """The last place that was recorded to fit; 0 where none was."""
+        return max((one.place for one in self.samples if one.fits), default=0)
+
+    @property
+    def floor(self) -> int:
+        """What is left to look at lies above it: the last place that fits; where none does, the last that failed below
+        all that were recorded, or 0."""
+        below = min((one.place for one in self.samples), default=0)
+        return self.last or max((place for place in self._ends() if place < below), default=0)
+
+    @property
+    def following(self) -> int | None:
+        """The first place above that which was recorded not to fit, or failed though it is a multiple of the step; None
+        where there is none."""
+        over = [one.place for one in self.samples if not one.fits]
+        return min((place for place in (*over, *self._ends()) if place > self.floor), default=None)
+
+    def _ends(self) -> list[int]:
+        return [place for place in self.failed if place % self.step == 0]
 
 
 def last_fitting(
@@ -24,61 +61,159 @@ def last_fitting(
     start: int,
     most: int = MOST,
     fits: Callable[[Trace], bool] | None = None,
-) -> list[Sample]:
-    """Every recording that was made, in order; the last place that fits and the next one are among them.
+) -> Found:
+    """Record places until the last one that fits and the next one are among them.
 
-    Where a smaller place needs more than a larger one, the answer is a place that fits before one that does not; there
-    can be others.
+    Where a smaller place needs more than a larger one, the answer is the last place that was recorded to fit; there can
+    be others that do, above it too.
+
+    A place that fails is kept. The first to fail asks in which steps places work (`step_of`), and only multiples of
+    that step are looked at from then on. One that fails though it is such a multiple counts as one that does not fit;
+    where nothing below it was recorded, the search goes on above it.
 
     Args:
         probe: records a place, from 1 on.
         measure: of a place.
         limit: bytes.
-        start: the place to begin with.
+        start: the place to begin with; where it fails, the powers of two around it.
         most: the last place to look at; it is the answer where it fits.
         fits: whether a step does, where guesses are to be made from whole steps (see `guess`).
     """
-    samples: list[Sample] = []
-    place: int | None = min(start, most)
-    edges = 0
-    while place is not None:
-        samples.append(probe(place))
-        place, edges = _next(samples, measure, limit, most, fits, edges)
-    return samples
+    search = _Search(probe, measure, limit, most, fits)
+    first = next((place for place in _beginnings(min(start, most), most) if search.works(place)), None)
+    place = first
+    while place is not None and first is not None:
+        if not search.works(place) and search.step is None:
+            search.step = step_of(search.works, first, most)
+        place = search.next()
+    return search.found
 
 
-def bracket(samples: list[Sample]) -> tuple[int, int | None]:
-    """The last place that fits before the first that does not, 0 where there is none; and the latter, if any."""
-    high = min((one.place for one in samples if not one.fits), default=None)
-    low = max((one.place for one in samples if one.fits and (high is None or one.place < high)), default=0)
-    return low, high
+def step_of(works: Callable[[int], bool], place: int, most: int = MOST) -> int:
+    """The step in which places work, where the multiples of some number do, and ``place`` is one of them.
+
+    That number divides the place. Of each prime of the place it is asked how often it can be divided out of a step so
+    that the place less that step, or else with it, still works.
+    """
+
+    def moves(by: int) -> bool:
+        return works(place - by) or (place + by <= most and works(place + by))
+
+    step = place
+    for prime, power in _primes(place):
+        low, high, tried = 0, power, power  # the most of it first: where sizes are not what fails, that is right
+        while low < high:
+            low, high = (tried, high) if moves(place // prime**tried) else (low, tried - 1)
+            tried = (low + high + 1) // 2
+        step //= prime**low
+    return step
 
 
-def _next(
-    samples: list[Sample],
-    measure: Callable[[int], float],
-    limit: int,
-    most: int,
-    fits: Callable[[Trace], bool] | None,
-    edges: int,
-) -> tuple[int | None, int]:
-    """Where to record next, None where nothing is left to find; and how often in a row a guess was an edge of what is
-    left: a right one ends the search there, so each further one is taken for less."""
-    low, high = bracket(samples)
-    if high == low + 1 or (high is None and low >= most):
-        return None, 0
-    if len(samples) == 1:
-        return (max(1, high // 2) if high is not None else min(2 * low, most)), 0
-    guessed = guess(samples, limit, measure, fits)
-    if high is None:
-        if guessed is None:  # nothing grows here: some looks far ahead, and then it is said so
-            return (min(_FAR * low, most) if low < _FAR**2 * samples[0].place else None), 0
-        return min(max(guessed, low + 1), most), 0
-    if len(samples) >= GUESSES and len(samples) % 2 == 0:
-        return (low + high) // 2, 0
-    further, middle = 4**edges, max((low + high) // 2, low + 1)
-    if guessed is not None and guessed <= low:
-        return min(low + further, middle), edges + 1
-    if guessed is None or guessed >= high - 1:
-        return max(high - further, middle), edges + 1
-    return guessed, 0
+def _beginnings(start: int, most: int) -> Iterator[int]:
+    """The start, then the powers of two next to it, in turns above and below."""
+    yield start
+    above, below = 1 << start.bit_length(), (1 << (start - 1).bit_length()) // 2
+    for _ in range(BEGINNINGS // 2):
+        if above <= most:
+            yield above
+        if below:
+            yield below
+        above, below = 2 * above, below // 2
+
+
+def _primes(number: int) -> Iterator[tuple[int, int]]:
+    """Its prime factors, each with its power."""
+    prime = 2
+    while number > 1:
+        if prime * prime > number:
+            prime = number
+        power = 0
+        while number % prime == 0:
+            number, power = number // prime, power + 1
+        if power:
+            yield prime, power
+        prime += 1
+
+
+@dataclass
+class _Search:
+    """What is known so far, and where to look next."""
+
+    probe: Probe
+    measure: Callable[[int], float]
+    limit: int
+    most: int
+    fits: Callable[[Trace], bool] | None
+    step: int | None = None
+    """None: not asked for, since nothing has failed."""
+    seen: dict[int, Sample | None] = field(default_factory=dict)
+    widths: list[int] = field(default_factory=list)
+    """How much was left between two bounds, each time."""
+    edges: int = 0
+    """How often in a row a guess was at a bound: a right one ends the search, so each further one is taken for less."""
+
+    def works(self, place: int) -> bool:
+        """Whether a place can be recorded; each is recorded once."""
+        if place not in self.seen:
+            self.seen[place] = self.probe(place)
+        return self.seen[place] is not None
+
+    @property
+    def found(self) -> Found:
+        """What was recorded."""
+        samples = tuple(one for one in self.seen.values() if one is not None)
+        return Found(samples, tuple(place for place, one in self.seen.items() if one is None), self.step or 1)
+
+    def next(self) -> int | None:
+        """The place to record next; None where nothing is left to find."""
+        found, step = self.found, self.step or 1
+        samples, low = found.samples, found.floor // step  # counted in steps, as are high and last
+        high = None if found.following is None else -(-found.following // step)
+        last = self.most // step if high is None else high - 1
+        if low >= last:
+            return None
+        same = next((n for n, one in enumerate(reversed(samples)) if one.fits != samples[-1].fits), len(samples))
+        guessed = guess(
+            samples, self.limit, self.measure, self.fits, found.last, found.following,
+            straight=high is not None and same > 1 and len(samples) > 3,
+        )  # fmt: skip
+        guessed = None if guessed is None else guessed // step
+        if high is not None:
+            return step * self._between(low, high, guessed, same, found)
+        if len(samples) == 1:
+            return step * min(2 * low, last)
+        if guessed is not None:
+            return step * min(low + max(guessed - low, 1) * 4 ** max(0, same - 5), last)
+        # nothing grows here: some looks far ahead, and then it is said so
+        return step * min(_FAR * low, last) if low * step < _FAR**2 * samples[0].place else None
+
+    def _between(self, low: int, high: int, guessed: int | None, same: int, found: Found) -> int:
+        """A place between one that fits and one that does not; ``same``: how many of the latest did one of these."""
+        latest, middle = found.samples[-1], _round(low, high)
+        if found.following in found.failed and (guessed is None or guessed >= high - 1):
+            # bytes do not tell where places begin to fail: mostly it is at a round number
+            ended = latest.place == low * (self.step or 1) and roundness(low) >= roundness(middle)
+            return low + 1 if ended else middle
+        if len(found.samples) == 1:
+            return max(low + 1, high // 2)
+        self.widths.append(high - low)
+        slow = len(self.widths) > 2 and 2 * self.widths[-1] >= self.widths[-3]
+        if guessed is None or (slow and same < 2):
+            self.edges = 0
+            return middle
+        inside = low < guessed < high - 1
+        if inside and same < 4:
+            self.edges = 0
+            return guessed
+        # one that is not where it was guessed several times is sought beyond, each time four times as far
+        times, self.edges = (4 ** (same - 3), 0) if inside else (4**self.edges, self.edges + 1)
+        half = middle if high > 4 * low + 4 else max((low + high) // 2, low + 1)
+        if guessed <= low or (inside and latest.fits):
+            return min(low + times * max(guessed - low, 1), half)
+        return max(high - times * max(high - guessed, 1), half)
+
+
+def _round(low: int, high: int) -> int:
+    """A round number between two, at the middle of their magnitudes where these differ: what sizes are padded to, and
+    tables end at."""
+    return 1 << round(math.log2((low + 1) * high) / 2) if high > 4 * low + 4 else roundest(low, high)
