@@ -168,6 +168,7 @@ class _Search:
         """The place to record next; None where nothing is left to find."""
         found, step = self.found, self.step or 1
         samples, low = found.samples, found.floor // step  # counted in steps, as are high and last
+        first = samples[0].place
         high = None if found.following is None else -(-found.following // step)
         last = self.most // step if high is None else high - 1
         if low >= last:
@@ -185,7 +186,7 @@ class _Search:
         if guessed is not None:
             return step * min(low + max(guessed - low, 1) * 4 ** max(0, same - 5), last)
         # nothing grows here: some looks far ahead, and then it is said so
-        return step * min(_FAR * low, last) if low * step < _FAR**2 * samples[0].place else None
+        return step * min(_FAR * low, last) if low * step < _FAR**2 * first else None
 
     def _between(self, low: int, high: int, guessed: int | None, same: int, found: Found) -> int:
         """A place between one that fits and one that does not; ``same``: how many of the latest did one of these."""
