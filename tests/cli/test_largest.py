@@ -19,6 +19,19 @@ def stack(width: int = 4):
     return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, 2, 1))
 
 
+class Skips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 4, 4, stride=4), nn.ConvTranspose2d(4, 4, 4, stride=4)
+
+    def forward(self, x):
+        return torch.cat([x, self.up(self.down(x))], 1)
+
+
+def wrong():
+    return nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())
+
+
 def volumes():
     return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1))
 
@@ -79,6 +92,18 @@ def test_a_volume_in_patches() -> None:
     assert "The aggregation can lie on the host" in words(done)
 
 
+def test_sizes_that_fail_are_passed_over(models: Path) -> None:
+    done = run("models.py:Skips", "--input", "1x3x30x30", "--axis", "size", "--budget", "1MiB", "--json", "a.json")
+    assert done.exit_code == 0, done.output
+    data = json.loads((models / "a.json").read_text())
+    assert data["value"] % 4 == 0
+    assert data["following"] == data["value"] + 4
+    assert "Values between the multiples of 4 fail, so only these were looked at." in words(done)
+    reason = next(one["reason"] for one in data["tried"] if one["value"] == 30)
+    assert "Sizes of tensors must match" in reason
+    assert "divisible" not in words(done)
+
+
 def test_before_and_after_planning() -> None:
     done = run(*IMAGE, "--axis", "batch", "--budget", "1MiB", "--fit", "--json", "-")
     data = json.loads(done.stdout)
@@ -101,6 +126,10 @@ def test_before_and_after_planning() -> None:
         ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--window", "8x8x8"), "for a volume of 8x8x8. Expected one"),
         ((*IMAGE, "--axis", "size", "--budget", "1MiB", "--margin", "1"), "margin 1. Expected a share"),
         (("models.py:stack", "--axis", "batch", "--budget", "1MiB"), "stack has no batch to vary"),
+        (
+            ("models.py:wrong", "--input", "2x3x16x16", "--axis", "batch", "--budget", "1MiB"),
+            "so batch 2 cannot be recorded, nor can 4, 1, 8, 16, 32. Expected inputs that the model takes",
+        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple[str, ...], text: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 
+import torch
 from torch import nn
 
 from memplan.reports.largest import dumps, print_largest
-from memplan.studies.largest import Largest, find_largest, room_of
+from memplan.studies.largest import Largest, find_largest
+from memplan.studies.room import room_of
 from memplan.studies.subject import Subject
 from memplan.trace.step import StepOptions
 
@@ -48,3 +50,39 @@ def test_nothing_fits() -> None:
     assert "not even batch 1 fits in 9.8 KiB (CPU): 16.5 KiB gradients, 16.4 KiB weights, " in printed(
         found("cpu", "10KB")
     )
+
+
+def test_values_that_failed_are_listed_with_their_reasons() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.reshape(x.shape[0], 2, -1).exp() * 2
+
+    def halves() -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 1), nn.Flatten(), Halves())
+
+    one = find_largest(Subject(halves, StepOptions(("4x6x1",)).checked()), "sequence", room_of("cpu", 2001))
+    text = printed(one)
+    assert f"{len(one.tried)} recordings, of which {len(one.failed)} failed" in text
+    assert f"Values between the multiples of {one.step} fail, so only these were looked at." in text
+    first = min(one.failed, key=lambda tried: tried.value)
+    assert f"Failed at sequence {first.value}: step 1 raised RuntimeError: " in text
+    assert f"{first.value} failed" in text
+    rows = {row["value"]: row for row in json.loads(dumps(one))["tried"]}
+    assert rows[first.value]["reason"] == first.reason
+    assert "need" not in rows[first.value]
+    assert rows[one.value] | {"fits": True, "reason": ""} == rows[one.value]
+    assert json.loads(dumps(one))["following"] == one.end
+
+
+def test_a_value_that_fails_can_be_the_end() -> None:
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Parameter(torch.zeros(1, 32, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.places[:, : x.shape[1]]
+
+    text = printed(find_largest(Subject(Short, StepOptions(("2x8x4",)).checked()), "sequence", room_of("cpu", "1MB")))
+    assert "is 32; 33 cannot be recorded; " in text
+    assert "Failed at sequence 33: step 1 raised RuntimeError" in text

@@ -34,9 +34,12 @@ not fit.
 The first answers "the largest batch is 962" with what it needs, what the next one would, and how many recordings it
 took. --window counts inference over a whole volume in patches: the aggregation buffer, not the patch, may be largest.
 
+A value at which the model fails, as sizes that it cannot halve, is listed with its reason, and the search goes on with
+those that work.
+
 \b
-Exit code: 0 found; 1 not even the smallest fits; 2 bad usage, or a step that
-cannot be recorded.
+Exit code: 0 found; 1 not even the smallest fits; 2 bad usage, or no value
+can be recorded.
 """
 
 
@@ -69,7 +72,7 @@ def command(
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.largest import dumps, print_largest
-    from memplan.studies.largest import room_of
+    from memplan.studies.room import room_of
 
     arguments = StepArguments(**given)
     check_writable(json_file, "--json")

@@ -16,6 +16,9 @@ from memplan.reports.output import Page, print_parts
 from memplan.reports.terminal import clean
 from memplan.studies.largest import Largest, Tried
 
+_REASONS = 3
+"""Of values that failed, that are told of; the rest is in the JSON file."""
+
 
 def dumps(found: Largest) -> str:
     """What was found as JSON text. All sizes are bytes."""
@@ -28,6 +31,7 @@ def to_dict(found: Largest) -> dict[str, Any]:
         "title": found.title,
         "axis": found.axis,
         "value": found.value,
+        "following": found.end,
         "sizes": list(found.sizes),
         "device": found.room.target.name,
         "limit": found.room.limit,
@@ -52,6 +56,7 @@ def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
     if found.planned is not None:
         yield Text(f"\nPlanned: {_answer(found.planned)}{_time(found.planned)}", "bold")
         yield page.table(_planned_columns(found.planned))
+        yield from (Text(line) for line in _failures(found.planned))
         if found.room.target.card is not None:
             yield Text("Plans count allocated bytes, with the CPU's kernels.")
     if found.notes:
@@ -62,13 +67,15 @@ def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
 def _answer(found: Largest) -> str:
     place = f"in {found.room.title}"
     if found.value == 0:
-        least = min(found.tried, key=lambda one: one.value)
-        return f"not even {found.axis} {least.value} fits {place}: {found.held_by()}"
+        return f"not even {found.axis} {found.least.value} fits {place}: {found.held_by()}"
     sizes = f" ({'x'.join(map(str, found.sizes))})" if found.sizes else ""
-    count = f"{len(found.tried)} {'plans' if found.tried[0].plan else 'recordings'}"
-    if found.following is None:
+    count = f"{len(found.tried)} {'plans' if found.answer and found.answer.plan else 'recordings'}"
+    count += f", of which {len(found.failed)} failed" if found.failed else ""
+    following = found.following
+    if following is None:
         return f"{found.axis} {found.value}{sizes} fits {place}, and is the most that was to be looked at; {count}"
-    return f"the largest {found.axis} {place} is {found.value}{sizes}; {found.following.value} does not fit; {count}"
+    why = "cannot be recorded" if following.reason else "does not fit"
+    return f"the largest {found.axis} {place} is {found.value}{sizes}; {following.value} {why}; {count}"
 
 
 def _remarks(found: Largest) -> Iterator[str]:
@@ -85,34 +92,56 @@ def _remarks(found: Largest) -> Iterator[str]:
     if found.unsteady is not None:
         few, many = found.unsteady
         yield (
-            f"Memory does not grow steadily: {found.axis} {few} needs more than {many}. Smaller values than the answer "
-            "may not fit, and larger ones may: memplan sweep shows them."
+            f"Memory does not grow steadily: {found.axis} {few} needs more than {many}, or alone does not fit. Smaller "
+            "values than the answer may not fit, and larger ones may: memplan sweep shows them."
         )
-    if found.value == 0 and found.tried[0].bytes is not None and found.tried[0].bytes.aggregation:
+    yield from _failures(found)
+    if found.value == 0 and found.least.bytes is not None and found.least.bytes.aggregation:
         yield "The aggregation can lie on the host: sliding_window_inference(..., device='cpu', sw_device='cuda')."
+
+
+def _failures(found: Largest) -> Iterator[str]:
+    """Why values failed, that of the next value first."""
+    if any(one.value % found.step for one in found.failed):
+        yield f"Values between the multiples of {found.step} fail, so only these were looked at."
+    reasons: dict[str, list[str]] = {}
+    for one in sorted(found.failed, key=lambda one: (one.value != found.end, one.value)):
+        reasons.setdefault(clean(one.reason), []).append(str(one.value))
+    for reason, values in list(reasons.items())[:_REASONS]:
+        yield f"Failed at {found.axis} {', '.join(values)}: {reason}."
+    if len(reasons) > _REASONS:
+        yield f"... {len(reasons) - _REASONS} more reasons, all of them with --json."
 
 
 def _columns(found: Largest) -> list[Column]:
     rows = sorted(found.tried, key=lambda one: one.value)
-    taken = [one.bytes for one in rows if one.bytes is not None]
     columns = [
         Column(found.axis, tuple(str(one.value) for one in rows), right=True),
-        Column("peak", tuple(format_bytes(one.peak) for one in taken), right=True),
+        Column("peak", tuple("" if one.bytes is None else format_bytes(one.bytes.peak) for one in rows), right=True),
     ]
     if found.room.target.card is not None:
-        columns.append(Column("with workspaces", tuple(format_bytes(one.peak_high) for one in taken), right=True))
-        columns.append(Column("reserved, with context", tuple(format_bytes(one.need) for one in rows), right=True))
-    return [*columns, Column("", tuple("fits" if one.fits else "does not fit" for one in rows))]
+        high = tuple("" if one.bytes is None else format_bytes(one.bytes.peak_high) for one in rows)
+        columns.append(Column("with workspaces", high, right=True))
+        columns.append(Column("reserved, with context", tuple(map(_need, rows)), right=True))
+    return [*columns, Column("", tuple(map(_verdict, rows)))]
 
 
 def _planned_columns(found: Largest) -> list[Column]:
     rows = sorted(found.tried, key=lambda one: one.value)
     return [
         Column(found.axis, tuple(str(one.value) for one in rows), right=True),
-        Column("least budget", tuple(format_bytes(one.need) for one in rows), right=True),
+        Column("least budget", tuple(map(_need, rows)), right=True),
         Column("added time", tuple(_added(one) for one in rows), right=True),
-        Column("", tuple("fits" if one.fits else "does not fit" for one in rows)),
+        Column("", tuple(map(_verdict, rows))),
     ]
+
+
+def _need(one: Tried) -> str:
+    return "" if one.reason else format_bytes(one.need)
+
+
+def _verdict(one: Tried) -> str:
+    return "failed" if one.reason else "fits" if one.fits else "does not fit"
 
 
 def _added(one: Tried) -> str:
@@ -129,7 +158,9 @@ def _time(found: Largest) -> str:
 
 
 def _tried(one: Tried) -> dict[str, Any]:
-    data: dict[str, Any] = {"value": one.value, "fits": one.fits, "need": one.need}
+    if one.reason:
+        return {"value": one.value, "fits": False, "reason": one.reason}
+    data: dict[str, Any] = {"value": one.value, "fits": one.fits, "reason": "", "need": one.need}
     if one.bytes is not None:
         data |= one.bytes.row() | {"aggregation": one.bytes.aggregation}
     if one.plan is not None:

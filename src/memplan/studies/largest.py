@@ -143,7 +143,8 @@ def largest(
 ) -> int:
     """Find the largest batch, size, patch or sequence that fits a card or a budget, by recordings alone.
 
-    The answer and the next value are both recorded: the one fits, the other does not. Most answers take 4 recordings.
+    The answer and the next value are both recorded: the one fits, the other does not, or fails. A value at which the
+    step raises is passed over: the first such one asks in which steps values work, and only these are looked at then.
 
     Args:
         what: a module, a callable that makes one, or a ``build`` with an argument for the axis.
@@ -162,7 +163,8 @@ def largest(
 
     Raises:
         BudgetError: not even the smallest value fits; says what holds it up.
-        InputError: an axis that the step does not take, neither a card nor a budget, a value that cannot be recorded.
+        InputError: an axis that the step does not take, or neither a card nor a budget.
+        StepError: no value can be recorded; names those that were tried.
 
     Example:
         >>> memplan.largest(resnet18, "batch", "32x3x224x224", optimizer=torch.optim.AdamW, device="rtx4090")
