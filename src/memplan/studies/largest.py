@@ -163,8 +163,7 @@ def largest(
 
     Raises:
         BudgetError: not even the smallest value fits; says what holds it up.
-        InputError: an axis that the step does not take, or neither a card nor a budget.
-        StepError: no value can be recorded; names those that were tried.
+        InputError, StepError: an axis that the step does not take; no card and no budget; no value can be recorded.
 
     Example:
         >>> memplan.largest(resnet18, "batch", "32x3x224x224", optimizer=torch.optim.AdamW, device="rtx4090")
