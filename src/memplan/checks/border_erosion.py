@@ -113,10 +113,10 @@ def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row
         f"field of view, by {_layers(eaters)}"
     )
     main = eaters[0] if eaters else Row("", None, ())
-    details = _details(output, rows) | {"share": share} | dict(found.details)
+    details = _details(output, rows) | {"share": share} | dict(found.details if found is not None else {})
     return Finding(
-        ID, "warning", main.layer, main.where, found.saved or 0, message + _saved(found), tuple(_advice(sides, found)),
-        details,
+        ID, "warning", main.layer, main.where, found.saved if found is not None else 0, message + _saved(found),
+        tuple(_advice(sides, found)), details,
     )  # fmt: skip
 
 
@@ -159,17 +159,22 @@ def _effective(field: Field) -> float:
     return round(min(float(field.width), 4 * math.sqrt(field.variance) + 1), 1)
 
 
-def _saved(found: Costs) -> str:
-    if found.saved is None:
+def _saved(found: Costs | None) -> str:
+    if found is None:
         return ""
-    return f"; it saves {format_bytes(found.saved)}" if found.saved > 0 else "; it saves no memory"
+    how = "" if found.recorded else " (estimated from the sizes of the tensors)"
+    if found.saved <= 0:
+        return f"; it saves no memory{how}"
+    return f"; it saves {format_bytes(found.saved)}{how}"
 
 
-def _advice(sides: list[Sides], found: Costs) -> list[str]:
+def _advice(sides: list[Sides], found: Costs | None) -> list[str]:
     widths = ", ".join(dict.fromkeys(f"{math.ceil(a)} and {math.ceil(b)}" for a, b in sides))
-    inside = f"pad inside of the model (--fix prints the change): {found.sentence}"
+    inside = "pad inside of the model (--fix prints the change)"
+    if found is not None:
+        inside += f": {found.sentence}"
     mirror = f"or mirror-pad the input once, by {widths} pixels in front and behind: the interior stays as it is"
-    if found.mirrored is not None:
+    if found is not None and found.mirrored is not None:
         mirror += f"; the peak is {format_bytes(found.mirrored)} then"
     most = math.ceil(max(side for pair in sides for side in pair))
     tile = f"or cut tiles that overlap by {most} pixels on each side, and say so: --context {most}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from memplan.simulation.liveness import live_at, simulate
+from memplan.simulation.liveness import simulate
 from memplan.trace.model import HOST, Form, Op, Storage, Trace, at_least
 
 
@@ -22,17 +22,6 @@ def peak(trace: Trace) -> int:
     be moved about."""
     low = at_least(trace)
     return simulate(replace(low, device=HOST, storages=tuple(replace(s, stream=0) for s in low.counted))).peak_allocated
-
-
-def peak_of(trace: Trace) -> int:
-    """The allocated peak as `memplan.explain` has it: on a card in the allocator's blocks, with the least workspace."""
-    return simulate(trace, workspace="low").peak_allocated
-
-
-def live_at_peak(trace: Trace) -> list[Storage]:
-    """What is allocated when the most is."""
-    low = at_least(trace)
-    return live_at(low, simulate(low).peak_tick)
 
 
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:

@@ -77,7 +77,7 @@ class _Walk:
         return Followed(tuple(self._sources), tuple(final) or self._last(), self._results)
 
     def _output(self, layer: str, view: View) -> Output:
-        return Output(layer, view, self._known.get(shown(view), unknown(view.shape)))
+        return Output(layer, view, self._known.get(_key(view), unknown(view.shape)))
 
     def _op(self, form: Form) -> None:
         op = self._trace.ops[form.op]
@@ -89,12 +89,12 @@ class _Walk:
         results = fields_of(Call(base_name(op.name), form, reads))
         self._results[form.op] = tuple(results)
         for view, fields in zip(form.writes, results, strict=True):
-            self._known[shown(view)] = fields
+            self._known[_key(view)] = fields
 
     def _fields(self, view: View) -> Fields:
-        known = self._known.get(shown(view))
+        known = self._known.get(_key(view))
         if known is None:
-            known = self._known[shown(view)] = self._input(view) if self._is_input(view) else unknown(view.shape)
+            known = self._known[_key(view)] = self._input(view) if self._is_input(view) else unknown(view.shape)
         return known
 
     def _is_input(self, view: View) -> bool:
@@ -115,13 +115,13 @@ class _Walk:
 
     def _is_read(self, output: Output, after: int) -> bool:
         """Whether a model that runs later reads an output."""
-        key, models = shown(output.view), _models(self._trace)
+        key, models = _key(output.view), _models(self._trace)
         losses = {one.layer for one in self._trace.returned} - models
         for form in self._trace.forms:
             layer = self._trace.ops[form.op].layer
             if form.op < after or not layer or any(layer == one or layer.startswith(one + ".") for one in losses):
                 continue
-            if any(shown(view) == key for _, view in form.reads):
+            if any(_key(view) == key for _, view in form.reads):
                 return True
         return False
 
@@ -148,7 +148,7 @@ def _models(trace: Trace) -> set[str]:
     return found | set(rest[:1]) if apart or not found else found
 
 
-def shown(view: View) -> View:
+def _key(view: View) -> View:
     """The same for every tensor that shows the same elements: the stride of a dimension of one element says nothing."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
     return replace(view, strides=strides)
