@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan.planning.pools import POOLS
+from memplan._torch import inductor
+from memplan.planning.pools import POOLS, decompositions
 
 _FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
 
@@ -43,3 +46,37 @@ def test_without_data_as_with(dims: int) -> None:
         fake = POOLS[forward](mode.from_tensor(x), [2] * dims, [2] * dims)
     for one, other in zip(fake, real, strict=True):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+@pytest.mark.parametrize(
+    ("dims", "kernel", "last", "ours"),
+    [
+        *[(2, 2, False, False), (2, 3, False, False), (2, 5, False, True), (2, 3, True, True)],
+        *[(3, 2, False, False), (3, 3, False, True), (3, 2, True, True)],
+    ],
+)
+def test_inductor_writes_small_windows_in_the_order_of_dimensions(
+    dims: int, kernel: int, last: bool, ours: bool
+) -> None:
+    x = torch.randn(2, 3, *[8] * dims)
+    x = x.contiguous(memory_format=_FORMATS[dims]) if last else x
+    forward: Any = getattr(torch.ops.aten, f"max_pool{dims}d_with_indices").default
+    for window in ([kernel] * dims, [kernel]):
+        found, results = lowered(lambda one, window=window: forward(one, window, [2]), x)
+        assert (POOLS[forward] in found) == ours
+        for one, other in zip(results, forward(x, window, [2]), strict=True):
+            assert torch.equal(one, other)
+
+
+def lowered(pool: Callable[..., Any], x: Tensor) -> tuple[list[Any], Sequence[Tensor]]:
+    """The ops that a pool is traced into, and what the kernels that are made of them give."""
+    mode = inductor.fake_mode()
+    like = inductor.fake_tensor(x.shape, x.stride(), x.dtype, mode)
+
+    def run(one: Tensor) -> list[Tensor]:
+        return list(pool(one))
+
+    traced = inductor.traced(run, [like], mode, decompositions())
+    _, nodes, results = inductor.taken_apart(traced)
+    kernels = inductor.kernels_of(inductor.lowerable(traced, nodes, results, backward=False))
+    return [node.target for node in nodes], kernels([x])

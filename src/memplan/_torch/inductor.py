@@ -4,12 +4,13 @@ Seen in torch 2.11, 2.13 and 2.15: ``torch.fx.experimental.proxy_tensor.make_fx`
 ``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
 ``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
 ``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
-``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen``, ``compile_to_module``, ``constants`` and
-``torchbind_constants`` in ``torch._inductor.graph``, ``torch._inductor.codecache.PyCodeCache``,
-``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written (``call``, ``empty_strided_cpu``,
-``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and ``preserve_node_meta`` in
-``torch.fx.traceback``, ``torch._inductor.exc`` and
-``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.13 and 2.15, and in 2.11 of no use for ops that draw:
+``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
+``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
+(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
+``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
+``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.11, 2.13 and 2.14: ``constants`` and ``torchbind_constants``
+of ``GraphLowering``, ``write`` and ``load_by_key_path`` of ``torch._inductor.codecache.PyCodeCache``. Seen in 2.13 and
+2.15, and in 2.11 of no use for ops that draw:
 ``preserve_node_ordering`` and ``control_deps_autograd`` in ``torch._inductor.fx_passes.control_dependencies``.
 """
 

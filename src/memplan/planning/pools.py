@@ -3,15 +3,18 @@
 Inductor writes a pool as a loop over every window, in which what it fuses runs once for each element of a window, and a
 pool's derivative as a scatter into a copy in order. torch's kernels are several times as fast in channels last, and
 copy nothing that is laid out alike. In the order of dimensions, where neither goes through a window by vectors,
-Inductor's loop is the faster one on the way forward. Under names of ours, torch's are called as they are.
+Inductor's loop over a small window is the faster one on the way forward. Under names of ours, torch's are called as
+they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memplan.planning.ops import define
 
@@ -34,9 +37,19 @@ def _registered(name: str, schema: str) -> tuple[Any, Any]:
     return torchs, getattr(torch.ops.memplan, name).default
 
 
-def _by_layout(ours: Any) -> Callable[..., Any]:
+SMALL = 9
+"""Elements of a window that Inductor's loop goes through faster than torch's. Measured on a CPU: 2x2 and 3x3 in 0.7 of
+the time, 5x5 in 1.4 times as long."""
+
+
+def _forward(ours: Any, dims: int) -> Callable[..., Any]:
     """A pool as our op, or left for Inductor to write."""
-    return lambda x, *rest, **named: NotImplemented if x.is_contiguous() else ours(x, *rest, **named)
+
+    def pool(x: Tensor, kernel: Sequence[int], *rest: Any, **named: Any) -> Any:
+        window = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
+        return NotImplemented if x.is_contiguous() and window <= SMALL else ours(x, kernel, *rest, **named)
+
+    return pool
 
 
 POOLS: Mapping[Any, Any] = dict(_registered(*one) for one in _schemas())
@@ -45,4 +58,6 @@ POOLS: Mapping[Any, Any] = dict(_registered(*one) for one in _schemas())
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By torch's op, what stands for it when a step is traced."""
-    return {torchs: ours if "backward" in str(torchs) else _by_layout(ours) for torchs, ours in POOLS.items()}
+    aten = torch.ops.aten
+    forward = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
+    return {**POOLS, **{torchs: _forward(POOLS[torchs], dims) for torchs, dims in forward.items()}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -104,11 +105,14 @@ def _failures(found: Largest) -> Iterator[str]:
     """Why values failed, that of the next value first."""
     if any(one.value % found.step for one in found.failed):
         yield f"Values between the multiples of {found.step} fail, so only these were looked at."
-    reasons: dict[str, list[str]] = {}
+    alike: dict[str, list[Tried]] = {}
     for one in sorted(found.failed, key=lambda one: (one.value != found.end, one.value)):
-        reasons.setdefault(clean(one.reason), []).append(str(one.value))
-    for reason, values in list(reasons.items())[:_REASONS]:
-        yield f"Failed at {found.axis} {', '.join(values)}: {reason}."
+        alike.setdefault(re.sub(r"\d+", "", one.reason), []).append(one)  # but for the sizes that it names
+    reasons = list(alike.values())
+    for ones in reasons[:_REASONS]:
+        first, *others = (str(one.value) for one in ones)
+        also = f", and so at {', '.join(others)}" if others else ""
+        yield f"Failed at {found.axis} {first}{also}: {clean(ones[0].reason)}."
     if len(reasons) > _REASONS:
         yield f"... {len(reasons) - _REASONS} more reasons, all of them with --json."
 

@@ -253,8 +253,8 @@ class _Recorder:
     """What a value is, over its place."""
     tried: dict[int, Tried] = field(default_factory=dict)
     samples: dict[int, Sample | None] = field(default_factory=dict)
-    error: MemplanError | None = None
-    """The first."""
+    error: StepError | None = None
+    """The first that the step raised."""
 
     def measure(self, place: int) -> float:
         """What bytes grow with."""
@@ -280,7 +280,8 @@ class _Recorder:
         except MemplanError as error:
             if not self.tried and not isinstance(error, StepError):
                 raise
-            self.error = self.error or error
+            if isinstance(error, StepError):
+                self.error = self.error or error
             self.tried[value] = Tried(value, False, 0, reason=error.found)
             end = error.__cause__
             if isinstance(self.axis, Length) and isinstance(end, NoSuchRow) and self.divisible <= end.rows < value:
@@ -318,14 +319,19 @@ def does_not_fit(found: Largest) -> BudgetError:
     )
 
 
-def _none_works(error: MemplanError | None, name: str, tried: Sequence[Tried]) -> MemplanError:
+def _none_works(error: StepError | None, name: str, tried: Sequence[Tried]) -> StepError:
     """The first error, with the other values that cannot be recorded either."""
-    assert error is not None, "a recording failed"
-    if len(tried) > 1:
-        others = ", ".join(str(one.value) for one in tried[1:])
-        error.found = f"{error.found}; so {name} {tried[0].value} cannot be recorded, nor can {others}"
-        error.args = (str(MemplanError(error.found, expected=error.expected, do=error.do)),)
-    return error
+    assert error is not None, "the first recording failed, as the step raised"
+    if len(tried) == 1:
+        return error
+    others = ", ".join(str(one.value) for one in tried[1:])
+    told = StepError(
+        f"{error.found}; so {name} {tried[0].value} cannot be recorded, nor can {others}",
+        expected=error.expected, do=error.do,
+    )  # fmt: skip
+    told.layer, told.where = error.layer, error.where  # what was found names them already
+    told.__cause__ = error.__cause__
+    return told
 
 
 def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] | None) -> Axis:
