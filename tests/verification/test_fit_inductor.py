@@ -49,6 +49,34 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
 
 
+def ran(call: Any, model: nn.Module, *given: torch.Tensor) -> list[torch.Tensor]:
+    """The output and all gradients of a call from the same random state."""
+    torch.manual_seed(2)
+    model.zero_grad()
+    output = call(*given)
+    output.square().mean().backward()
+    return [output.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+def test_compiled_as_eager_is_torch_compile_in_its_own_layouts() -> None:
+    """What says what rounding is must be `torch.compile` as people run it: it convolves in channels last."""
+    model, (x, _) = Net(), inputs()
+    model.drop.p = 0.0  # of plain torch.compile, the mask would be another
+    theirs = ran(torch.compile(lambda x: model(x)), model, x)
+    ours = ran(_torch.compiled_as_eager(lambda x: model(x)), model, x)
+    assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True))
+    with inductor._settings():
+        plain = ran(torch.compile(lambda x: 1 * model(x)), model, x)
+    assert not all(torch.equal(one, other) for one, other in zip(theirs, plain, strict=True))
+
+
+def test_compiled_as_eager_draws_as_eager() -> None:
+    model, (x, _) = Net(), inputs()
+    eager, ours = ran(model, model, x), ran(_torch.compiled_as_eager(lambda x: model(x)), model, x)
+    for one, other in zip(eager, ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def at_share(model: nn.Module, share: float, *given: Any, **options: Any) -> Fitted:
     """Fit a step in a share of what it takes, or in the least that is found."""
     eager = memplan.plan(model, *given, budget="1TB", costs="roofline", **options).eager_peak

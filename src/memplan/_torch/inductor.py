@@ -268,17 +268,24 @@ def _lowered(part: Lowerable) -> Any:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
-    """Random numbers are drawn as in eager mode, by the same kernels from the same state, and tensors are laid out as
-    traced. Where ops that draw cannot be made to wait for each other, none is moved. No buffer waits for another that
-    could use its memory: dead ones are freed."""
+def _drawn_as_eager() -> Iterator[None]:
+    """Random numbers are drawn as in eager mode, by the same kernels from the same state. Where ops that draw cannot be
+    made to wait for each other, none is moved."""
     from torch._inductor import config
     from torch._inductor.fx_passes import control_dependencies
 
     moved = hasattr(control_dependencies, "control_deps_autograd")
-    with config.patch(
-        fallback_random=True, layout_optimization=False, reorder_for_peak_memory=moved, allow_buffer_reuse=False
-    ):
+    with config.patch(fallback_random=True, reorder_for_peak_memory=moved):
+        yield
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """As `_drawn_as_eager`, and tensors are laid out as traced. No buffer waits for another that could use its memory:
+    dead ones are freed."""
+    from torch._inductor import config
+
+    with _drawn_as_eager(), config.patch(layout_optimization=False, allow_buffer_reuse=False):
         yield
 
 
@@ -327,7 +334,8 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under `torch.compile`, random numbers drawn as in eager mode."""
+    """The function under `torch.compile` as it is, in the layouts of its choice, but for random numbers: drawn as in
+    eager mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -335,7 +343,7 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
     made: Any = torch.compile(run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _settings():
+        with _drawn_as_eager():
             return made(*args, **kwargs)
 
     return call
