@@ -12,7 +12,7 @@ from memplan._torch.cuda import (
     tensors_that_tell,
 )
 from memplan._torch.dynamo import GraphBreak, graph_break
-from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, no_modes
+from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, memory_profile, no_modes
 from memplan._torch.engine import (
     attribute_names,
     backward_pass,
@@ -166,6 +166,7 @@ __all__ = [
     "leaves_of",
     "marker",
     "memory_budget",
+    "memory_profile",
     "modules_converted_as_real",
     "no_modes",
     "node_sequence",

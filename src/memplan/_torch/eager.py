@@ -57,8 +57,17 @@ def marker(name: str) -> contextlib.AbstractContextManager[Any]:
     return _RecordFunctionFast(MARK + name)
 
 
+def memory_profile() -> Any:
+    """torch's profiler, as a context: what it saw is for `Profile`.
+
+    Of the two that torch has, `torch.profiler.profile` warns in 2.11 that events end with a cycle, and where it is told
+    to keep them, it makes an object of each at once, which takes seconds for a large step.
+    """
+    return torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+
+
 class Profile:
-    """What torch's profiler saw of the CPU allocator, and of the ranges that `marker` opened.
+    """What a `memory_profile` that has ended saw of the CPU allocator, and of the ranges that `marker` opened.
 
     ``events``: (address, bytes (negative: released), time in ns, innermost marker or ""), in order of time.
     ``ranges``: marker -> (start, end) in ns.
@@ -67,7 +76,7 @@ class Profile:
     def __init__(self, profile: Any) -> None:
         self.events: list[tuple[int, int, int, str]] = []
         self.ranges: dict[str, tuple[int, int]] = {}
-        stack = [(event, "") for event in profile.profiler.kineto_results.experimental_event_tree()]
+        stack = [(event, "") for event in profile.kineto_results.experimental_event_tree()]
         while stack:
             event, mark = stack.pop()
             if event.tag == _EventType.Allocation:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import accumulate
 
-import torch
-
 from memplan import _torch
 from memplan.planning.results import INSTEAD, RESULTS
 from memplan.trace.ledger import Ledger
@@ -31,8 +29,7 @@ class Allocations:
 
     def __init__(self, *, real: bool) -> None:
         """``real``: tensors have data. If not, those that are made while it is entered have none."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+        self._profile = _torch.memory_profile()
         self._observer = None if real else Observer(Place(), real=False, semantics=_SEMANTICS)
         self._stack = ExitStack()
         self._ranges: dict[str, tuple[int, int]] = {}

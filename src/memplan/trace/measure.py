@@ -41,9 +41,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     target, notes = _target(device)
     place = Place()
     observer = Observer(place, real=True)
-    profile = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    )
+    profile = _torch.memory_profile()
     mode = _torch.EagerMode(_marked(observer))
     compiled: list[str] = []
     with undisturbed(), ExitStack() as stack:

@@ -55,8 +55,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+        self._profile = _torch.memory_profile()
         self._owner: list[str] = []
         """By number of a range: who was counted in it."""
         self._record: _torch.Profile | None = None

@@ -274,9 +274,9 @@ class _Found:
 
     def start(self, reference: Trial, candidate: Trial) -> None:
         """Before the first step: the same values."""
+        theirs = candidate.parameters | candidate.buffers
         for name, one in (reference.parameters | reference.buffers).items():
-            other = (candidate.parameters | candidate.buffers).get(name)
-            if difference(name, 0, one, other) is not None:
+            if difference(name, 0, one, theirs.get(name)) is not None:
                 raise InputError(
                     f"{name} is not the same in reference and candidate",
                     expected="modules with the same parameters and buffers",
