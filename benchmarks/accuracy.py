@@ -1,6 +1,7 @@
 """How near to the measured peak the predictions are, over the zoo.
 
-    python benchmarks/accuracy.py                 # writes benchmarks/results/accuracy.json and accuracy.md
+    python benchmarks/accuracy.py                 # writes accuracy.json and its tables to benchmarks/results
+    python benchmarks/accuracy.py --report        # the tables anew from accuracy.json
     python benchmarks/accuracy.py --only gpt2     # prints, writes nothing
     python benchmarks/accuracy.py --check         # exits 1 when a limit is passed
 
@@ -14,6 +15,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import math
 import os
 import platform
 import statistics
@@ -29,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 STEPS = 2
 THREADS = 2
+SHORT = 8
+"""So many steps stand in the short table."""
 LIMITS = {"max_error": 0.01, "median_error": 0.002, "worst_under_prediction": 0.005}
 COLUMNS = {
     "predicted": ",d",
@@ -144,11 +148,16 @@ def cell(row: Row, key: str, form: str) -> str:
     return format(row[key], form) if key in row else "-"
 
 
-def markdown(rows: list[Row], versions: dict[str, str]) -> str:
-    """The summary and the table."""
+def farthest(rows: list[Row]) -> list[Row]:
+    """The steps whose predictions are farthest off."""
+    return sorted(rows, key=lambda row: -abs(row.get("relative_error", math.inf)))[:SHORT]
+
+
+def markdown(rows: list[Row], versions: dict[str, str], *, short: bool = False) -> str:
+    """The summary and the table: of all steps, or of those that are farthest off."""
     total = summary(rows)
     said = ", ".join(f"{key} {value}" for key, value in versions.items())
-    lines = ["# Predicted and measured peaks", ""]
+    lines = [] if short else ["# Predicted and measured peaks", ""]
     lines.append(f"Building and two steps, on the CPU, in bytes as requested from the allocator; {said}.")
     if total["max_error"] is not None:
         summed = (
@@ -158,6 +167,9 @@ def markdown(rows: list[Row], versions: dict[str, str]) -> str:
             f"{total['failed']} without a prediction",
         )
         lines += ["", f"**{', '.join(summed)}.**"]
+    if short:
+        rows = farthest(rows)
+        lines += ["", f"The {len(rows)} that are farthest off:"]
     lines += ["", "| step | predicted | measured | error | measured by memplan | record, s | run, s |"]
     lines.append("|---|--:|--:|--:|--:|--:|--:|")
     for row in rows:
@@ -167,16 +179,26 @@ def markdown(rows: list[Row], versions: dict[str, str]) -> str:
     return "\n".join([*lines, *(["", *failures] if failures else []), ""])
 
 
+def write_tables(rows: list[Row], versions: dict[str, str]) -> None:
+    (RESULTS / "accuracy.md").write_text(markdown(rows, versions))
+    (RESULTS / "accuracy_short.md").write_text(markdown(rows, versions, short=True))
+
+
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--only", action="append", metavar="NAME", help="this step only; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (default 1)")
     parser.add_argument("--check", action="store_true", help="exit 1 when a limit is passed")
+    parser.add_argument("--report", action="store_true", help="write the tables from the results that are there")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(options.child)))
+        return 0
+    if options.report:
+        content = json.loads((RESULTS / "accuracy.json").read_text())
+        write_tables(content["steps"], content["versions"])
         return 0
     sys.path.insert(0, str(ROOT))
     import torch
@@ -196,7 +218,7 @@ def main() -> int:
         RESULTS.mkdir(exist_ok=True)
         content = {"versions": versions, "summary": summary(rows), "steps": rows}
         (RESULTS / "accuracy.json").write_text(json.dumps(content, indent=1) + "\n")
-        (RESULTS / "accuracy.md").write_text(markdown(rows, versions))
+        write_tables(rows, versions)
     found = violations(summary(rows))
     print(*found, sep="\n")
     return 1 if options.check and found else 0

@@ -152,8 +152,8 @@ def markdown(rows: list[Row], large: Row, versions: dict[str, str]) -> str:
         return format(row[key], form) if key in row else "-"
 
     said = ", ".join(f"{key} {value}" for key, value in versions.items())
-    lines = ["# Seconds to a prediction", ""]
-    lines.append(f"Medians, from building on fake tensors to the peak; imports and a warm-up come before; {said}.")
+    lines = ["Seconds to a prediction: medians, from building on fake tensors to the peak; imports and a warm-up come"]
+    lines[-1] += f" before; {said}."
     lines += ["", f"Transformer, d {WIDTH}, {HEADS} heads, sequence {SEQUENCE}, batch {BATCH}, AdamW."]
     lines[-1] += " Per step: two steps and their build, divided by two. Peaks in bytes, over two steps."
     lines += ["", "| layers | tool | 1 step, s | 2 steps, s | per step, s | predicted peak |"]
