@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from allocator import allocations, peak_of
 from rewriting.cells import CHOICES
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from memplan import _torch
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
 from memplan.planning.losses import with_loss
@@ -61,19 +60,6 @@ def step_of(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return with_loss(GPT(), F.cross_entropy), (torch.randint(0, 500, (4, 128)), torch.randint(0, 500, (512,)))
 
 
-def peak_above_start(run: Callable[[], None]) -> int:
-    """The most bytes that the allocator had handed out at any moment, beyond those at the start."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
-        run()
-    now = peak = 0
-    for _, size, _, _ in _torch.Profile(profile).events:
-        now += size
-        peak = max(peak, now)
-    return peak
-
-
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["resnet18", "gpt", "gpt in one vector"])
@@ -92,7 +78,7 @@ def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
         run()
         if not held:
             step.zero_grad()
-    measured = peak_above_start(run)
+    measured = peak_of(allocations(run))
     resident = sum(value.bytes for value in graph.values if value.kind in ("parameter", "buffer", "input", "constant"))
     if held:
         resident += sum(parameter.grad.nbytes for parameter in step.parameters() if parameter.grad is not None)

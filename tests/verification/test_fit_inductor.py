@@ -186,6 +186,31 @@ def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: 
     assert any("convolving in channels last was tried and not taken" in note for note in fitted.notes)
 
 
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All graphs that are lowered from now on, as code."""
+    found, write = list[str](), inductor._written
+    monkeypatch.setattr(inductor, "_written", lambda part: (found.append(str(part.graph.code)), write(part))[1])
+    return found
+
+
+def test_what_the_graph_does_not_hang_on_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of this model notes in its config which problem it solves."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=50
+    )
+    model, tokens = transformers.BertForSequenceClassification(config), torch.arange(128).reshape(8, 16) % 50
+    given: dict[str, Any] = {"kwargs": {"labels": torch.arange(8) % 2}, "budget": "1TB"}
+    lowered = written(monkeypatch)
+    fitted = fit(model, tokens, **given, **GIVEN)
+    for _ in range(2):
+        fitted.model(tokens, **given["kwargs"]).loss.backward()
+        model.zero_grad()
+    assert config.problem_type == "single_label_classification"
+    assert len(lowered) == len(set(lowered)) > 0  # nothing twice
+
+
 def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     written, compiled = list[str](), list[inductor.Lowerable]()
     write, compile_ = GraphLowering.codegen, inductor.kernels_of

@@ -11,14 +11,21 @@ import torch
 from networks import SmallGPT, token_loss
 from torch import Tensor, nn
 
+from memplan import _torch
 from memplan.errors import BudgetError
 from memplan.planning.calls import Call, call_of
+from memplan.planning.fusing import Candidate
 from memplan.planning.losses import with_loss
+from memplan.planning.peaks import Surroundings
 from memplan.planning.planner import Planned, Settings, planned
+from memplan.planning.schedule import Schedule
 from memplan.planning.validate import validate
+from memplan.rewriting.compiled import compiled
 from memplan.rewriting.engine import Engine
 from memplan.rewriting.keys import UnkeyedError
+from memplan.verification import fitting
 from memplan.verification.fitting import Plans, Reused
+from memplan.verification.measured import measure_step, storage_bytes
 
 
 def call(batch: int, length: int) -> Call:
@@ -56,6 +63,38 @@ def test_what_runs_by_them_is_the_step(plans: Plans) -> None:
         run().backward()
         gradients.append([parameter.grad for parameter in step.parameters()])
     assert [torch.equal(*pair) for pair in zip(*gradients, strict=True)] == [True] * len(gradients[0])
+
+
+@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
+def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Op by op a step may take more than the budget that it keeps as fused kernels."""
+    torch.manual_seed(0)
+    budget, judge, peaks = 900_000, fitting.judged, list[int]()
+
+    def judged(made: Schedule, around: Surroundings) -> Candidate:
+        found = judge(made, around)
+        peaks.append(found.peak)
+        return found
+
+    step = with_loss(SmallGPT(layers=2), token_loss)
+    plans = Plans(step, Settings(budget=budget, engine="inductor"), told=[].append)
+    first = plans(call(4, 24), False)
+    monkeypatch.setattr(fitting, "judged", judged)
+    found, small = plans(call(4, 20), False), call(4, 20)
+    assert isinstance(first, Planned)
+    assert isinstance(found, Reused)
+    assert found.fused is not None
+    assert found.schedule.choices.fused
+    engine = Engine(found.captured, found.schedule, compiled(found.fused))
+    engine.run(step, small).backward()  # what is compiled on the first call takes no part
+    step.zero_grad()
+    measured = measure_step(lambda: engine.run(step, small).backward()).growth_peak
+    there = storage_bytes([*step.parameters(), *step.buffers(), *small.tensors])
+    assert measured + there == pytest.approx(peaks[0], rel=0.05)
+    assert measured + there <= budget
+    plans._settings = replace(plans._settings, budget=peaks[0] - 1)
+    plans.made[:] = [first]
+    assert isinstance(plans(small, False), Planned)
 
 
 def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:

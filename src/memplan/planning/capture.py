@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -209,12 +210,29 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
     dtypes = _trace(model, call, around, EXACT, relaid=False)[1].dtypes if precision.compute else None
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid))
     try:
-        with place.following():
+        with place.following(), _capturing_now():
             return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
     except MemplanError:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
         raise _Untraceable(error, names.get(place.failed_in)) from error
+
+
+_capturing = threading.local()
+
+
+def is_capturing() -> bool:
+    """Whether a call is being traced in this thread: a planned module in it is to run as it is written."""
+    return getattr(_capturing, "depth", 0) > 0
+
+
+@contextmanager
+def _capturing_now() -> Iterator[None]:
+    _capturing.depth = getattr(_capturing, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _capturing.depth -= 1
 
 
 def _finished(

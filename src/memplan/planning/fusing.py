@@ -16,6 +16,7 @@ from memplan.planning import forms
 from memplan.planning.fused import Fused, Part, as_fused, fused, lowering
 from memplan.planning.fused_bytes import fused_timeline
 from memplan.planning.graph import GraphOp, JointGraph
+from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import Choices, Schedule
 from memplan.planning.search import Infeasible, Search
 from memplan.simulation.model import Timeline
@@ -71,10 +72,7 @@ class Fusing:
         """What comes of some choices."""
         made = as_fused(self._search.graph, choices)
         if made.choices not in self._known:
-            of = fused(made)
-            codes = {part.name: _code_of(part) for part in of.parts}
-            timeline = fused_timeline(of, codes, self._search.around)
-            self._known[made.choices] = Candidate(of, codes, timeline)
+            self._known[made.choices] = judged(made, self._search.around)
         return self._known[made.choices]
 
     def within(self, budget: int) -> Candidate | None:
@@ -112,6 +110,13 @@ class Fusing:
 
     def _is_same(self, one: int, other: int) -> bool:
         return abs(one - other) <= _CLOSE * (self._search.kept.peak - self._search.lower_bound)
+
+
+def judged(made: Schedule, around: Surroundings) -> Candidate:
+    """What comes of a schedule of `as_fused`: lowering it takes seconds."""
+    of = fused(made)
+    codes = {part.name: _code_of(part) for part in of.parts}
+    return Candidate(of, codes, fused_timeline(of, codes, around))
 
 
 def _code_of(part: Part) -> inductor.Code:

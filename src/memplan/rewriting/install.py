@@ -16,7 +16,7 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import RecordingError, TargetError
 from memplan.planning.calls import Call, call_of
-from memplan.planning.capture import Captured
+from memplan.planning.capture import Captured, is_capturing
 from memplan.planning.fused import Fused, fused
 from memplan.planning.schedule import Schedule
 from memplan.rewriting.compiled import compiled
@@ -180,7 +180,8 @@ class Installed:
         captured = getattr(_planning, "modules", ())
         if model in captured:
             return model.forward(*args, **kwargs)
-        if captured or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _torch.is_transformed():
+        unplanned = captured or is_capturing() or not torch.is_grad_enabled()
+        if unplanned or torch.compiler.is_compiling() or _torch.is_transformed():
             return _torch.original_call(model)(*args, **kwargs)
         if _torch.has_hooks(model):
             return _torch.call_with_hooks(model, self._run, args, kwargs)

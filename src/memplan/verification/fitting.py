@@ -12,9 +12,10 @@ from memplan.errors import BudgetError, RecordingError, ScheduleError, UsageErro
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured
 from memplan.planning.fused import Fused
+from memplan.planning.fusing import judged
 from memplan.planning.peaks import Surroundings
 from memplan.planning.planner import Planned, Planner, Settings
-from memplan.planning.schedule import Schedule, schedule
+from memplan.planning.schedule import Choices, Schedule, schedule
 from memplan.planning.shapes import Shapes, taken_over
 from memplan.planning.validate import validate
 from memplan.rewriting.keys import Keys, UnkeyedError
@@ -117,19 +118,30 @@ class Plans:
 
     def _reused(self, captured: Captured, held: bool) -> Reused | None:
         """By the decisions for a call that differs in sizes alone and was no smaller, where they keep the budget."""
-        graph = captured.graph
-        for planned in self.made:
-            choices = planned.schedule.choices
-            taken = taken_over(choices, planned.captured.graph, graph) if choices.held == held else None
-            if taken is None:
-                continue
-            made = schedule(graph, taken)
-            try:
-                validate(graph, made, budget=self._settings.budget, surroundings=planned.surroundings)
-            except ScheduleError:  # other sizes, other aliases: then they are solved for
-                continue
-            return Reused(captured, made, planned.surroundings)
+        alike = [one for one in self.made if one.schedule.choices.held == held]
+        same = next((one for one in alike if one.captured.graph.fingerprint == captured.graph.fingerprint), None)
+        if same is not None:  # something that the graph does not hang on differs: as a note in a model's config
+            return Reused(captured, same.schedule, same.surroundings, same.fused)
+        for planned in alike:
+            taken = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
+            found = None if taken is None else self._within(captured, taken, planned.surroundings)
+            if found is not None:
+                return found
         return None
+
+    def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
+        """A call by these decisions; None where they do not keep the budget, as for other sizes there can be other
+        aliases."""
+        graph, budget = captured.graph, self._settings.budget
+        made = schedule(graph, choices)
+        try:
+            validate(graph, made, budget=None if choices.fused else budget, surroundings=around)
+        except ScheduleError:
+            return None
+        if not choices.fused:
+            return Reused(captured, made, around)
+        found = judged(made, around)
+        return Reused(captured, made, around, found.fused) if found.peak <= budget else None
 
 
 def _with_gradients(error: BudgetError) -> BudgetError:
