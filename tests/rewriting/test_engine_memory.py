@@ -85,4 +85,4 @@ def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
     predicted = levels(made).peak - resident
     assert recomputable(graph)
     assert measured == pytest.approx(predicted, rel=0.01)
-    assert measured <= predicted
+    assert measured <= predicted + 4096  # oneDNN's small buffers differ from processor to processor
