@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +98,72 @@ def test_the_wrapper_keeps_resolution_and_interior() -> None:
     assert whole.shape == x.shape
     torch.testing.assert_close(whole[:, :, 3:-3, 3:-3], model(x))
     assert "20 x 24: the input's resolution" in found.proof
+
+
+class Several(torch.nn.Module):
+    """Two images and a factor in; an output of half the resolution, one of the whole, and a number out."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Conv2d(1, 2, 5), torch.nn.Conv2d(1, 2, 5)
+        self.coarse = torch.nn.Conv2d(4, 1, 2, 2)
+        self.whole = torch.nn.Conv2d(4, 1, 3)
+        self.gives = gives
+
+    def forward(self, left: torch.Tensor, factor: torch.Tensor, right: torch.Tensor) -> Any:
+        both = torch.cat([self.one(left), self.two(right)], 1) * factor
+        half, whole = self.coarse(both), self.whole(both)
+        mean = whole.mean()
+        given = {"tuple": (half, None, whole, mean), "list": [half, whole, mean],
+                 "dict": {"half": half, "whole": whole, "mean": mean}, "nested": (half, [whole], mean)}  # fmt: skip
+        return given[self.gives]
+
+
+def several(gives: str, kwargs: dict[str, Any]) -> Fix:
+    inputs = ("1x1x20x24", "1", "1x1x20x24")
+    options = StepOptions(inputs[: 3 - len(kwargs)], kwargs=kwargs, train=False).checked()
+    remaker = Remaker(Several(gives), options, choose_target("cpu"))
+    trace = record_again(remaker)
+    return fix_of(next(f for f in check_trace(trace, remaker=remaker) if f.id == "border-erosion"), trace)
+
+
+@pytest.mark.parametrize("gives", ["tuple", "list", "dict"])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_wrapper_pads_every_image_and_crops_every_output(gives: str, named: bool) -> None:
+    torch.manual_seed(0)
+    found = several(gives, {"right": "1x1x20x24"} if named else {})
+    assert found.kind == "wrapper", found.why
+    names: dict[str, type[torch.nn.Module]] = {"torch": torch}  # pyright: ignore[reportAssignmentType]  # a namespace
+    exec(found.text, names)
+    model, x, y, factor = Several(gives), torch.randn(1, 1, 20, 24), torch.randn(1, 1, 20, 24), torch.tensor([2.0])
+    wrapper = names["Mirrored"](model)
+    whole, inner = (made(x, factor, right=y) if named else made(x, factor, y) for made in (wrapper, model))
+    assert type(whole) is type(inner)
+    assert len(whole) == len(inner)
+    keys = ["half", "whole"] if gives == "dict" else [0, 2] if gives == "tuple" else [0, 1]
+    assert whole[keys[0]].shape[2:] == (10, 12)
+    assert whole[keys[1]].shape[2:] == (20, 24)
+    torch.testing.assert_close(whole[keys[0]][:, :, 1:-1, 1:-1], inner[keys[0]])
+    torch.testing.assert_close(whole[keys[1]][:, :, 3:-3, 3:-3], inner[keys[1]])
+
+
+def test_what_a_wrapper_cannot_crop_is_said_in_a_sentence() -> None:
+    found = several("nested", {})
+    assert (found.kind, found.text) == ("none", "")
+    assert "something else than tensors in a tuple, a list or a dictionary" in found.why
+
+
+def test_a_model_that_does_not_run_with_padding_says_why_there_is_no_patch() -> None:
+    class Cropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = torch.nn.Conv2d(1, 2, 3), torch.nn.Conv2d(3, 1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(torch.cat([self.one(x), x[:, :, 1:-1, 1:-1]], 1))
+
+    remaker = Remaker(Cropping(), StepOptions(("1x1x20x24",), train=False).checked(), choose_target("cpu"))
+    trace = record_again(remaker)
+    found = fix_of(next(f for f in check_trace(trace, remaker=remaker) if f.id == "border-erosion"), trace)
+    assert found.kind == "wrapper"
+    assert found.why.startswith("padded, the model cannot be recorded (step 1 raised RuntimeError: Sizes of tensors")

@@ -21,7 +21,7 @@ def net() -> nn.Module:
 
 def training(**backward: Any) -> Build:
     def build() -> Callable[[], Any]:
-        model, x, kept = net(), torch.randn(512, 64), list[Any]()
+        model, x, kept = net(), torch.randn(32768, 64), list[Any]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step() -> None:
@@ -38,7 +38,7 @@ def training(**backward: Any) -> Build:
 
 def evaluation(grad: bool, *, total: str = "") -> Build:
     def build() -> Callable[[], Any]:
-        model, x = net().eval(), torch.randn(512, 64)
+        model, x = net().eval(), torch.randn(32768, 64)
         losses: list[Any] = []
 
         def step() -> None:
@@ -52,40 +52,44 @@ def evaluation(grad: bool, *, total: str = "") -> Build:
     return build
 
 
-def found(build: Build) -> list[memplan.Finding]:
-    return [finding for finding in memplan.check(build, device="cpu") if finding.id == ID]
+def found(build: Build, device: str = "cpu") -> list[memplan.Finding]:
+    return [finding for finding in memplan.check(build, device=device) if finding.id == ID]
 
 
-def peak(build: Build) -> int:
-    return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated
+def peak(build: Build, device: str) -> int:
+    return memplan.simulate(memplan.record(build, device=device), workspace="low").peak_allocated
 
 
-def test_a_retained_graph() -> None:
-    (finding,) = [f for f in found(training(retain_graph=True)) if f.details["kind"] == "retained"]
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_retained_graph(device: str) -> None:
+    (finding,) = [f for f in found(training(retain_graph=True), device) if f.details["kind"] == "retained"]
     assert finding.severity == "warning"
-    saved = peak(training(retain_graph=True)) - peak(training())
+    saved = peak(training(retain_graph=True), device) - peak(training(), device)
     assert finding.bytes == pytest.approx(saved, rel=0.01)
-    assert found(training()) == []
+    assert found(training(), device) == []
 
 
-def test_evaluation_with_grad() -> None:
-    (finding,) = found(evaluation(True))
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_evaluation_with_grad(device: str) -> None:
+    (finding,) = found(evaluation(True), device)
     assert finding.details["kind"] == "no backward"
-    assert finding.bytes == pytest.approx(peak(evaluation(True)) - peak(evaluation(False)), rel=0.01)
-    assert found(evaluation(False)) == []
+    saved = peak(evaluation(True), device) - peak(evaluation(False), device)
+    assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert found(evaluation(False), device) == []
 
 
-def test_losses_added_up_with_their_graphs() -> None:
-    (finding,) = [f for f in found(evaluation(True, total="graph")) if f.details["kind"] == "growing"]
-    one, three = (memplan.record(evaluation(True, total="graph"), device="cpu", steps=steps) for steps in (1, 3))
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_losses_added_up_with_their_graphs(device: str) -> None:
+    (finding,) = [f for f in found(evaluation(True, total="graph"), device) if f.details["kind"] == "growing"]
+    one, three = (memplan.record(evaluation(True, total="graph"), device=device, steps=steps) for steps in (1, 3))
     growth = (memplan.simulate(three).peak_allocated - memplan.simulate(one).peak_allocated) / 2
     assert finding.bytes == pytest.approx(growth, rel=0.01)
-    assert not [f for f in found(evaluation(True, total="number")) if f.details["kind"] == "growing"]
+    assert not [f for f in found(evaluation(True, total="number"), device) if f.details["kind"] == "growing"]
 
 
 def test_a_second_backward_needs_the_graph() -> None:
     def build() -> Callable[[], Any]:
-        model, x = net(), torch.randn(512, 64)
+        model, x = net(), torch.randn(32768, 64)
 
         def step() -> None:
             model.zero_grad()

@@ -17,7 +17,7 @@ Build = Callable[[], Callable[[], Any]]
 
 def training(*, to_none: bool) -> Build:
     def build() -> Callable[[], Any]:
-        model, x = nn.Sequential(*[nn.Linear(128, 128) for _ in range(6)]), torch.randn(2048, 128)
+        model, x = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]), torch.randn(16384, 1024)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
         def step() -> None:
@@ -34,7 +34,7 @@ def freezing(*, dropped: bool) -> Build:
     """A backbone that was trained once, and is frozen since."""
 
     def build() -> Callable[[], Any]:
-        backbone, head, x = nn.Linear(256, 256), nn.Linear(256, 4), torch.randn(8, 256)
+        backbone, head, x = nn.Linear(1024, 1024), nn.Linear(1024, 4), torch.randn(8, 1024)
         optimizer = torch.optim.Adam([*backbone.parameters(), *head.parameters()], foreach=False)
         head(backbone(x)).sum().backward()
         optimizer.step()
@@ -54,26 +54,27 @@ def freezing(*, dropped: bool) -> Build:
     return build
 
 
-def found(build: Build) -> list[memplan.Finding]:
-    return [finding for finding in memplan.check(build, device="cpu") if finding.id == ID]
+def found(build: Build, device: str) -> list[memplan.Finding]:
+    return [finding for finding in memplan.check(build, device=device) if finding.id == ID]
 
 
-def later_peak(build: Build) -> int:
+def later_peak(build: Build, device: str) -> int:
     """Of a step in which gradients and states are there already."""
-    return memplan.simulate(memplan.record(build, device="cpu")).steps[-1].peak_allocated
+    return memplan.simulate(memplan.record(build, device=device), workspace="low").steps[-1].peak_allocated
 
 
-def test_zeroed_gradients() -> None:
-    (finding,) = found(training(to_none=False))
-    assert finding.details["held"] == 6 * (128 * 128 + 128) * 4
-    saved = later_peak(training(to_none=False)) - later_peak(training(to_none=True))
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_zeroed_gradients(device: str) -> None:
+    (finding,) = found(training(to_none=False), device)
+    assert finding.details["held"] == 6 * (1024 * 1024 + 1024) * 4
+    saved = later_peak(training(to_none=False), device) - later_peak(training(to_none=True), device)
     assert finding.bytes == pytest.approx(saved, rel=0.01)
-    assert found(training(to_none=True)) == []
+    assert found(training(to_none=True), device) == []
 
 
-def test_states_that_nothing_updates() -> None:
-    (finding,) = found(freezing(dropped=False))
-    assert finding.bytes == pytest.approx(
-        later_peak(freezing(dropped=False)) - later_peak(freezing(dropped=True)), rel=0.01
-    )
-    assert found(freezing(dropped=True)) == []
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_states_that_nothing_updates(device: str) -> None:
+    (finding,) = found(freezing(dropped=False), device)
+    saved = later_peak(freezing(dropped=False), device) - later_peak(freezing(dropped=True), device)
+    assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert found(freezing(dropped=True), device) == []

@@ -26,20 +26,60 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(hidden), target)
 
 
-def found(make: object, *inputs: str) -> list[memplan.Finding]:
-    return [finding for finding in memplan.check(make, *inputs, device="cpu") if finding.id == ID]
+def found(make: object, *inputs: str, device: str = "cpu") -> list[memplan.Finding]:
+    return [finding for finding in memplan.check(make, *inputs, device=device) if finding.id == ID]
 
 
-def test_the_bytes_are_those_of_the_chunked_loss() -> None:
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_the_bytes_are_those_of_the_chunked_loss(device: str) -> None:
     inputs = ("512x64", "512:int64<20000")
-    (finding,) = found(Model, *inputs)
+    (finding,) = found(Model, *inputs, device=device)
     plain, chunked = (
-        memplan.explain(lambda c=c: Model(c), *inputs, device="cpu").timeline.peak_allocated for c in (False, True)
+        memplan.explain(lambda c=c: Model(c), *inputs, device=device).timeline.peak_allocated for c in (False, True)
     )
     assert finding.bytes == pytest.approx(plain - chunked, rel=0.01)
     assert finding.details["each"] == 512 * 20000 * 4
     assert finding.details["copies"] >= 2
-    assert found(lambda: Model(True), *inputs) == []
+    assert not finding.details["estimate"]
+    assert found(lambda: Model(True), *inputs, device=device) == []
+
+
+class Shifted(nn.Module):
+    """As language models have it: a token is told from those before it, in float32."""
+
+    def __init__(self, chunked: bool = False, bias: bool = False) -> None:
+        super().__init__()
+        self.embed, self.body = nn.Embedding(20000, 64), nn.Linear(64, 64)
+        self.head, self.chunked = nn.Linear(64, 20000, bias=bias), chunked
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, target = self.body(self.embed(tokens)), tokens[:, 1:].reshape(-1)
+        if self.chunked:
+            rows, options = hidden[:, :-1].reshape(-1, 64), nn.LinearCrossEntropyOptions()
+            bias = self.head.bias
+            return F.linear_cross_entropy(rows, self.head.weight, target, linear_bias=bias, options=options)
+        logits = self.head(hidden).float()[:, :-1].contiguous()
+        return F.cross_entropy(logits.view(-1, 20000), target)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_of_a_language_model_too(bias: bool, device: str) -> None:
+    tokens = "4x128:int64<20000"
+    (finding,) = found(lambda: Shifted(bias=bias), tokens, device=device)
+    plain, chunked = (
+        memplan.explain(lambda c=c: Shifted(c, bias), tokens, device=device).timeline.peak_allocated
+        for c in (False, True)
+    )
+    assert finding.bytes == pytest.approx(plain - chunked, rel=0.01)
+    assert not finding.details["estimate"]
+
+
+def test_in_mixed_precision_it_is_an_estimate_and_says_so() -> None:
+    found = memplan.check(Shifted, "4x128:int64<20000", device="cpu", autocast="bfloat16")
+    (finding,) = [one for one in found if one.id == ID]
+    assert finding.details["estimate"]
+    assert "an estimate" in finding.message
 
 
 def test_a_few_classes_are_no_vocabulary() -> None:

@@ -115,7 +115,7 @@ def called_for_the_loss() -> bool:
 _DISPATCHING = frozenset(
     {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "_is_engine_sum", "_is_on_zeros",
      "_caller",
-     "called_by_engine", "called_for_the_loss", "make_where_asked"}
+     "called_by_engine", "called_for_the_loss", "make_where_asked", "interposed", "whole"}
 )  # fmt: skip
 
 
@@ -135,6 +135,15 @@ def tensor_arguments(func: Any) -> list[tuple[int, str]]:
 def arguments(func: Any) -> list[Any]:
     """The arguments of an op's schema: each has a name, a default_value and kwarg_only."""
     return func._schema.arguments
+
+
+def op_named(name: str) -> Any:
+    """The op of a name that a dispatch mode saw ("aten.add.Tensor"); None where this torch has none of it."""
+    parts = name.split(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+    except (AttributeError, IndexError, RuntimeError):
+        return None
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:

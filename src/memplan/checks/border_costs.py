@@ -2,82 +2,104 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from torch import nn
+
 from memplan._bytes import format_bytes
-from memplan.checks.border_fix import Padding, padded
-from memplan.checks.fields.tensors import Fields
-from memplan.checks.fields.walk import Followed, Output, follow
-from memplan.checks.mending import Remaker
-from memplan.checks.mirror import Mirrored, mirrored
+from memplan.checks.border_fix import Padding, padded, same_padding
+from memplan.checks.fields.rules import kernel_of
+from memplan.checks.fields.walk import Followed, Output, base_name, follow
+from memplan.checks.mending import Remaker, Unmendable, Unmended
+from memplan.checks.mirror import Mirror, Mirrored, mirrored
 from memplan.checks.model import Subject, number
+from memplan.checks.rerun.aligned import changed
+from memplan.checks.savings import peak_of
 from memplan.planning.plan import Plan, format_seconds
-from memplan.simulation.liveness import simulate
-from memplan.trace.model import Storage, Trace
+from memplan.trace.model import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Bytes at the peak: ``saved`` without the padding; ``recorded`` says that the padded model was recorded."""
+    """What it takes to keep the border, in bytes at the peak."""
 
-    saved: int
-    recorded: bool
     sentence: str
-    """What padding inside of the model takes."""
+    """What padding inside of the model takes, or why nobody knows."""
+    saved: int | None = None
+    """Bytes less at the peak without the padding; None where they are not known."""
     mirrored: int | None = None
     """The peak with the input mirror-padded once."""
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
-def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence[str]) -> Costs | None:
-    """What it costs to keep the border that these layers lose; None where nothing can be said."""
+def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence[str]) -> Costs:
+    """What it costs to keep the border that these layers lose.
+
+    The model is padded and its step recorded. Where there is only the step, or a model that does not run with padding,
+    the ops of the step are run again with padding: that tells the bytes just as exactly, but nothing of plans.
+    """
     remaker = subject.remaker
-    found = _recorded(subject.trace, remaker, output, layers) if remaker is not None else None
-    if found is None:
-        return _estimated(subject.trace, output, followed)
     if remaker is None:
+        return _worked_out(subject.trace, layers, None)
+    found = _recorded(subject.trace, remaker, layers)
+    if isinstance(found, Unmended):
+        found = _worked_out(subject.trace, layers, found)
+    mirror = mirrored(subject.trace, output, followed)
+    return found if mirror is None else _with_mirror(found, remaker, mirror)
+
+
+def _with_mirror(found: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
+    """And what it takes to mirror-pad the input, recorded on a model that is wrapped so."""
+    wrapped: list[Mirrored] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        wrapped[:] = [Mirrored(model, mirror)]
+        return wrapped[0]
+
+    trace = remaker.record(wrap=wrap)
+    peak = None if isinstance(trace, Unmended) else peak_of(trace)
+    if isinstance(trace, Unmended):  # a loss whose targets have the size of the smaller output: model alone, then
+        trace = remaker.record(wrap=wrap, options=replace(remaker.options, loss=None, targets=()))
+    if isinstance(trace, Unmended) or not wrapped:
         return found
-    mirror = mirrored(output, followed)
-    trace = remaker.record(lambda modules: None, lambda model: Mirrored(model, mirror)) if mirror is not None else None
-    if trace is None or mirror is None:
-        return found
-    peak = simulate(trace).peak_allocated
     whole = [output for output in trace.returned if output.tensors][-1:]
+    first = next((number for number, crop in enumerate(mirror.crops) if crop is not None), 0)
+    sizes = [list(view.shape[-len(mirror.pads) :]) for one in whole for view in one.tensors]
     details = {
         **found.details, "mirror_pad": [list(pair) for pair in mirror.pads], "mirrored_peak": peak,
-        "mirror_crop": [list(pair) for pair in mirror.crop], "mirror_reflects": mirror.reflects,
-        "mirrored_output": list(whole[0].tensors[0].shape[-len(mirror.pads) :]) if whole else None,
+        "mirror_crops": [crop and [list(pair) for pair in crop] for crop in mirror.crops],
+        "mirror_reflects": mirror.reflects, "mirrored_output": sizes[first] if sizes else None,
+        "mirror_returns": wrapped[0].kind, "mirror_names": list(wrapped[0].names),
+        "mirror_given": list(wrapped[0].padded),
     }  # fmt: skip
     return replace(found, mirrored=peak, details=details)
 
 
-def _recorded(trace: Trace, remaker: Remaker | None, output: Output, layers: Sequence[str]) -> Costs | None:
+def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | Unmended:
     """From a recording of the padded model."""
-    if remaker is None:
-        return None
     padding = Padding()
     change = padded(layers, padding)
     mended = remaker.record(change)
-    before = simulate(trace).peak_allocated
-    if mended is None:  # a loss whose targets have the size of the smaller output: model alone, then
+    before, alone_said = peak_of(trace), ""
+    left = [layer for layer in layers if layer not in padding.changes and _has_kernel(trace, layer)]
+    if left:
+        return Unmended(f"{left[0] or 'the step'} calls a function, and no module has the padding")
+    if isinstance(mended, Unmended):  # a loss whose targets have the size of the smaller output: model alone, then
         bare = replace(remaker.options, loss=None, targets=())
-        plain = remaker.record(lambda modules: None, options=bare)
-        mended = remaker.record(change, options=bare)
-        if plain is None or mended is None:
-            return None
-        before = simulate(plain).peak_allocated
-    after = simulate(mended).peak_allocated
+        plain, alone = remaker.record(options=bare), remaker.record(change, options=bare)
+        if isinstance(plain, Unmended) or isinstance(alone, Unmended):
+            return mended
+        before, mended, alone_said = peak_of(plain), alone, " (without the loss, whose targets have the smaller size)"
+    after = peak_of(mended)
     details: dict[str, Any] = {"peak": before, "padded_peak": after, "padding": padding.changes}
     whole = [o for o in follow(mended).outputs if o.spatial][:1]
     if whole:
         details["padded_output"] = [size for size, _ in whole[0].spatial]
         details["padded_lost"] = [[number(max(Fraction(0), s)) for s in f.lost(size)] for size, f in whole[0].spatial]
-    text = f"{format_bytes(after - before)} more at the peak" if after > before else "no byte more at the peak"
-    planned = remaker.planned(change, before) if after > before else None
+    text, planned = _more(before, after) + alone_said, remaker.planned(change, before) if after > before else None
     if isinstance(planned, Plan):
         share = f" ({100 * planned.seconds / planned.step_seconds:.1f} % of the step)" if planned.step_seconds else ""
         text += f", or none with a plan that adds an estimated {format_seconds(planned.seconds)}{share}, bit for bit "
@@ -87,41 +109,53 @@ def _recorded(trace: Trace, remaker: Remaker | None, output: Output, layers: Seq
         text += f", of which an exact plan takes back {format_bytes(after - planned)}: {format_bytes(planned)} is the "
         text += "least that the padded step can be planned for"
         details["plan_smallest_budget"] = planned
-    return Costs(after - before, True, text, details=details)
+    return Costs(text, after - before, details=details)
 
 
-def _estimated(trace: Trace, output: Output, followed: Followed) -> Costs:
-    """From the step with every tensor as much larger as its lost border would make it.
+def _has_kernel(trace: Trace, layer: str) -> bool:
+    """Whether a layer itself runs a convolution or a pool."""
+    ops = trace.ops
+    return any(ops[f.op].layer == layer and kernel_of(base_name(ops[f.op].name), f) is not None for f in trace.forms)
 
-    Tensors are known by their shape: their gradients, and those of later steps, have it, too.
+
+def _more(before: int, after: int) -> str:
+    return f"{format_bytes(after - before)} more at the peak" if after > before else "no byte more at the peak"
+
+
+def _worked_out(trace: Trace, layers: Sequence[str], unmended: Unmended | None) -> Costs:
+    """From the ops of the step, run again with padding."""
+    try:
+        found = changed(trace, _paddings(trace, layers))
+    except Unmendable as error:
+        found = Unmended.by(error)
+    if isinstance(found, Unmended):
+        why = found.why if unmended is None else f"padded, {unmended.why}"
+        return Costs(f"how much it takes is not known: {why}", details={"unknown": why})
+    before, after = peak_of(trace), peak_of(found)
+    details: dict[str, Any] = {"peak": before, "padded_peak": after}
+    if unmended is not None:
+        details["not_padded"] = unmended.why
+    return Costs(_more(before, after), after - before, details=details)
+
+
+def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[int, ...]]]:
+    """The padding that the ops of layers would need, by the op.
+
+    Raises:
+        Unmendable: there is none, or one side would need more than the other.
     """
-    growth: dict[tuple[int, ...], float] = {}
+    wanted: dict[int, dict[str, tuple[int, ...]]] = {}
     for form in trace.forms:
-        for view, fields in zip(form.writes, followed.results.get(form.op, ()), strict=False):
-            growth[view.shape] = max(growth.get(view.shape, 1.0), _growth(output, fields))
-    storages = tuple(replace(s, bytes=round(s.bytes * _growth_of(s, trace, growth)), low=None) for s in trace.storages)
-    before, after = (simulate(one).peak_allocated for one in (trace, replace(trace, storages=storages)))
-    text = f"about {format_bytes(after - before)} more at the peak"
-    return Costs(after - before, False, text, details={"estimated": True, "peak": before, "padded_peak": after})
-
-
-_FIXED = ("weight", "buffer", "parameter_gradient", "optimizer_state")
-
-
-def _growth_of(storage: Storage, trace: Trace, growth: Mapping[tuple[int, ...], float]) -> float:
-    """By its shape; of a kernel's own scratch, which has none, as the largest of what its op reads and writes."""
-    if storage.cause in _FIXED:
-        return 1.0
-    if storage.shape or storage.op is None:
-        return growth.get(storage.shape, 1.0)
-    op = trace.ops[storage.op]
-    beside = (*(operand.storage for operand in op.reads), *op.writes)
-    return max((growth.get(trace.storages[number].shape, 1.0) for number in beside), default=1.0)
-
-
-def _growth(output: Output, fields: Fields) -> float:
-    """How much larger a tensor would be that had lost nothing of the border so far."""
-    return math.prod(
-        1 + float(max(Fraction(0), sum(field.lost(size), Fraction(0))) / field.stride(size)) / size
-        for size, field in replace(output, fields=fields).spatial
-    )
+        op = trace.ops[form.op]
+        window = kernel_of(base_name(op.name), form)
+        if window is None or op.layer not in layers:
+            continue
+        kernel, stride, _, dilation = window
+        if any((k - 1) * d % 2 and s == 1 for k, s, d in zip(kernel, stride, dilation, strict=True)):
+            raise Unmendable(f"{op.layer} has a kernel of even size, which needs more padding on one side")
+        amounts = tuple(map(same_padding, kernel, stride, dilation))
+        pool = form.read("weight") is None
+        wanted[op.index] = {"padding": tuple(map(min, amounts, (k // 2 for k in kernel))) if pool else amounts}
+    if not wanted:
+        raise Unmendable("no convolution and no pool among the layers")
+    return wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.checks.border_costs import Costs, costs
 from memplan.checks.fields.tensors import Field, Loss
-from memplan.checks.fields.walk import Followed, Output, follow
+from memplan.checks.fields.walk import Followed, Output, base_name, follow
 from memplan.checks.model import Finding, Subject, number
 from memplan.trace.model import Trace
 
@@ -40,10 +41,13 @@ class Row:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One finding for the model's output that loses the most, none where no output loses anything."""
+    """One finding for the model's output that loses the most, none where no output loses anything.
+
+    Where the path to the outputs ends on the way, what is lost up to there.
+    """
     followed = follow(subject.trace)
     outputs = [output for output in followed.outputs if output.spatial]
-    eroding = [output for output in outputs if any(max(sides) > 0 for sides in lost(output))]
+    eroding = _eroding(outputs) or _eroding(outputs := [one for one in followed.ended.values() if one.spatial])
     if not eroding:
         return []
     worst = max(eroding, key=lambda output: (_net(output), -outputs.index(output)))
@@ -53,6 +57,10 @@ def find(subject: Subject) -> list[Finding]:
     if _net(worst) <= 0:
         return [_shifted(worst, rows)]
     return [_eroded(subject, worst, followed, rows)]
+
+
+def _eroding(outputs: list[Output]) -> list[Output]:
+    return [output for output in outputs if any(max(sides) > 0 for sides in lost(output))]
 
 
 def lost(output: Output) -> list[Sides]:
@@ -107,17 +115,48 @@ def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row
     share = 1 - math.prod(left)
     eaters = sorted((row for row in rows if row.total > 0), key=lambda row: -row.total)
     found = costs(subject, output, followed, [row.layer for row in eaters])
-    beyond = f", beyond the {subject.context} that the input brings as context" if subject.context else ""
+    context = f" (the input brings {subject.context} as context)" if subject.context else ""
+    ends = {"from": _place(subject, _beginning(output, followed)), "to": _place(subject, _end(output, followed))}
     message = (
-        f"the output covers the input without its border{beyond}: {_sides(sides)} are lost, {_percent(share)} of the "
+        f"{_extent(ends)} without its border: {_sides(sides)} are lost{context}, {_percent(share)} of the "
         f"field of view, by {_layers(eaters)}"
     )
     main = eaters[0] if eaters else Row("", None, ())
-    details = _details(output, rows) | {"share": share} | dict(found.details if found is not None else {})
+    details = _details(output, rows) | {"share": share} | ends | dict(found.details)
     return Finding(
-        ID, "warning", main.layer, main.where, found.saved if found is not None else 0, message + _saved(found),
-        tuple(_advice(sides, found)), details,
+        ID, "warning", main.layer, main.where, found.saved or 0, message + _saved(found), tuple(_advice(sides, found)),
+        details,
     )  # fmt: skip
+
+
+def _beginning(output: Output, followed: Followed) -> int | None:
+    """The op that made what the output is followed from; None where that is an input of the step."""
+    return followed.sources[output.spatial[0][1].source].op
+
+
+def _end(output: Output, followed: Followed) -> int | None:
+    """The op at which the path ends; None where it ends with an output of the model."""
+    return next((op for op, one in followed.ended.items() if one is output), None)
+
+
+def _place(subject: Subject, index: int | None) -> dict[str, Any] | None:
+    if index is None:
+        return None
+    op = subject.trace.ops[index]
+    return {"op": base_name(op.name), "layer": op.layer, "where": op.where}
+
+
+def _extent(ends: dict[str, dict[str, Any] | None]) -> str:
+    """What covers what: the output the input, as far as the path between them can be followed."""
+    begin, end = ends["from"], ends["to"]
+    seen = "the input" if begin is None else f"what {_named(begin)} makes"
+    by = "the output" if end is None else f"what goes into {_named(end)}"
+    reason = "" if begin is None and end is None else " (the path ends there: the positions it reads depend on values)"
+    return f"{by} covers {seen}{reason}"
+
+
+def _named(place: dict[str, Any]) -> str:
+    return f"{place['op']} in {place['layer']}" if place["layer"] else place["op"]
 
 
 def _shifted(output: Output, rows: list[Row]) -> Finding:
@@ -140,7 +179,7 @@ def _details(output: Output, rows: list[Row]) -> dict[str, Any]:
     spatial = output.spatial
     return {
         "lost": [(number(a), number(b)) for a, b in lost(output)],
-        "stride": [number(field.stride(size)) for size, field in spatial],
+        "stride": [number(abs(field.stride(size))) for size, field in spatial],
         "input": [field.extent for _, field in spatial],
         "output": [size for size, _ in spatial],
         "receptive_field": [field.width for _, field in spatial],
@@ -159,22 +198,17 @@ def _effective(field: Field) -> float:
     return round(min(float(field.width), 4 * math.sqrt(field.variance) + 1), 1)
 
 
-def _saved(found: Costs | None) -> str:
-    if found is None:
+def _saved(found: Costs) -> str:
+    if found.saved is None:
         return ""
-    how = "" if found.recorded else " (estimated from the sizes of the tensors)"
-    if found.saved <= 0:
-        return f"; it saves no memory{how}"
-    return f"; it saves {format_bytes(found.saved)}{how}"
+    return f"; it saves {format_bytes(found.saved)}" if found.saved > 0 else "; it saves no memory"
 
 
-def _advice(sides: list[Sides], found: Costs | None) -> list[str]:
-    widths = ", ".join(dict.fromkeys(f"{math.ceil(a)} and {math.ceil(b)}" for a, b in sides))
-    inside = "pad inside of the model (--fix prints the change)"
-    if found is not None:
-        inside += f": {found.sentence}"
-    mirror = f"or mirror-pad the input once, by {widths} pixels in front and behind: the interior stays as it is"
-    if found is not None and found.mirrored is not None:
+def _advice(sides: list[Sides], found: Costs) -> list[str]:
+    inside = f"pad inside of the model (--fix prints the change, where it can): {found.sentence}"
+    pads = found.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
+    mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior stays as it is"
+    if found.mirrored is not None:
         mirror += f"; the peak is {format_bytes(found.mirrored)} then"
     most = math.ceil(max(side for pair in sides for side in pair))
     tile = f"or cut tiles that overlap by {most} pixels on each side, and say so: --context {most}"
@@ -186,8 +220,17 @@ def _sides(sides: list[Sides]) -> str:
     if len({side for pair in sides for side in pair}) == 1:
         value = number(sides[0][0])
         return f"{value:g} pixel{'' if value == 1 else 's'} on each side, {2 * value:g} per dimension"
-    shown = [f"{number(a):g}" if a == b else f"{number(a):g} before and {number(b):g} after" for a, b in sides]
-    return f"{' x '.join(shown)} pixels on each side"
+    return _widths(sides)
+
+
+def _widths(pairs: Sequence[Sequence[Fraction | int]]) -> str:
+    """In front and behind, of all dimensions where they are alike, else of each."""
+    found = [(f"{number(a):g}", f"{number(b):g}") for a, b in pairs]
+    if all(a == b for a, b in found):
+        return f"{' x '.join(a for a, _ in found) if len(set(found)) > 1 else found[0][0]} pixels on each side"
+    if len(set(found)) == 1:
+        return f"{found[0][0]} pixels before and {found[0][1]} after in each dimension"
+    return f"{' x '.join(a if a == b else f'{a} before and {b} after' for a, b in found)} pixels"
 
 
 def _percent(share: float) -> str:

@@ -35,6 +35,8 @@ def fix_of(finding: Finding, trace: Trace) -> Fix:
     made = {layer.name: layer.made for layer in trace.layers}
     wanted = {layer: (made.get(layer), amount) for layer, amount in padding.items()}
     patch, why = _patch(wanted)
+    if not wanted and "not_padded" in finding.details:
+        why = f"padded, the model cannot be recorded ({finding.details['not_padded']})"
     output, size = finding.details.get("padded_output"), finding.details["input"]
     if patch:
         return Fix("patch", patch, "", _proof(output, size, finding.details["stride"]))
@@ -125,21 +127,51 @@ def _literal(amount: Any) -> str:
 
 
 def _wrapper(finding: Finding, why: str) -> Fix:
-    pads = finding.details.get("mirror_pad")
+    details = finding.details
+    pads, kind = details.get("mirror_pad"), details.get("mirror_returns")
+    by_hand = "Pad the input yourself, or cut tiles that overlap."
     if not pads:
-        return Fix("none", "", why, "Pad the input yourself, or cut tiles that overlap.")
-    crop = finding.details["mirror_crop"]
-    mode = "reflect" if finding.details["mirror_reflects"] else "replicate"
-    amounts = ", ".join(f"{side}" for pair in reversed(pads) for side in pair)
-    slices = ", ".join(f"{first}:{first + count}" for first, count in crop)
-    text = (
-        "class Mirrored(torch.nn.Module):\n"
-        "    def __init__(self, model):\n"
-        "        super().__init__()\n"
-        "        self.model = model\n\n"
-        "    def forward(self, image):\n"
-        f"        padded = torch.nn.functional.pad(image, ({amounts}), mode={mode!r})\n"
-        f"        return self.model(padded)[..., {slices}]\n"
-    )
-    output = finding.details.get("mirrored_output")
-    return Fix("wrapper", text, why, _proof(output, finding.details["input"], finding.details["stride"]))
+        return Fix("none", "", why, by_hand)
+    if kind == "other":
+        why += ", and a printed wrapper cannot crop what the model returns: something else than tensors in a tuple, a "
+        return Fix("none", "", why + "list or a dictionary", by_hand)
+    output = details.get("mirrored_output")
+    return Fix("wrapper", _class(details), why, _proof(output, details["input"], details["stride"]))
+
+
+def _class(details: Mapping[str, Any]) -> str:
+    """Source of a module that pads what the model is given, and crops what it returns."""
+    mode = "reflect" if details["mirror_reflects"] else "replicate"
+    amounts = ", ".join(f"{side}" for pair in reversed(details["mirror_pad"]) for side in pair)
+    pad = f"torch.nn.functional.pad({{}}, ({amounts}), mode={mode!r})"
+    crops = [_slices(crop) for crop in details["mirror_crops"]]
+    lines = ["class Mirrored(torch.nn.Module):", "    def __init__(self, model):", "        super().__init__()",
+             "        self.model = model", ""]  # fmt: skip
+    given = details["mirror_given"]
+    if given == ["0"]:
+        lines += ["    def forward(self, image, *inputs, **named):",
+                  f"        output = self.model({pad.format('image')}, *inputs, **named)"]  # fmt: skip
+    else:  # several images, or one that is given by name
+        inputs = [name for name in given if name.isdigit()]
+        lines += ["    def forward(self, *inputs, **named):"]
+        if inputs:
+            lines += ["        inputs = list(inputs)", f"        for number in ({', '.join(inputs)},):",
+                      f"            inputs[number] = {pad.format('inputs[number]')}"]  # fmt: skip
+        for name in given:
+            if not name.isdigit():
+                lines += [f"        named[{name!r}] = {pad.format(f'named[{name!r}]')}"]
+        lines += ["        output = self.model(*inputs, **named)"]
+    return "\n".join([*lines, *_cropping(details, crops)]) + "\n"
+
+
+def _cropping(details: Mapping[str, Any], crops: Sequence[str]) -> list[str]:
+    kind, names = details["mirror_returns"], details["mirror_names"]
+    if kind == "tensor":
+        return [f"        return output{crops[0]}"]
+    lines = [f"        output[{name}] = output[{name}]{crop}" for name, crop in zip(names, crops, strict=True) if crop]
+    copied, given = {"tuple": ("list", "tuple(output)"), "list": ("list", "output"), "dict": ("dict", "output")}[kind]
+    return [f"        output = {copied}(output)", *lines, f"        return {given}"]
+
+
+def _slices(crop: Sequence[Sequence[int]] | None) -> str:
+    return "" if crop is None else f"[..., {', '.join(f'{first}:{first + count}' for first, count in crop)}]"

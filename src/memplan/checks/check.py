@@ -38,8 +38,8 @@ def check(
     """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
     Args:
-        what: a module, a callable that makes one, a ``build`` that returns a step, or a Trace. Of a Trace, costs are
-            estimated where the others' are recorded.
+        what: a module, a callable that makes one, a ``build`` that returns a step, or a Trace. Of a
+            Trace, costs that take a recording of the mended model are left out.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`.
         context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
             overlap): a border lost up to that is no finding.
@@ -85,7 +85,7 @@ def check_trace(
 
     Args:
         trace: the step.
-        remaker: makes it again after a change; without one, costs are estimated.
+        remaker: makes it again after a change; without one, costs are those that follow from the trace.
         context: as for `check`.
         ignores: what not to tell of.
     """

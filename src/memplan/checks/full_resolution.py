@@ -15,8 +15,9 @@ from memplan.checks.fields.tensors import resolved, size_of
 from memplan.checks.fields.walk import Followed, base_name, follow
 from memplan.checks.mending import Change, Unmendable, module_at
 from memplan.checks.model import Finding, Subject
+from memplan.checks.savings import peak_of
 from memplan.explanation.layers import fullest
-from memplan.simulation.liveness import live_at, simulate
+from memplan.simulation.liveness import live_at
 from memplan.trace.model import Trace
 
 ID = "full-resolution"
@@ -93,26 +94,23 @@ def _finding(
     subject: Subject, run: list[_Layer], rows: list[tuple[tuple[str, str | None], int]], full: int, total: int
 ) -> Finding:
     trace, first, last = subject.trace, run[0], run[-1]
-    count = max(len(shape) for layer in run for shape in layer.shapes) - 2
-    before = simulate(trace).peak_allocated
     mended = subject.remaker.record(strided(first.name, last.name)) if subject.remaker is not None else None
-    after = simulate(mended).peak_allocated if mended is not None else None
-    size = max(0, before - after) if after is not None else 0
-    if after is None:
-        would = f"about {format_bytes(round(full * (1 - 0.5**count)))} of what is saved"
-    else:
-        would = f"{format_bytes(size)} at the peak"
+    size = max(0, peak_of(trace) - peak_of(mended)) if isinstance(mended, Trace) else 0
+    would = f"save {format_bytes(size)} at the peak"
+    if not isinstance(mended, Trace):
+        why = mended.why if mended is not None else "that takes the model, not a recording of it"
+        would = f"save a part of that (how much is not known: {why})"
     message = (
         f"{len(run)} convolutions in a row, {first.name} to {last.name}, work at the input's own resolution and save "
         f"{100 * full / total:.0f} % of all that is saved ({format_bytes(full)})"
     )
     advice = (
-        f"A stride of 2 in {first.name}, and upsampling before {last.name}, would save {would}: it keeps the field of "
+        f"A stride of 2 in {first.name}, and upsampling before {last.name}, would {would}: it keeps the field of "
         "view, which cropping or leaving out padding do not, but it is another model",
         "Or keep the model as it is and let memplan.fit recompute: the result stays the same",
     )
     details = {
-        "saved": full, "share": full / total, "estimated": after is None,
+        "saved": full, "share": full / total, "known": isinstance(mended, Trace),
         "layers": [{"layer": layer, "where": where, "bytes": bytes_} for (layer, where), bytes_ in rows],
     }  # fmt: skip
     return Finding(ID, "info", first.name, first.where, size, message, advice, details)
@@ -124,7 +122,7 @@ def strided(first: str, last: str) -> Change:
     def change(modules: dict[str, nn.Module]) -> None:
         begin, end = module_at(modules, first), module_at(modules, last)
         if not isinstance(begin, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or begin is end:
-            raise Unmendable(first)
+            raise Unmendable(f"{first} is no convolution")
         begin.stride = tuple(2 * step for step in begin.stride)
         end.register_forward_pre_hook(_doubled)
 

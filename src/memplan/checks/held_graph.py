@@ -6,7 +6,7 @@ from collections import Counter
 
 from memplan._bytes import format_bytes
 from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import after_last_read, peak, rows_of, saving, without_saving
+from memplan.checks.savings import after_last_read, peak_of, rows_of, saving, without_saving
 from memplan.trace.model import Op, Storage, Trace
 
 ID = "held-graph"
@@ -39,7 +39,7 @@ def _growing(trace: Trace) -> list[Finding]:
     sizes = [sum(storage.bytes for storage in storages) for storages in left]
     stays = [s for s in left[0] if s.died is None or s.died > _bounds(trace, 1)[1]]
     size = sum(storage.bytes for storage in stays)
-    if not size or size < _LEAST * peak(trace) or 2 * min(sizes[1:]) < size:  # a cache is filled once
+    if not size or size < _LEAST * peak_of(trace) or 2 * min(sizes[1:]) < size:  # a cache is filled once
         return []
     blame = {storage.id: storage.op or 0 for storage in stays}
     rows = rows_of(trace, stays, blame)
@@ -111,7 +111,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
         and not any(sharer.op in used for sharer in s.sharers)
     ]  # fmt: skip
     size = saving(trace, without_saving(trace, storages))
-    if size <= 0 or size < _LEAST * peak(trace):
+    if size <= 0 or size < _LEAST * peak_of(trace):
         return []
     rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
     message = (

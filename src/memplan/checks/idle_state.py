@@ -7,7 +7,7 @@ from dataclasses import replace
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak, saving
+from memplan.checks.savings import peak_of, saving
 from memplan.trace.model import Storage, Trace
 
 ID = "idle-state"
@@ -38,7 +38,7 @@ def _zeroed(trace: Trace) -> list[Finding]:
         changed[number], added = parts[0], [*added, *parts[1:]]
     size = saving(trace, changed, added)
     held = sum(trace.storages[number].bytes for number in zeroed)
-    if size < _LEAST * peak(trace):
+    if size < _LEAST * peak_of(trace):
         return []
     op = trace.ops[min(zeroed.values())]
     message = (
@@ -78,7 +78,7 @@ def _untouched(trace: Trace) -> list[Finding]:
             touched.update((*(operand.storage for operand in op.reads), *op.writes))
     idle = [s for s in trace.counted if s.cause == "optimizer_state" and s.id not in touched and s.died is None]
     size = saving(trace, {storage.id: None for storage in idle})
-    if not idle or size < _LEAST * peak(trace):
+    if not idle or size < _LEAST * peak_of(trace):
         return []
     message = f"the optimizer holds {format_bytes(size)} of state that no step updates: its parameters get no gradient"
     advice = (

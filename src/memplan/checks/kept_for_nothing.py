@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import forms_of_all_steps, peak, rows_of, saving, without_saving
+from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
+from memplan.checks.savings import forms_of_all_steps, peak_of, rows_of, saving, without_saving
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
-from memplan.trace.model import Form, Storage, Trace
+from memplan.trace.model import Form, Op, Storage, Trace
 
 ID = "kept-for-nothing"
 TITLE = "Tensors are kept for the backward pass that no gradient reads"
@@ -25,8 +26,6 @@ _SHAPE_ALONE = frozenset({
 """Ops whose formula takes a tensor and reads only its shape (aten/src/ATen/native/AveragePool2d.cpp and others)."""
 _NORMS = frozenset({"native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
                     "batch_norm_with_update", "_batch_norm_with_update", "_native_batch_norm_legit"})  # fmt: skip
-_RELU = frozenset({"relu", "threshold"})
-
 _TEXTS = {
     "frozen": (
         "frozen layers keep their inputs for the gradient of a weight that gets none",
@@ -43,31 +42,63 @@ _TEXTS = {
         "Swap the two: dropout, then ReLU. Both scale by factors of 0 or more, so the result is the same, and the next "
         "layer keeps the very tensor that ReLU keeps",
     ),
+    "in place": (
+        "activations keep their inputs, which nobody else reads, and the next layers keep their results",
+        "Say inplace=True: LeakyReLU, ELU, SELU and CELU compute their gradient from the result then, which is kept "
+        "anyway; the values are the same",
+    ),
+    "relu before cat": (
+        "ReLUs keep their results, and cat makes another tensor of these, which the next layer keeps",
+        "Call cat first, then ReLU on the whole (in place): the values are the same, and ReLU and the next layer keep "
+        "one tensor",
+    ),
+    "relu": (
+        "ReLUs keep results that nobody else keeps, of which their gradients read the sign alone",
+        "memplan.fit keeps the signs, a bit each (exact); a torch.autograd.Function that saves x > 0 keeps a byte "
+        "each, which the bytes here are for",
+    ),
 }
+_NOTES = ("relu",)
+"""Kinds for which no layer is at fault, and no argument of one mends it."""
 
 
 def find(subject: Subject) -> list[Finding]:
     """A finding for each way of keeping for nothing that costs bytes at the peak."""
     trace = subject.trace
     forms = forms_of_all_steps(trace)
-    kinds = {layer.name: layer.kind for layer in trace.layers}
     readers = _first_readers(trace)
+    dropouts = _dropouts(trace)
     found: dict[str, list[Storage]] = {}
     for storage in trace.counted:
         if storage.cause == "saved":
-            kind = _kind(trace, storage, forms, kinds, readers)
+            kind = _kind(trace, storage, forms, readers, dropouts)
             if kind is not None:
                 found.setdefault(kind, []).append(storage)
-    return [finding for kind in _TEXTS if kind in found for finding in _finding(trace, kind, found[kind])]
+    ways = [_copies_of(trace, kind, found[kind]) for kind in _TEXTS if kind in found]
+    return [finding for way in (*ways, *copies(trace, forms)) for finding in _finding(trace, way)]
 
 
-def _finding(trace: Trace, kind: str, storages: Sequence[Storage]) -> list[Finding]:
+def _copies_of(trace: Trace, kind: str, storages: Sequence[Storage]) -> Copies:
     changed = without_saving(trace, storages)
     if kind == "relu before dropout":
         changed |= _read_by_relu(trace, storages)
-    size = saving(trace, changed)
+    return Copies(kind, tuple(storages), changed)
+
+
+def _dropouts(trace: Trace) -> set[int]:
+    readers: dict[int, list[Op]] = {}
+    for op in trace.ops:
+        if op.phase == "forward":
+            for storage in {operand.storage for operand in op.reads}:
+                readers.setdefault(storage, []).append(op)
+    return {op.index for op in trace.ops if op.phase == "forward" and is_dropout(op, readers)}
+
+
+def _finding(trace: Trace, way: Copies) -> list[Finding]:
+    kind, storages = way.kind, way.storages
+    size = saving(trace, way.changed, way.added)
     rows = rows_of(trace, storages, {storage.id: storage.sharers[0].op for storage in storages})
-    if not rows or size <= 0 or size < _LEAST * peak(trace):
+    if not rows or size <= 0 or size < _LEAST * peak_of(trace):
         return []
     what, advice = _TEXTS[kind]
     kept = sum(int(str(row["bytes"])) for row in rows)
@@ -75,7 +106,8 @@ def _finding(trace: Trace, kind: str, storages: Sequence[Storage]) -> list[Findi
     first = rows[0]
     where = first["where"]
     details = {"kind": kind, "kept": kept, "layers": rows}
-    return [Finding(ID, "warning", str(first["layer"]), where if isinstance(where, str) else None, size, message,
+    severity = "info" if kind in _NOTES else "warning"
+    return [Finding(ID, severity, str(first["layer"]), where if isinstance(where, str) else None, size, message,
                     (advice,), details)]  # fmt: skip
 
 
@@ -94,7 +126,7 @@ def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storag
 
 
 def _kind(
-    trace: Trace, storage: Storage, forms: Mapping[int, Form], kinds: Mapping[str, str], readers: Mapping[int, int]
+    trace: Trace, storage: Storage, forms: Mapping[int, Form], readers: Mapping[int, int], dropouts: Set[int]
 ) -> str | None:
     """In which of the ways a storage is kept for nothing; None where a gradient needs it."""
     keepers = keepers_of(storage)
@@ -108,11 +140,8 @@ def _kind(
              for name, keeper in zip(names, keepers, strict=True)]  # fmt: skip
     if all(a or b for a, b in zip(idle, shape, strict=True)):
         return "shape"
-    reader = readers.get(storage.id)
-    into_dropout = reader is not None and "Dropout" in kinds.get(trace.ops[reader].layer, "")
-    if into_dropout and len(keepers) == 1 and names[0] in _RELU and keepers[0][0].role == "result":
-        return "relu before dropout"
-    return None
+    relus = len(keepers) == 1 and names[0] in RELU and keepers[0][0].role == "result"
+    return "relu before dropout" if relus and readers.get(storage.id) in dropouts else None
 
 
 def _reads_nothing(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak, saving
+from memplan.checks.savings import peak_of, saving
 from memplan.simulation.liveness import live_at, simulate
 from memplan.trace.model import Op, Storage, Trace
 from memplan.trace.record import record
@@ -48,13 +48,15 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     window = [s for s in copies if s.died is not None]
     added = [] if chunk is None or not window else _chunks(trace, window, chunk)
     size = saving(trace, {storage.id: None for storage in copies}, added)
-    if size < _LEAST * peak(trace):
+    if size < _LEAST * peak_of(trace):
         return []
     at_once = _most_at_once(trace, copies)
     dtypes = sorted({storage.dtype for storage in copies})
+    guessed = _guessed(chunk, dtypes)
     message = (
         f"logits of {rows} x {classes} are held {at_once} times at once ({', '.join(dtypes)}, "
-        f"{format_bytes(logits.bytes)} each): the loss costs {format_bytes(size)} at the peak"
+        f"{format_bytes(logits.bytes)} each): the loss costs {'about ' if guessed else ''}{format_bytes(size)} at the "
+        f"peak{f' (an estimate: {guessed})' if guessed else ''}"
     )
     how = f" (its chunks take {format_bytes(chunk)})" if chunk is not None else ""
     advice = (
@@ -63,8 +65,16 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
         if hasattr(F, "linear_cross_entropy")
         else "Liger's fused linear cross-entropy never makes them whole; or call head and loss on chunks of the rows",
     )
-    details = {"rows": rows, "classes": classes, "copies": at_once, "each": logits.bytes, "chunked": chunk}
+    details = {"rows": rows, "classes": classes, "copies": at_once, "each": logits.bytes, "chunked": chunk,
+               "estimate": bool(guessed)}  # fmt: skip
     return [Finding(ID, "warning", op.layer, op.where, size, message, advice, details)]
+
+
+def _guessed(chunk: int | None, dtypes: list[str]) -> str:
+    """Why the bytes are an estimate; "" where they are those of the recorded step with torch's chunked loss."""
+    if chunk is None:
+        return "no linear layer makes them, or this torch has no loss in chunks: its chunks are not counted"
+    return "in mixed precision the chunks' own copies are not counted" if len(dtypes) > 1 else ""
 
 
 def _itemsize(dtype: str) -> int:

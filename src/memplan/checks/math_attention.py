@@ -2,92 +2,184 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from memplan._bytes import format_bytes
+from memplan.checks.attention.fitted import heads_fitted
+from memplan.checks.attention.fused import Fusing
+from memplan.checks.attention.written import INSIDE_OF_TORCH, Attention, attentions
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak, rows_of, saving
-from memplan.trace.model import Op, Storage, Trace
+from memplan.checks.mending import Unmended
+from memplan.checks.model import Finding, Severity, Subject
+from memplan.checks.savings import live_at_peak, peak_of, rows_of
+from memplan.trace.model import HOST, Storage, Trace
 
 ID = "math-attention"
 TITLE = "Attention holds its L x L matrices"
 
 _LEAST = 0.02
-_SOFTMAX = ("_softmax", "_safe_softmax", "softmax")
-_PRODUCTS = ("bmm", "baddbmm", "matmul")
-_SHORTEST = 16
-"""Lengths below which the matrices are no matter."""
+"""Share of the peak below which it is not worth a word."""
+_CHOICE = "scaled_dot_product_attention: math: "
+_CALL = "torch.nn.functional.scaled_dot_product_attention(q, k, v)"
+_FOR_A_CARD = "Nothing for the CPU; to look at the step on a card, name it: --device h100"
+_FLEXIBLE = "torch.nn.attention.flex_attention takes biases that get a gradient, without the matrices"
+_OWN = ("weight", "buffer", "input", "parameter_gradient", "optimizer_state")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mended:
+    """What the fused call spares, in bytes at the peak; or why it spares nothing, or nobody knows how much."""
+
+    saved: int | None = None
+    why: str = ""
+    advice: str = ""
+    severity: Severity = "info"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One finding for all attention of a step that is written out, or falls back to the math path."""
+    """A finding for all attention of a step that is written out, and one for what falls back to the math path."""
+    found = attentions(subject.trace)
+    return [
+        *_written_out(subject, [one for one in found if not one.inside_of_sdpa]),
+        *_math_path(subject, [one for one in found if one.inside_of_sdpa]),
+    ]
+
+
+def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
-    squares = _squares(trace)
-    if not squares:
+    held = _held(trace, found)
+    if not found or held < _LEAST * peak_of(trace):
         return []
-    storages = [s for s in trace.counted if _is_square(s, squares)]
-    size = saving(trace, {storage.id: None for storage in storages})
-    if size < _LEAST * peak(trace):
+    inside = any(_in_torch(trace, one) for one in found)
+    mended = _fused(subject, found, "need_weights=False" if inside else _CALL)
+    what = f"attention holds its matrices of {_shown(found)}, since it is written out"
+    what += " where its weights are asked for" if inside else ""
+    if mended.saved is None:
+        message = f"{what}: {format_bytes(held)} at the peak; {mended.why}"
+        return [_finding(trace, found, mended.severity, 0, message, mended.advice, "written out", held)]
+    if mended.saved < _LEAST * peak_of(trace):
         return []
-    makers = {op.index for op in squares.values()}
-    saved = [s for s in storages if s.op is not None and s.cause == "saved"]
+    message = f"{what}: {format_bytes(mended.saved)} more at the peak than with the fused call"
+    return [_finding(trace, found, "warning", mended.saved, message, mended.advice, "written out", held)]
+
+
+def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
+    trace = subject.trace
+    held = _held(trace, found)
+    if not found or held < _LEAST * peak_of(trace):
+        return []
+    because = _reasons(trace, found)
+    message = f"attention holds its matrices of {_shown(found)}, because of {because}: {format_bytes(held)} at the peak"
+    advice = "Mend what the reason names (half precision, a head size it takes, no mask with a gradient)"
+    size: int = 0
+    severity: Severity = "warning"
+    if trace.device == HOST and "dropout" in because:
+        severity, advice = "info", _FOR_A_CARD
+    elif subject.remaker is not None and subject.card is not None:
+        with heads_fitted() as done:
+            fitted = subject.remaker.record()
+        saved = 0 if isinstance(fitted, Unmended) else peak_of(trace) - peak_of(fitted)
+        if saved >= _LEAST * peak_of(trace):
+            size = saved
+            how = ", and ".join(sorted(done))
+            advice = f"{how[:1].upper()}{how[1:]}: {format_bytes(saved)} less at the peak, and the result is the same"
+    return [_finding(trace, found, severity, size, message, advice, "math kernel", held)]
+
+
+def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
+    """The step with the fused call, recorded."""
+    trace, remaker = subject.trace, subject.remaker
+    written = [one for one in found if not _in_torch(trace, one)]
+    wanted = _wanted(written) or _wanted_of_layers(trace, [one for one in found if one not in written])
+    if wanted:
+        return _Mended(why=f"{wanted}, and a fused call never makes them", advice=f"Where nothing needs them, {call}")
+    if remaker is None:
+        why = "what a fused call takes instead is known of a model only, and this is the recording of one"
+        return _Mended(None, why, f"Take {call}; check the model itself for the bytes", "warning")
+    fusing = Fusing(trace, written, on_card=subject.card is not None, weights=len(written) < len(found))
+    again = remaker.record(around=fusing.installed())
+    mended = again if isinstance(again, Unmended) else fusing.without_matrices(again)
+    if mended is None or isinstance(mended, Unmended):
+        why = mended.why if mended is not None else "something is done to them on the way that it does not do"
+        return _Mended(
+            why=f"a fused call does not fit here as it stands: {why}", advice=f"See whether {call} can be had"
+        )
+    left = attentions(mended)
+    if not left:
+        advice = f"Take {call} (memplan explain --device says which kernel a card takes, and why)"
+        return _Mended(peak_of(trace) - peak_of(mended), advice=advice)
+    reason = "; ".join(dict.fromkeys(fusing.reasons)) or _reasons(mended, left)
+    advice = _FOR_A_CARD if "dropout" in reason and trace.device == HOST else _FLEXIBLE
+    return _Mended(why=f"a fused call would take no less here, because of {reason}", advice=advice)
+
+
+def _wanted(found: Sequence[Attention]) -> str:
+    """Who needs the matrices themselves; "" if nobody."""
+    used = next((one.otherwise for one in found if one.otherwise is not None), None)
+    if used is not None:
+        return f"{base_name(used.name)}{f' at {used.where}' if used.where else ''} reads them, too"
+    return "the model returns them" if any(one.returned for one in found) else ""
+
+
+def _wanted_of_layers(trace: Trace, found: Sequence[Attention]) -> str:
+    """Who reads the weights that torch's own layers give back: these, or their mean over the heads."""
+    for one in found:
+        given = {*one.matrices, *(one.otherwise.writes if one.otherwise is not None else ())}
+        if any(view.storage in given for returned in trace.returned for view in returned.tensors):
+            return "the model returns its weights"
+        for op in trace.ops:
+            if op.layer != one.softmax.layer and op.phase == "forward" and given & {r.storage for r in op.reads}:
+                return f"{base_name(op.name)}{f' at {op.where}' if op.where else ''} reads its weights"
+    return ""
+
+
+def _in_torch(trace: Trace, one: Attention) -> bool:
+    kinds = {layer.name: layer.kind for layer in trace.layers}
+    return kinds.get(one.softmax.layer) == INSIDE_OF_TORCH
+
+
+def _held(trace: Trace, found: Sequence[Attention]) -> int:
+    """Bytes of the matrices and their gradients at the step's peak."""
+    return sum(storage.bytes for storage in live_at_peak(trace) if _is_matrix(trace, storage, found))
+
+
+def _is_matrix(trace: Trace, storage: Storage, found: Sequence[Attention]) -> bool:
+    """Whether a storage has the shape of the matrices, and is made by an op that makes or derives them."""
+    if storage.op is None or storage.cause in _OWN or storage.shape[-2:] not in {one.sizes for one in found}:
+        return False
+    op = trace.ops[storage.op]
+    return len(storage.shape) >= 3 and op.layer in {one.softmax.layer for one in found}
+
+
+def _reasons(trace: Trace, found: Sequence[Attention]) -> str:
+    """Why the math path was taken: on a card as the recording has it, else what the CPU's fused kernel refuses."""
+    told = [a.text.split(_CHOICE, 1)[1] for a in trace.assumptions if a.kind == "kernel" and _CHOICE in a.text]
+    if told:
+        return "; ".join(dict.fromkeys(told))
+    if any(one.dropped for one in found):
+        return "dropout, which the CPU's fused kernel does not take (those of CUDA do)"
+    return "a shape or a mask that the CPU's fused kernel does not take"
+
+
+def _shown(found: Sequence[Attention]) -> str:
+    return ", ".join(f"{a} x {b}" for a, b in sorted({one.sizes for one in found}))
+
+
+def _finding(
+    trace: Trace,
+    found: Sequence[Attention],
+    severity: Severity,
+    size: int,
+    message: str,
+    advice: str,
+    kind: str,
+    held: int,
+) -> Finding:
+    matrices = {storage for one in found for storage in one.matrices}
+    saved = [s for s in trace.counted if s.id in matrices and s.cause == "saved" and s.op is not None]
     rows = rows_of(trace, saved, {s.id: s.op or 0 for s in saved})
-    first = next(op for op in trace.ops if op.index in makers)
-    reasons = [a for a in trace.assumptions if a.kind == "kernel" and "scaled_dot_product_attention: math" in a.text]
-    why = f", because of {reasons[0].text.split('math: ', 1)[-1]}" if reasons else ", since it is written out"
-    heights = sorted(set(squares))
-    shown = ", ".join(f"{a} x {b}" for a, b in heights)
-    message = (
-        f"attention holds its matrices of {shown}{why}: {format_bytes(size)} at the peak, of which a fused kernel "
-        "takes none"
-    )
-    advice = (
-        "Mend what the reason names (half precision, a head size it takes, no mask with a gradient)" if reasons
-        else "Call torch.nn.functional.scaled_dot_product_attention(q, k, v) instead (memplan explain --device says "
-        "which kernel a card takes, and why)",
-    )  # fmt: skip
-    details = {"kind": "math kernel" if reasons else "written out", "sizes": [list(h) for h in heights], "layers": rows}
-    return [Finding(ID, "warning", first.layer, first.where, size, message, advice, details)]
-
-
-def _squares(trace: Trace) -> dict[tuple[int, int], Op]:
-    """(queries, keys) of each softmax between two batched products, and the first op of that size."""
-    found: dict[tuple[int, int], Op] = {}
-    for op in trace.ops:
-        if op.phase != "forward" or base_name(op.name) not in _SOFTMAX or not op.writes:
-            continue
-        shape = trace.storages[op.writes[0]].shape
-        if len(shape) < 3 or min(shape[-2:]) < _SHORTEST:
-            continue
-        if _comes_from_product(trace, op) and _goes_to_product(trace, op):
-            found.setdefault((shape[-2], shape[-1]), op)
-    return found
-
-
-def _comes_from_product(trace: Trace, op: Op, depth: int = 4) -> bool:
-    """Whether a batched product lies a few ops (a scale, a mask) before an op."""
-    for operand in op.reads:
-        maker = trace.storages[operand.storage].op
-        if maker is None or maker >= op.index:
-            continue
-        before = trace.ops[maker]
-        if base_name(before.name) in _PRODUCTS or (depth > 1 and _comes_from_product(trace, before, depth - 1)):
-            return True
-    return False
-
-
-def _goes_to_product(trace: Trace, op: Op, depth: int = 3) -> bool:
-    """Whether a batched product reads what an op makes, a dropout or a cast later."""
-    made = set(op.writes)
-    for later in trace.ops[op.index + 1 : op.index + 12]:
-        if later.phase == "forward" and any(operand.storage in made for operand in later.reads):
-            if base_name(later.name) in _PRODUCTS:
-                return True
-            made |= set(later.writes)
-    return False
-
-
-def _is_square(storage: Storage, squares: dict[tuple[int, int], Op]) -> bool:
-    """Whether a storage is made in the step and has the last two sizes of one of the matrices."""
-    return storage.op is not None and storage.cause not in ("weight", "buffer", "input") and (
-        len(storage.shape) >= 3 and storage.shape[-2:] in squares
-    )  # fmt: skip
+    first = found[0].softmax
+    sizes = [list(pair) for pair in sorted({one.sizes for one in found})]
+    details = {"kind": kind, "sizes": sizes, "held": held, "layers": rows}
+    return Finding(ID, severity, first.layer, first.where, size, message, (advice,), details)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,19 @@ class Unmendable(Exception):
     """A change that does not apply to a model."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unmended:
+    """The changed step could not be recorded; ``why``, in words that end without a full stop."""
+
+    why: str
+
+    @classmethod
+    def by(cls, error: MemplanError | Unmendable) -> Unmended:
+        """Because of what was raised while it was recorded."""
+        cause = error.__cause__ if isinstance(error.__cause__, Unmendable) else error
+        return cls(cause.found.rstrip(".") if isinstance(cause, MemplanError) else str(cause))
+
+
 @dataclass(frozen=True)
 class Remaker:
     """A step as it was described to `memplan.check`, which can be recorded and planned again after a change."""
@@ -35,17 +48,25 @@ class Remaker:
     options: StepOptions
     target: Target
 
-    def record(self, change: Change, wrap: Wrap | None = None, options: StepOptions | None = None) -> Trace | None:
-        """The changed step; None where the change does not apply or the step no longer runs.
+    def record(
+        self,
+        change: Change | None = None,
+        wrap: Wrap | None = None,
+        options: StepOptions | None = None,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> Trace | Unmended:
+        """The changed step, or why there is none: the change does not apply, or the step no longer runs.
 
-        ``wrap`` puts the model into another one; ``options`` replace those of the step.
+        ``wrap`` puts the model into another one; ``options`` replace those of the step; ``around`` is entered while
+        it is recorded.
         """
         used = self.options if options is None else options
         build = build_of(self._changed(change, wrap), used, on_card=self.target.card is not None)
         try:
-            return record_for(build, self.target)
-        except (MemplanError, Unmendable):
-            return None
+            with around or nullcontext():
+                return record_for(build, self.target)
+        except (MemplanError, Unmendable) as error:
+            return Unmended.by(error)
 
     def planned(self, change: Change, budget: int) -> Plan | int | None:
         """The cheapest exact plan of the changed step in a budget; the least budget that there is a plan for, where
@@ -64,11 +85,12 @@ class Remaker:
         except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is told of
             return None
 
-    def _changed(self, change: Change, wrap: Wrap | None) -> Callable[[], Any]:
+    def _changed(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
         def make() -> Any:
             with _made_modules() as modules:
                 made = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what()
-            change(by_path([made] if isinstance(made, nn.Module) else modules))
+            if change is not None:
+                change(by_path([made] if isinstance(made, nn.Module) else modules))
             return wrap(made) if wrap is not None and isinstance(made, nn.Module) else made
 
         make.__qualname__ = "the changed step"
@@ -117,5 +139,5 @@ def module_at(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
         Unmendable: there is none of that name.
     """
     if path not in modules:
-        raise Unmendable(path)
+        raise Unmendable(f"there is no module {path}")
     return modules[path]

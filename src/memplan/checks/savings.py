@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from memplan.simulation.liveness import simulate
-from memplan.trace.model import HOST, Form, Op, Storage, Trace, at_least
+from memplan.simulation.liveness import live_at, simulate
+from memplan.trace.model import Form, Op, Storage, Trace, at_least
 
 
 def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[Storage] = ()) -> int:
@@ -14,14 +14,18 @@ def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[
     storages = [changed.get(storage.id, storage) for storage in trace.storages]
     kept = [*(storage for storage in storages if storage is not None), *added]
     numbered = tuple(replace(storage, id=number) for number, storage in enumerate(kept))
-    return max(0, peak(trace) - peak(replace(trace, storages=numbered)))
+    return max(0, peak_of(trace) - peak_of(replace(trace, storages=numbered)))
 
 
-def peak(trace: Trace) -> int:
-    """The allocated peak with the least workspaces; on a card too in bytes as requested, so that births and deaths can
-    be moved about."""
+def peak_of(trace: Trace) -> int:
+    """The allocated peak as `memplan.explain` has it: on a card in the allocator's blocks, with the least workspace."""
+    return simulate(trace, workspace="low").peak_allocated
+
+
+def live_at_peak(trace: Trace) -> list[Storage]:
+    """What is allocated when the most is."""
     low = at_least(trace)
-    return simulate(replace(low, device=HOST, storages=tuple(replace(s, stream=0) for s in low.counted))).peak_allocated
+    return live_at(low, simulate(low).peak_tick)
 
 
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:

@@ -8,7 +8,7 @@ from memplan.simulation.settings import AllocatorSettings
 from memplan.trace.model import Call, Storage, Trace
 
 _Event = tuple[int, int, Storage | Call]
-_BIRTH, _DEATH, _CALL = 0, 1, 2
+_DEATH, _BIRTH, _CALL = 0, 1, 2
 _APART = 1 << 20
 """Added to a stream's number: every stream has pools of its own."""
 
@@ -63,4 +63,5 @@ def _events(trace: Trace) -> list[_Event]:
     events: list[_Event] = [(s.born, _BIRTH, s) for s in counted]
     events += [(s.died, _DEATH, s) for s in counted if s.died is not None]
     events += [(call.tick, _CALL, call) for call in trace.calls]
-    return sorted(events, key=lambda event: event[0])  # no two share a tick
+    # no two of a recorded step share a tick; of one that was changed by hand, deaths come first, as on the CPU
+    return sorted(events, key=lambda event: event[:2])

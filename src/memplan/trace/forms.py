@@ -31,9 +31,9 @@ class Forms:
         options: list[tuple[str, Option]] = []
         for position, name, is_tensor, default in self._of(func):
             value = args[position] if position < len(args) else kwargs.get(name, default)
-            if is_tensor:
-                reads += [(name, view) for view in self._views(value)]
-            elif (option := _plain(value)) is not None:
+            views = [(name, view) for view in self._views(value)] if is_tensor else []
+            reads += views
+            if not views and (option := _plain(value)) is not None:  # a number can stand for a tensor: x + 1
                 options.append((name, option))
         self.forms.append(Form(op, tuple(reads), tuple(self._views(result)), tuple(options)))
 

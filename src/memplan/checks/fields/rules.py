@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
+from memplan.checks.fields.call import Call, Rule, at, shifted, spatial
+from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
 from memplan.checks.fields.tensors import (
     Axis,
-    Dim,
     Factor,
     Fields,
     charged,
@@ -23,35 +22,6 @@ from memplan.checks.fields.tensors import (
     viewed,
 )
 from memplan.trace.model import Form
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An op with the fields of what it reads."""
-
-    name: str
-    form: Form
-    reads: tuple[tuple[str, Fields], ...]
-
-    @property
-    def main(self) -> Fields:
-        """Of the first tensor that it reads."""
-        return self.reads[0][1] if self.reads else ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of its first result."""
-        return self.form.writes[0].shape
-
-    def dims(self, name: str, rank: int) -> list[int]:
-        """Dimensions given by an option, from the front."""
-        value = self.form.option(name, ())
-        values = (value,) if isinstance(value, int) else value
-        return [int(number) % rank for number in values]
-
-
-Rule = Callable[[Call], Fields | list[Fields]]
-"""From a call to the fields of its first result, or of all of them."""
 
 
 def fields_of(call: Call) -> list[Fields]:
@@ -83,33 +53,6 @@ def _mixes(call: Call) -> Fields:
     return unknown(call.shape)
 
 
-def _spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]) -> Fields:
-    """An op that slides along the last dimensions, as many as its kernel has; ``change`` is told which."""
-    shape, dims = call.shape, call.main
-    count = len(call.form.option("kernel_size", ())) or len(call.form.option("output_size", ()))
-    weight = call.form.read("weight")
-    count = len(weight.shape) - 2 if weight is not None else count
-    first = len(dims) - count
-    found: list[Dim] = [
-        (Factor(shape[place]),) if place == first - 1 else dim for place, dim in enumerate(dims[:first])
-    ]
-    for number in range(count):
-        dim = dims[first + number]
-        axis = resolved(dim)
-        moved = mapped(axis, lambda span, n=number: change(n, span), windowed=True, spread=spread(number))
-        size = shape[first + number]
-        found.append((Factor(size, charged(axis, size_of(dim), moved, size, call.form.op)),))
-    return tuple(found)
-
-
-def _at(values: Any, number: int, default: int = 1) -> int:
-    """One of the values of an option that may be given once for all dimensions, or not at all."""
-    if not isinstance(values, (tuple, list)):
-        return default if values is None else int(values)
-    given: list[int] = [int(value) for value in values]
-    return given[min(number, len(given) - 1)] if given else default
-
-
 def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
     """Kernel, stride, padding and dilation of a convolution or pool, for each dimension; None of any other op."""
     rule = RULES.get(name)
@@ -125,7 +68,7 @@ def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
         return None
     count = len(form.writes[0].shape) - 2 if rule is _convolution else len(kernel)
     given = (kernel, stride, form.option("padding", 0), form.option("dilation", 1))
-    return tuple(tuple(_at(values, n, 0 if k == 2 else 1) for n in range(count)) for k, values in enumerate(given))
+    return tuple(tuple(at(values, n, 0 if k == 2 else 1) for n in range(count)) for k, values in enumerate(given))
 
 
 def _spread(taps: float) -> float:
@@ -140,15 +83,15 @@ def _convolution(call: Call) -> Fields:
 
     def change(n: int, span: Span) -> Span | None:
         if form.option("transposed", False):
-            return span.transposed(kernel[n], _at(stride, n), _at(padding, n, 0), _at(dilation, n))
-        return span.window(kernel[n], _at(stride, n), _at(padding, n, 0), _at(dilation, n))
+            return span.transposed(kernel[n], at(stride, n), at(padding, n, 0), at(dilation, n))
+        return span.window(kernel[n], at(stride, n), at(padding, n, 0), at(dilation, n))
 
     def spread(n: int) -> float:
         if form.option("transposed", False):
-            return _spread(kernel[n] / _at(stride, n)) * _at(dilation, n) ** 2
-        return _spread(kernel[n]) * _at(dilation, n) ** 2
+            return _spread(kernel[n] / at(stride, n)) * at(dilation, n) ** 2
+        return _spread(kernel[n]) * at(dilation, n) ** 2
 
-    return _spatial(call, change, spread)
+    return spatial(call, change, spread)
 
 
 def _pool(call: Call) -> Fields:
@@ -157,9 +100,9 @@ def _pool(call: Call) -> Fields:
     stride = form.option("stride") or kernel
 
     def change(n: int, span: Span) -> Span | None:
-        return span.window(_at(kernel, n), _at(stride, n), _at(padding, n, 0), _at(dilation, n))
+        return span.window(at(kernel, n), at(stride, n), at(padding, n, 0), at(dilation, n))
 
-    found = _spatial(call, change, lambda n: _spread(_at(kernel, n)) * _at(dilation, n) ** 2)
+    found = spatial(call, change, lambda n: _spread(at(kernel, n)) * at(dilation, n) ** 2)
     channels = len(found) - len(kernel) - 1
     return tuple(call.main[place] if place == channels else dim for place, dim in enumerate(found))  # they stay apart
 
@@ -224,6 +167,22 @@ def _linear(before: int, after: int) -> Rule:
     return rule
 
 
+def _antialiased(reach: int) -> Rule:
+    """Interpolation whose filter widens with the step down; ``reach``: of the filter, in steps (UpSampleKernel.cpp)."""
+
+    def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
+        support = reach * max(ratio, Fraction(1))
+
+        def taps(o: int) -> list[int]:
+            centre = ratio * (o + Fraction(1, 2))
+            begin, end = math.floor(centre - support + Fraction(1, 2)), math.floor(centre + support + Fraction(1, 2))
+            return [begin, end - 1]
+
+        return ratio.denominator, ratio.numerator, taps
+
+    return lambda call: _resized(call, seen)
+
+
 def _adaptive(call: Call) -> Fields:
     def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         exact = Fraction(old, new)
@@ -240,16 +199,10 @@ def _pad(name: str) -> Rule:
         for number in range(len(amounts) // 2):
             place = len(dims) - 1 - number
             if amounts[2 * number] or amounts[2 * number + 1]:
-                dims[place] = _shifted(dims[place], shape[place], -int(amounts[2 * number]), 1, call)
+                dims[place] = shifted(dims[place], shape[place], -int(amounts[2 * number]), 1, call.form.op)
         return tuple(dims)
 
     return rule
-
-
-def _shifted(dim: Dim, size: int, offset: int, step: int, call: Call) -> Dim:
-    axis = resolved(dim)
-    moved = mapped(axis, lambda span: span.moved(offset, step))
-    return (Factor(size, charged(axis, size_of(dim), moved, size, call.form.op)),)
 
 
 def _slice(call: Call) -> Fields:
@@ -258,7 +211,7 @@ def _slice(call: Call) -> Fields:
     size, start, step = size_of(dims[place]), call.form.option("start"), int(call.form.option("step", 1))
     begin = min(max(int(start or 0) + (size if int(start or 0) < 0 else 0), 0), size)
     if call.shape[place] != size or begin or step != 1:
-        dims[place] = _shifted(dims[place], call.shape[place], begin, step, call)
+        dims[place] = shifted(dims[place], call.shape[place], begin, step, call.form.op)
     return tuple(dims)
 
 
@@ -269,7 +222,7 @@ def _pieces(call: Call) -> list[Fields]:
     begin = 0
     for view in call.form.writes:
         piece = list(dims)
-        piece[place] = _shifted(dims[place], view.shape[place], begin, 1, call)
+        piece[place] = shifted(dims[place], view.shape[place], begin, 1, call.form.op)
         begin += view.shape[place]
         found.append(tuple(piece))
     return found
@@ -278,7 +231,7 @@ def _pieces(call: Call) -> list[Fields]:
 def _flip(call: Call) -> Fields:
     dims = list(call.main)
     for place in call.dims("dims", len(dims)):
-        dims[place] = _shifted(dims[place], size_of(dims[place]), size_of(dims[place]) - 1, -1, call)
+        dims[place] = shifted(dims[place], size_of(dims[place]), size_of(dims[place]) - 1, -1, call.form.op)
     return tuple(dims)
 
 
@@ -337,14 +290,39 @@ def _expanded(call: Call) -> Fields:
 
 
 def _product(call: Call) -> Fields:
-    """A matrix product: the rows of the first matrix stay, its columns are mixed."""
-    left = next((fields for name, fields in call.reads if name in ("mat1", "self", "batch1", "input")
-                 and not (call.name in ("addmm", "baddbmm") and name in ("self", "input"))), call.main)  # fmt: skip
-    return (*left[:-1], (Factor(call.shape[-1]),))
+    """A matrix product: rows of the first matrix and columns of the second stay, what lies between is mixed."""
+    added = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
+    given = [fields for _, fields in call.reads][1 if added else 0 :]
+    left = given[0]
+    columns = given[1][-1] if len(given) > 1 and call.name != "linear" else (Factor(call.shape[-1]),)
+    return (*left[:-1], columns)
 
 
 def _viewed(call: Call) -> Fields:
     return viewed(call.main, call.shape)
+
+
+_BY_VALUES = ("grid_sampler_2d", "grid_sampler_3d", "fractional_max_pool2d", "fractional_max_pool3d", "index",
+              "index_select", "gather", "deform_conv2d", "roi_align", "roi_pool")  # fmt: skip
+"""Which positions they read depends on values."""
+
+
+_MADE_LIKE = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "empty_strided")),
+              *(f"{kind}_like" for kind in ("zeros", "ones", "empty", "full", "rand", "randn")))  # fmt: skip
+"""Of the tensor that they read they take no position."""
+
+
+def ends(call: Call, results: Sequence[Fields]) -> bool:
+    """Whether positions are lost on the way through an op although its results have some: they depend on values, or
+    nobody has told what the op does. Where every position sees all others, none are left to lose."""
+    if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
+        return False
+    return _slid(fields for _, fields in call.reads) and not _slid(results) and any(map(len, results))
+
+
+def _slid(many: Iterable[Fields]) -> bool:
+    """Whether any of the dimensions is one that a kernel slid along."""
+    return any(f.windowed for fields in many for dim in fields for factor in dim for f in factor.axis)
 
 
 RULES: dict[str, Rule] = {
@@ -364,6 +342,8 @@ RULES: dict[str, Rule] = {
     **{f"_upsample_nearest_exact{n}d": _nearest(Fraction(1, 2)) for n in (1, 2, 3)},
     **dict.fromkeys(("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d"), _linear(0, 0)),
     "upsample_bicubic2d": _linear(1, 1),
+    "_upsample_bilinear2d_aa": _antialiased(1),
+    "_upsample_bicubic2d_aa": _antialiased(2),
     "constant_pad_nd": _pad("pad"),
     **dict.fromkeys((f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)), _pad("padding")),
     "slice": _slice,
@@ -382,9 +362,11 @@ RULES: dict[str, Rule] = {
     "expand": _expanded,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), _product),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "squeeze", "unsqueeze"), _viewed),
+    **REARRANGING,
+    **dict.fromkeys(_MADE_LIKE, _mixes),
+    **dict.fromkeys((*_BY_VALUES, "as_strided"), _mixes),
     **dict.fromkeys(
-        ("gather", "scatter", "scatter_add", "index", "index_select", "embedding", "grid_sampler_2d", "grid_sampler_3d",
-         "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2c", "_fft_c2r", "as_strided", "im2col", "col2im",
+        ("scatter", "scatter_add", "embedding", "sort", "topk", "cumsum", "_fft_r2c", "_fft_c2c", "_fft_c2r",
          "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
          "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "mkldnn_rnn_layer",
          "_cudnn_rnn"), _mixes,

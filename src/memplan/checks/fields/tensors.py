@@ -59,8 +59,10 @@ class Field:
     def lost(self, size: int) -> tuple[Fraction, Fraction]:
         """Positions of the input before the first of ``size`` outputs, and after the last: negative where there are
         outputs beyond the input's border."""
-        margin = (self.stride(size) - 1) / 2
-        return self.centre(0) - margin, self.extent - 1 - self.centre(size - 1) - margin
+        stride = self.stride(size)
+        first, last = (0, size - 1) if stride >= 0 else (size - 1, 0)  # the other way round after a flip
+        margin = (abs(stride) - 1) / 2
+        return self.centre(first) - margin, self.extent - 1 - self.centre(last) - margin
 
 
 Axis = tuple[Field, ...]

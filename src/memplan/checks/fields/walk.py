@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from memplan.checks.fields.rules import Call, fields_of
-from memplan.checks.fields.tensors import Factor, Field, Fields, resolved, size_of, unknown
+from memplan.checks.fields.call import Call, shifted
+from memplan.checks.fields.rules import ends, fields_of
+from memplan.checks.fields.tensors import Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.trace.model import Form, Trace, View
 
 _LEAST = 3
@@ -14,10 +15,12 @@ _LEAST = 3
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A dimension of an input: which of the view's dimensions it is."""
+    """A dimension of an input, or of what an op made at which the path to the inputs ended."""
 
     view: View
     dim: int
+    op: int | None = None
+    """Index of that op; None for an input of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Followed:
     sources: tuple[Source, ...]
     outputs: tuple[Output, ...]
     results: dict[int, tuple[Fields, ...]]
+    ended: dict[int, Output] = field(default_factory=dict)
+    """What went into the ops from which on nobody can tell positions, by the op's index."""
 
 
 def follow(trace: Trace) -> Followed:
@@ -61,6 +66,9 @@ class _Walk:
         self._sources: list[Source] = []
         self._known: dict[View, Fields] = {}
         self._results: dict[int, tuple[Fields, ...]] = {}
+        self._makers: dict[int, Call] = {}
+        self._whole: dict[int, View] = {}
+        self._ended: dict[int, Output] = {}
 
     def run(self) -> Followed:
         waiting = list(self._trace.returned)
@@ -74,27 +82,52 @@ class _Walk:
             outputs += [(one.after, self._output(one.layer, view)) for view in one.tensors]
         models = _models(self._trace)
         final = [output for after, output in outputs if output.layer in models and not self._is_read(output, after)]
-        return Followed(tuple(self._sources), tuple(final) or self._last(), self._results)
+        return Followed(tuple(self._sources), tuple(final) or self._last(), self._results, self._ended)
 
     def _output(self, layer: str, view: View) -> Output:
-        return Output(layer, view, self._known.get(_key(view), unknown(view.shape)))
+        return Output(layer, view, self._known.get(shown(view), unknown(view.shape)))
 
     def _op(self, form: Form) -> None:
         op = self._trace.ops[form.op]
         reads = tuple((name, self._fields(view)) for name, view in form.reads)
         if not form.writes:
             return
+        for view in form.writes:
+            self._whole.setdefault(view.storage, view)
         if not reads:
             return  # made from nothing: an input, if it is read
-        results = fields_of(Call(base_name(op.name), form, reads))
+        call = Call(base_name(op.name), form, reads, self._makers)
+        results = fields_of(call)
+        if ends(call, results):
+            self._ended[form.op] = Output(op.layer, form.reads[0][1], reads[0][1])
+            results = [self._input(view, form.op) for view in form.writes]
         self._results[form.op] = tuple(results)
         for view, fields in zip(form.writes, results, strict=True):
-            self._known[_key(view)] = fields
+            self._known[shown(view)] = fields
+            self._makers[view.storage] = call
+        if call.name == "copy":
+            self._put_into(form, reads)
+
+    def _put_into(self, form: Form, reads: tuple[tuple[str, Fields], ...]) -> None:
+        """A part of an empty tensor is written: it has the positions of what is written there (a pad by hand)."""
+        part, whole = form.writes[0], self._whole.get(form.writes[0].storage)
+        if whole is None or part.shape == whole.shape or part.strides != whole.strides or len(reads) < 2:
+            return
+        known = self._known.get(shown(whole))
+        if known is None or any(factor.axis for dim in known for factor in dim):
+            return
+        offset, fields = part.offset - whole.offset, list[tuple[Factor, ...]]()
+        for dim, size, stride in zip(
+            union([reads[1][1]], part.shape, form.op), whole.shape, whole.strides, strict=True
+        ):
+            start, offset = divmod(offset, stride) if stride else (0, offset)
+            fields.append(shifted(dim, size, -start, 1, form.op) if size_of(dim) != size else dim)
+        self._known[shown(whole)] = tuple(fields)
 
     def _fields(self, view: View) -> Fields:
-        known = self._known.get(_key(view))
+        known = self._known.get(shown(view))
         if known is None:
-            known = self._known[_key(view)] = self._input(view) if self._is_input(view) else unknown(view.shape)
+            known = self._known[shown(view)] = self._input(view) if self._is_input(view) else unknown(view.shape)
         return known
 
     def _is_input(self, view: View) -> bool:
@@ -106,22 +139,22 @@ class _Walk:
         made_here = maker is not None and maker.phase == "forward" and bool(maker.reads or maker.layer)
         return storage.cause not in ("weight", "buffer") and not made_here and storage.dtype.startswith(_REAL)
 
-    def _input(self, view: View) -> Fields:
+    def _input(self, view: View, op: int | None = None) -> Fields:
         fields: list[tuple[Factor, ...]] = []
         for dim, size in enumerate(view.shape):
             fields.append((Factor(size, (Field(len(self._sources), size),)),))
-            self._sources.append(Source(view, dim))
+            self._sources.append(Source(view, dim, op))
         return tuple(fields)
 
     def _is_read(self, output: Output, after: int) -> bool:
         """Whether a model that runs later reads an output."""
-        key, models = _key(output.view), _models(self._trace)
+        key, models = shown(output.view), _models(self._trace)
         losses = {one.layer for one in self._trace.returned} - models
         for form in self._trace.forms:
             layer = self._trace.ops[form.op].layer
             if form.op < after or not layer or any(layer == one or layer.startswith(one + ".") for one in losses):
                 continue
-            if any(_key(view) == key for _, view in form.reads):
+            if any(shown(view) == key for _, view in form.reads):
                 return True
         return False
 
@@ -148,7 +181,7 @@ def _models(trace: Trace) -> set[str]:
     return found | set(rest[:1]) if apart or not found else found
 
 
-def _key(view: View) -> View:
+def shown(view: View) -> View:
     """The same for every tensor that shows the same elements: the stride of a dimension of one element says nothing."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
     return replace(view, strides=strides)
