@@ -91,3 +91,27 @@ def test_in_a_classifier_it_is_a_note() -> None:
     net = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 6 * 6, 2))  # noqa: E731
     (finding,) = uneven(net, "1x1x15x15")
     assert finding.severity == "info"
+
+
+def test_of_the_crops_of_a_line_the_largest_is_told_with_the_others() -> None:
+    """A valid U-Net of two levels: 36 to 24 at the input's resolution, 14 to 12 at half of it."""
+
+    class Valid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList([nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 5), nn.Conv2d(2, 2, 2)])
+            self.up = nn.ModuleList([nn.ConvTranspose2d(2, 2, 2, 2), nn.ConvTranspose2d(4, 2, 2, 2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.down[0](x)
+            second = self.down[1](F.max_pool2d(first, 2))
+            x = self.down[2](F.max_pool2d(second, 2))
+            for up, skip in zip(self.up, (second, first), strict=True):
+                x = up(x)
+                edge = (skip.shape[2] - x.shape[2]) // 2
+                x = torch.cat([skip[:, :, edge:-edge, edge:-edge], x], 1)
+            return x
+
+    (finding,) = uneven(Valid, "1x1x38x38", "crop")
+    assert (finding.details["size"], finding.details["kept"]) == (36, 24)
+    assert finding.message.endswith("(here also from 14 to 12)")

@@ -48,3 +48,25 @@ def test_changing_shapes_under_benchmark(benchmark: bool, changing: bool, expect
         return step
 
     assert len([f for f in found(build) if f.details["kind"] == "benchmark"]) == expected
+
+
+def test_batches_of_changing_sizes_under_benchmark() -> None:
+    """The size changes from step to step; the workspace named is the largest that the recording bounds."""
+
+    def build() -> Any:
+        torch.backends.cudnn.benchmark = True
+        model, sizes = nn.Sequential(nn.Conv3d(8, 16, 3), nn.Conv3d(16, 8, 1)).cuda(), iter([12, 14])
+
+        def step() -> None:
+            size = next(sizes)
+            model(torch.zeros(1, 8, size, size, size, device="cuda")).sum().backward()
+
+        return step
+
+    (finding,) = [f for f in found(build) if f.details["kind"] == "benchmark"]
+    assert finding.severity == "warning"
+    assert [(row["layer"], row["sizes"]) for row in finding.details["layers"]] == [("0", 2), ("1", 2)]
+    trace = memplan.record(build, device="h100")
+    bounds = [s.bytes for s in trace.storages if s.cause == "workspace" and s.op is not None and s.low is not None]
+    assert finding.details["workspace"] == max(bounds) > 0
+    assert "2 convolutions met inputs of 2 sizes in 2 steps" in finding.message

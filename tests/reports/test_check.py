@@ -34,6 +34,11 @@ def test_what_is_printed() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_name_keeps_its_first_letter() -> None:
+    told = Finding("a-trap", "info", "", None, 0, "cuDNN may take more")
+    assert "  cuDNN may take more.\n" in printed(told)
+
+
 def test_further_layers_are_counted() -> None:
     assert "... 7 more" in printed(finding(9), top=2)
     assert "more" not in printed(finding(9), top=0)

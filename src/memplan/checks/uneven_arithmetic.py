@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memplan.checks.fields.rules import kernel_of
@@ -161,19 +161,27 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[tuple[int, int], list[_S
         return []
     start = int(form.option("start", 0) or 0)
     stride = along[0].field.stride(2)
+    pixels = number(start * stride), number((old - new - start) * stride)
     message = (
-        f"a crop from {old} to {new} before it meets another path: {number(start * stride):g} pixels of the input "
-        f"before and {number((old - new - start) * stride):g} after are computed, and not used here"
+        f"a crop from {old} to {new} before it meets another path: {pixels[0]:g} pixels of the input before and "
+        f"{pixels[1]:g} after are computed, and not used here"
     )
     advice = ("Pad the convolutions of the other path, so that both have one size",)
     uneven = (old - new) % 2 == 1
-    details = {"kind": "crop", "size": old, "kept": new, "uneven": uneven}
+    details = {"kind": "crop", "size": old, "kept": new, "pixels": pixels, "uneven": uneven}
     return [Finding(ID, "warning" if uneven else "info", op.layer, op.where, 0, message, advice, details)]
 
 
 def _once(findings: list[Finding]) -> list[Finding]:
-    """One finding for each layer and line; crops of the same line in several dimensions are told together."""
-    found: dict[tuple[str, str | None, str], Finding] = {}
+    """One finding for each layer and line: of the crops of a line the one that takes most, the others in a word."""
+    found: dict[tuple[str, str | None, str], list[Finding]] = {}
     for finding in findings:
-        found.setdefault((finding.layer, finding.where, finding.details["kind"]), finding)
-    return list(found.values())
+        found.setdefault((finding.layer, finding.where, finding.details["kind"]), []).append(finding)
+    return [_with_others(group) if group[0].details["kind"] == "crop" else group[0] for group in found.values()]
+
+
+def _with_others(crops: list[Finding]) -> Finding:
+    ordered = sorted(crops, key=lambda one: (one.details["uneven"], sum(one.details["pixels"])), reverse=True)
+    sizes = dict.fromkeys((one.details["size"], one.details["kept"]) for one in ordered)
+    others = ", ".join(f"{size} to {kept}" for size, kept in list(sizes)[1:])
+    return replace(ordered[0], message=ordered[0].message + (f" (here also from {others})" if others else ""))

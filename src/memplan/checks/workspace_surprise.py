@@ -64,26 +64,34 @@ def _changing(trace: Trace) -> list[Finding]:
     """With cudnn.benchmark, every new shape of an input tries all algorithms anew, each with its workspace."""
     if not any("cudnn.benchmark = True" in note for note in trace.notes):
         return []
-    shapes: dict[int, set[tuple[int, ...]]] = {}
+    shapes: dict[int, set[tuple[tuple[int, ...], str]]] = {}
     where: dict[int, Op] = {}
+    weight_of: dict[int, int] = {}
     for op in trace.ops:
-        if op.phase != "forward" or "convolution" not in base_name(op.name):
-            continue
         given = {r.name: trace.storages[r.storage] for r in op.reads}
-        if "weight" in given and op.writes:
-            shapes.setdefault(given["weight"].id, set()).add(trace.storages[op.writes[0]].shape)
-            where.setdefault(given["weight"].id, op)
+        if op.phase == "forward" and "convolution" in base_name(op.name) and {"input", "weight"} <= set(given):
+            weight = weight_of[op.index] = given["weight"].id
+            shapes.setdefault(weight, set()).add((trace.storages[op.writes[0]].shape, given["input"].dtype))
+            where.setdefault(weight, op)
     many = [weight for weight, seen in shapes.items() if len(seen) > 1]
     if not many:
         return []
     op = where[many[0]]
+    most = _most_workspace(trace, {index for index, weight in weight_of.items() if weight in many})
+    sizes = max(len(shapes[weight]) for weight in many)
     message = (
-        f"torch.backends.cudnn.benchmark is on, and {len(many)} convolution(s) meet inputs of several shapes: for each "
-        "new one cuDNN tries all algorithms, with the largest workspace of them"
+        f"torch.backends.cudnn.benchmark is on, and {len(many)} convolution{'' if len(many) == 1 else 's'} met inputs "
+        f"of {sizes} sizes in {len(trace.steps)} step{'' if len(trace.steps) == 1 else 's'}: for each new one cuDNN "
+        f"tries all algorithms, the largest of whose workspaces may take up to {format_bytes(most)}"
     )
-    advice = ("Set torch.backends.cudnn.benchmark = False, or pad inputs to a few fixed shapes",)
-    details = {
-        "kind": "benchmark",
-        "layers": [{"layer": where[w].layer, "where": where[w].where, "bytes": 0} for w in many],
-    }
+    advice = ("Set torch.backends.cudnn.benchmark = False, or pad inputs to a few fixed sizes",)
+    rows = [{"layer": where[w].layer, "where": where[w].where, "sizes": len(shapes[w])} for w in many]
+    details = {"kind": "benchmark", "workspace": most, "layers": rows}
     return [Finding(ID, "warning", op.layer, op.where, 0, message, advice, details)]
+
+
+def _most_workspace(trace: Trace, convolutions: set[int]) -> int:
+    """Bytes that the largest workspace of these or their gradients can take."""
+    ours = [s for s in trace.counted if s.cause == "workspace" and s.low is not None and s.op is not None]
+    ops = {s.id: trace.ops[s.op or 0] for s in ours}
+    return max((s.bytes for s in ours if {ops[s.id].index, ops[s.id].gradient_of} & convolutions), default=0)

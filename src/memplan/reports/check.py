@@ -86,7 +86,9 @@ def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]
     if place:
         yield Padding(Text(f"at {place}", "dim"), (0, 0, 0, 2))
     message = clean(finding.message)
-    yield Padding(Text(message[:1].upper() + message[1:] + "."), (0, 0, 0, 2))
+    if not message.startswith("cuDNN"):
+        message = message[:1].upper() + message[1:]
+    yield Padding(Text(message + "."), (0, 0, 0, 2))
     rows: list[dict[str, Any]] = finding.details.get("layers", [])
     if len(rows) > 1:
         yield Padding(page.table(_columns(rows, top), len(rows[:top] if top else rows)), (0, 0, 0, 2))
