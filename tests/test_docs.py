@@ -72,4 +72,6 @@ def test_the_examples_of_studies_run_and_print_what_they_show(name: str, capsys:
     names: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(block, names)
-    assert capsys.readouterr().out == "".join(re.findall(r"```text\n(.*?)```", text, re.S))
+    shown = capsys.readouterr().out, "".join(re.findall(r"```text\n(.*?)```", text, re.S))
+    one, other = (re.sub(r"fixed [\d.]+ KiB", "fixed", each) for each in shown)  # of oneDNN: another on each processor
+    assert one == other
