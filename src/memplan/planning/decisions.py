@@ -135,7 +135,7 @@ class _Decider:
 
     def _why_again(self, op: GraphOp, value: int) -> str:
         if value in self.seconds:
-            by = "" if op.again is None else f" by {_short(op.again.target)}"
+            by = "" if op.again is None else f" by {short(op.again.target)}"
             made = f"making it again{by} takes {format_seconds(self.seconds[value])}"
         else:
             others = [other for other in op.makes if other in self.seconds]
@@ -153,7 +153,7 @@ class _Decider:
         if value in self.graph.irreplaceable:
             return f"held by a call that is kept as it is; {needed}"
         if op.again is not None and value not in op.again.makes:
-            return f"{needed}; with it {_short(op.again.target)} can make {self._name(op.again.makes[0])} again"
+            return f"{needed}; with it {short(op.again.target)} can make {self._name(op.again.makes[0])} again"
         most = ", the most per byte of all that is kept" if value == self.dearest else ""
         return f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}"
 
@@ -174,7 +174,7 @@ class _Decider:
         if first is None:
             return f"a {actions[0].kind}" + _more(len(actions) - 1, "op")
         layer = first.layer or ("" if first.gradient_of is None else self.graph.ops[first.gradient_of].layer)
-        return _short(first.target) + (f" of {layer}" if layer else "") + _more(len(actions) - 1, "op")
+        return short(first.target) + (f" of {layer}" if layer else "") + _more(len(actions) - 1, "op")
 
     def _name(self, value: int) -> str:
         return self.graph.values[value].name
@@ -206,7 +206,7 @@ class _Decider:
         return found
 
 
-def _short(target: str) -> str:
+def short(target: str) -> str:
     """``aten.relu.default`` as ``relu``."""
     parts = target.split(".")
     return parts[1] if len(parts) > 2 else target

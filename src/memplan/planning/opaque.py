@@ -462,6 +462,14 @@ def scratch(target: str, args: Sequence[Any]) -> int | None:
     return max(_derivative(found, args[1]) + NUMBERS - made, -found.held)
 
 
+def title_of(target: str, args: Sequence[Any]) -> str:
+    """What an op of the graph is called: of an opaque one, what it calls."""
+    found = _KNOWN.get(args[-1]) if target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else None
+    if found is None:
+        return target
+    return found.title if target == _torch.OPAQUE else f"the gradient of {found.title}"
+
+
 def is_foreign(target: str) -> bool:
     """Whether an op is of a library, which may draw random numbers without saying so."""
     return target.split(".")[0] not in ("aten", "prim", "prims", "memplan")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
+from memplan.planning.decisions import short
 from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import Schedule
 from memplan.planning.trace import trace_of
@@ -31,7 +32,8 @@ class Holder:
 
     def __str__(self) -> str:
         what = f"{format_bytes(self.bytes)} {self.cause.replace('_', ' ')}"
-        return what + "".join(f" {part}" for part in (self.name, self.layer and f"of {self.layer}") if part)
+        whose = " ".join(part for part in (self.name, self.layer and f"of {self.layer}") if part)
+        return f"{what} ({whose})" if whose else what
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def _holder(trace: Trace, storage: Storage) -> Holder:
     op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
     if storage.name or op is None:
         return Holder(storage.bytes, storage.cause, storage.name, "", None)
-    return Holder(storage.bytes, storage.cause, op.name, op.layer, op.where)
+    return Holder(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
 
 
 def _at(trace: Trace, tick: int) -> str:
@@ -88,7 +90,7 @@ def _at(trace: Trace, tick: int) -> str:
     if op is None:
         return "at its peak"
     layer = f" of {op.layer}" if op.layer else ""
-    return f"in {op.phase}, at {op.name}{layer}" + (f" ({op.where})" if op.where else "")
+    return f"in {op.phase}, at {short(op.name)}{layer}" + (f" ({op.where})" if op.where else "")
 
 
 def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:

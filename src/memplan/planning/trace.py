@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memplan.planning import opaque
 from memplan.planning.graph import RESIDENT, Kind, Value
 from memplan.planning.peaks import ActionBytes, Surroundings
 from memplan.planning.schedule import Action, Schedule
@@ -165,7 +166,8 @@ class _Tracer:
 
     def _name(self, action: Action) -> str:
         if action.op is not None:
-            return action.called(self.graph).target
+            op = action.called(self.graph)
+            return opaque.title_of(op.target, op.args)
         return f"memplan.{action.kind}"
 
     def _note(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
