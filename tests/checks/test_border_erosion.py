@@ -176,6 +176,7 @@ def test_of_functions_the_bytes_are_those_of_padded_ones(train: bool) -> None:
     assert finding.bytes == pytest.approx(peaks[1] - peaks[0], rel=0.01)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_a_model_that_does_not_run_with_padding() -> None:
     """Its crops are written down as numbers: what it would take is worked out from the step."""
 

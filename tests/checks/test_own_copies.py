@@ -135,6 +135,7 @@ CASES: dict[str, tuple[str, Callable[[bool], nn.Module], str, tuple[str, ...]]] 
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("name", "device"), [(name, device) for name, case in CASES.items() for device in case[3]])
 def test_the_bytes_are_those_of_the_mended_model(name: str, device: str) -> None:
     kind, make, shape, _ = CASES[name]
@@ -145,6 +146,7 @@ def test_the_bytes_are_those_of_the_mended_model(name: str, device: str) -> None
     assert [f for f in findings(lambda: make(True), shape, device) if f.details["kind"] == kind] == []
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("name", ["leaky relu", "elu", "instance norm", "sequence", "sequence, no bias", "cat", "sum"])
 def test_a_real_run_spares_them_too(name: str) -> None:
     """What autograd keeps is torch's to say, and can change with its version."""

@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from memplan.errors import InputError
@@ -69,6 +70,23 @@ def test_processes_give_what_this_one_gives_and_keep_what_is_done() -> None:
     found = run(given, 2, stop)  # in the same processes: starting them is what takes long
     assert 2 <= len(found) <= 6
     assert all(found[number] == whole[number] for number in found)
+
+
+def test_processes_count_what_the_threads_here_take() -> None:
+    """oneDNN's scratch goes by the number of threads."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        given = [
+            (Subject(lambda: nn.Conv2d(3, 4, 5), StepOptions((f"{n}x3x64x64",)).checked()), Target("cpu"), None)
+            for n in (1, 3)
+        ]
+        here = {number: measured(*task) for number, task in enumerate(given)}
+        assert run(given, 2, lambda done, total: None) == here
+        torch.set_num_threads(1)
+        assert {number: measured(*task) for number, task in enumerate(given)} != here
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_interrupted_before_anything_is_done_it_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

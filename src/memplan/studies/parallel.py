@@ -1,4 +1,4 @@
-"""The points of a study side by side, in processes of one thread each."""
+"""The points of a study side by side, in processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from typing import Any
+
+import torch
 
 from memplan.errors import InputError
 from memplan.studies.points import Outcome, measured
@@ -95,8 +97,9 @@ def _spread(tasks: Sequence[Task], jobs: int, found: dict[int, Outcome], done: D
     from loky import get_reusable_executor
 
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    here = tuple(sys.path), torch.get_num_threads()
     executor: Any = get_reusable_executor(
-        max_workers=jobs, timeout=60, initializer=_prepare, initargs=(tuple(sys.path),), env=threads
+        max_workers=jobs, timeout=60, initializer=_prepare, initargs=here, env=threads
     )
     futures: dict[Future[Outcome], int] = {}
     try:
@@ -125,11 +128,10 @@ def _result(number: int, future: Future[Outcome]) -> Mapping[int, Outcome]:
         return {}
 
 
-def _prepare(path: tuple[str, ...]) -> None:
-    """In a new process: imports as here, one thread, Ctrl-C left to the process that waits, stdout to the report."""
-    import torch
-
+def _prepare(path: tuple[str, ...], threads: int) -> None:
+    """In a new process: imports as here, Ctrl-C left to the process that waits, stdout to the report. The CPU's kernels
+    take memory by the number of torch's threads: so many as here are counted, and none runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     os.dup2(2, 1)

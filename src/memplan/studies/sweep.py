@@ -109,7 +109,7 @@ def sweep(
             of the layers that a pattern names, which are made anew with it. Values are an iterable or text:
             ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all combinations; each is recorded once.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: as for `memplan.explain`.
-        jobs: processes side by side, of one thread each. None: as many as there are cores, where the points are worth
+        jobs: processes side by side. None: as many as there are cores, where the points are worth
             it. The rows do not depend on it.
         progress: called with the number of points done and of all.
 
