@@ -70,6 +70,19 @@ def test_files_are_targets(models: Path) -> None:
     assert "peak: the same" in mixed.output
 
 
+def test_points_of_a_saved_sweep_are_targets(models: Path) -> None:
+    swept = ("models.py:net", *INPUT, "--device", "cpu", "--vary", "width=4,8", "--json", "swept.json")
+    assert CliRunner().invoke(main, ["sweep", *swept]).exit_code == 0
+    done = run("swept.json#width=4", "swept.json#2", "--json", "found.json")
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith("A: swept.json#width=4: width 4 (swept, cpu)\nB: swept.json#2: width 8 (swept, cpu)\n")
+    assert "A and B are points of a sweep" in " ".join(done.output.split())
+    rows = json.loads((models / "swept.json").read_text())["rows"]
+    assert json.loads((models / "found.json").read_text())["difference"] == rows[1]["peak"] - rows[0]["peak"]
+    mixed = run("swept.json#2", "models.py:net", "--b-input", "2x3x8x8", "--b-device", "cpu", "--b-arg", "width=8")
+    assert "peak: the same" in mixed.output
+
+
 def test_measured(models: Path) -> None:
     done = run("models.py:net", *INPUT, "--b-precision", "bf16", "--measure")
     assert done.exit_code == 0, done.output
@@ -83,6 +96,8 @@ def test_measured(models: Path) -> None:
         (("models.py:net", *INPUT), "models.py:net twice, with the same options"),
         (("models.py:net", "gone.json", *INPUT), "there is no file gone.json"),
         (("models.py:net", "models.py", *INPUT), "names no callable"),
+        (("gone.json#1", "models.py:net", "--b-input", "2x3x8x8"), "there is no file gone.json."),
+        (("models.json#1", "models.py:net", "--b-input", "2x3x8x8"), "models.json holds something else"),
         (("models.py:net", "models.json", *INPUT), "--input was given for it, too"),
         (("models.py:net", "models.json", "--a-input", "2x3x8x8"), "models.json holds something else"),
         (("models.py:net", "--b-batch", "0", *INPUT), "--b-batch"),

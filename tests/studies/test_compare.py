@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import memplan
-from memplan.errors import InputError, StepError, TargetError
+from memplan.errors import InputError, StepError, TargetError, UsageError
 from memplan.studies.comparison import CAST_COPIES, WHOLE
 
 IMAGES, LABELS = "4x3x16x16", memplan.spec("4:int64<5")
@@ -39,6 +39,52 @@ def test_each_side_is_what_explain_says() -> None:
         assert (side.parameters, side.weight_bytes) == (count, 4 * count)
         assert side.outputs == ("4x5 float32",)
     assert sum(row.difference for row in found.by_cause) == found.difference == found.b.peak - found.a.peak
+
+
+def test_points_of_a_sweep_are_sides(tmp_path: Path) -> None:
+    swept = memplan.sweep(stack, {"batch": [2, 4], "width": [8, 16]}, IMAGES, **OPTIONS, jobs=1)
+    path = tmp_path / "swept.json"
+    path.write_text(swept.to_json())
+    found = memplan.compare(f"{path}#1", f"{path}#batch=4,width=16")
+    again = memplan.compare(swept.point(1), swept.point(batch=4, width=16))
+    assert found.a.title == "swept.json#1: batch 2, width 8"
+    assert found.b.title == "swept.json#batch=4,width=16: batch 4, width 16"
+    alone = memplan.explain(lambda: stack(16), IMAGES, **OPTIONS)
+    assert found.b.peak == again.b.peak == alone.timeline.peak_allocated
+    assert {cause: size for cause, size in found.b.by_cause.items() if size} == {
+        cause: size for cause, size in alone.by_cause.items() if size
+    }
+    assert sum(found.a.by_cause.values()) == found.a.peak
+    assert found.notes == ("A and B are points of a sweep, which have no layers: causes and totals alone are compared",)
+    mixed = memplan.compare(swept.point(batch=4, width=16), lambda: stack(16), IMAGES, **OPTIONS)
+    assert mixed.difference == 0
+    assert mixed.notes == ("A is a point of a sweep, which has no layers: causes and totals alone are compared",)
+
+
+def test_a_point_with_copies_of_weights_beside_a_recording_that_tells_them_apart() -> None:
+    swept = memplan.sweep(stack, {"precision": ["bf16"]}, IMAGES, **OPTIONS, jobs=1)
+    found = memplan.compare(swept, stack, IMAGES, **OPTIONS, autocast="bf16")
+    assert found.difference == 0
+    assert CAST_COPIES in found.b.by_cause
+    assert "copies of weights in another dtype stand apart on the side that was recorded here alone" in found.notes
+
+
+def test_no_such_point_of_a_file(tmp_path: Path) -> None:
+    swept, trace = tmp_path / "swept.json", tmp_path / "trace.json"
+    swept.write_text(memplan.sweep(stack, {"batch": [2, 4]}, IMAGES, **OPTIONS, jobs=1).to_json())
+    trace.write_text(memplan.record(lambda: lambda: torch.zeros(3)).to_json())
+    for name, words in (
+        (f"{swept}", "2 points of stack. Expected one of 1: batch 2; 2: batch 4"),
+        (f"{swept}#3", "no points of stack that were named"),
+        (f"{swept}#0", "no points of stack that were named"),
+        (f"{swept}#size=3", "the axis 'size' of stack. Expected batch"),
+        (f"{swept}#batch", "the point 'batch'. Expected its number"),
+        (f"{trace}#1", "holds no sweep, and #1 names a point of one"),
+        (f"{tmp_path / 'gone.json'}#1", "gone.json cannot be read"),
+    ):
+        with pytest.raises(UsageError) as error:
+            memplan.compare(name, f"{swept}#1")
+        assert words in str(error.value)
 
 
 def test_layers_are_joined_by_name() -> None:

@@ -32,6 +32,7 @@ def test_a_line_is_found_again(fixed: int, slope: int, values: list[int]) -> Non
     assert found.slope == pytest.approx(slope, abs=1e-6 * largest + 1)
     assert found.residual < 1e-6
     assert found.lines["saved"] == found.lines["peak"]
+    assert found.holds
 
 
 def test_bytes_of_a_size_grow_with_its_pixels() -> None:
@@ -42,7 +43,7 @@ def test_bytes_of_a_size_grow_with_its_pixels() -> None:
 def test_a_build_with_an_argument_grows_with_its_power() -> None:
     found = fit(Argument("size"), lambda size: 10**6 + 8 * size**3, (32, 64, 96))
     assert (found.power, round(found.fixed), round(found.slope, 6)) == (3, 10**6, 8)
-    assert str(found) == "size, 32 to 96: fixed 976.6 KiB, 8 B a size cubed, residual 0.0 %"
+    assert str(found) == "size, 32 to 96: fixed 976.6 KiB, 8 B times size cubed, residual 0.0 %"
 
 
 def test_a_sequence_with_attention_has_a_square() -> None:
@@ -61,8 +62,29 @@ def test_first_points_on_another_line_are_left_out() -> None:
 
 def test_what_is_no_line_says_so() -> None:
     found = fit(Batch(), lambda batch: 2**batch, (1, 4, 8))
-    assert "no straight line" in str(found)
     assert found.residual > 0.05
+    assert not found.holds
+    share = max(abs(found.fixed + found.slope * batch - 2**batch) / 2**batch for batch in (1, 4, 8))
+    assert str(found) == f"batch, 1 to 8: no straight line: the best is up to {100 * share:.1f} % off the peaks"
+
+
+def test_a_line_that_begins_below_0_has_no_fixed_part() -> None:
+    found = fit(Batch(), lambda batch: 1000 * batch - 5000, (10, 20, 30))
+    assert str(found) == "batch, 10 to 30: no fixed part (the line begins at -4.9 KiB), 1000 B a sample, residual 0.0 %"
+    square = fit(Length(), lambda length: 7 * length**2 - 20_000, (64, 128, 256, 512, 1024))
+    assert square.square is not None
+    assert "no fixed part (the line begins at -19.5 KiB)" in str(square)
+    near = fit(Batch(), lambda batch: 10**6 * batch - 5000, (1, 2, 3))
+    assert str(near).startswith("batch, 1 to 3: fixed about 0 B, 976.6 KiB a sample")
+
+
+def test_each_cause_says_how_far_its_points_are_off_its_line() -> None:
+    saved = {1: 0, 2: 40, 3: 20}
+    rows = [row(1000 * batch, batch=batch) | {"saved": saved[batch]} for batch in (1, 2, 3)]
+    (found,) = fits_of([Batch()], rows)
+    # by hand: slope 10, fixed 0; off by 10, 20 and 10, of 40 at most
+    assert found.lines["saved"].residual == pytest.approx(20 / 40)
+    assert found.lines["peak"].residual == pytest.approx(0, abs=1e-9)
 
 
 def test_the_residual_is_the_largest_share_by_which_a_peak_is_off() -> None:
@@ -113,4 +135,4 @@ def test_parts_that_are_as_good_as_equal_do_not_cross() -> None:
 
 @pytest.mark.parametrize("values", [(0, 3), (1, 3, 7)])
 def test_a_flat_line_has_no_slope(values: tuple[int, ...]) -> None:
-    assert "fixed 576 B, 0 B a width" in str(fit(Argument("width"), lambda width: 576, values))
+    assert "fixed 576 B, 0 B times width" in str(fit(Argument("width"), lambda width: 576, values))

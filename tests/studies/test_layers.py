@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import memplan
 from memplan.errors import InputError
@@ -81,6 +82,67 @@ class Scaled(nn.Module):
         self.scale = 1.0
 
 
+def hooked(kernel: int) -> nn.Module:
+    """Hooks that take memory: what is returned and what a gradient passes through is copied in a larger dtype."""
+    model = stack(kernel)
+    for name in ("0", "2"):
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda module, args, output: output.double().exp().float())
+        layer.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+        layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * one for one in inputs))
+    return model
+
+
+def test_hooks_stay_on_a_layer_that_is_made_anew() -> None:
+    def changed() -> nn.Module:
+        return change_layers(hooked(3), [LayerChange("0", "kernel_size", 5), LayerChange("2", "kernel_size", 5)])
+
+    makes = (changed, lambda: hooked(5), lambda: stack(5))
+    found, right, without = (memplan.explain(make, "2x3x32x32") for make in makes)
+    assert found.by_cause == right.by_cause
+    assert found.timeline.peak_allocated == right.timeline.peak_allocated > without.timeline.peak_allocated
+    torch.manual_seed(0)
+    one, other, x = changed(), hooked(5), torch.randn(1, 3, 16, 16)
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(one(x), other(x), rtol=0, atol=0)
+
+
+def test_hooks_of_parts_stay_and_those_of_the_constructor_are_not_doubled() -> None:
+    calls: list[str] = []
+
+    class Counted(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.width = width
+            self.inner = nn.Linear(2, width)
+            self.register_forward_hook(lambda *_: calls.append("own"))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = Counted(2)
+    model.inner.register_forward_hook(lambda *_: calls.append("inner"))
+    made = changed_layer(model, "width", 3)
+    made(torch.zeros(1, 2))
+    assert calls == ["inner", "own"]
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="cannot be made anew: it has hooks, and made anew it has others"):
+        changed_layer(model, "width", 3)
+
+
+def test_a_layer_with_another_forward_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    layer.forward = lambda input: input
+    with pytest.raises(InputError, match="cannot be made anew: its forward was replaced"):
+        changed_layer(layer, "out_features", 3)
+
+
+def test_a_pruned_layer_is_refused() -> None:
+    layer = prune.l1_unstructured(nn.Linear(2, 2, bias=False), "weight", amount=0.5)
+    with pytest.raises(InputError, match="made anew as it is, its parameters differ"):
+        changed_layer(layer, "out_features", 3)
+
+
 def test_an_attribute_that_is_no_argument_is_set() -> None:
     model = change_layers(nn.Sequential(Scaled(2)), [LayerChange("0", "scale", 3.0)])
     assert model.get_submodule("0").scale == 3.0
@@ -91,7 +153,8 @@ def test_an_attribute_that_is_no_argument_is_set() -> None:
     [
         (LayerChange("0", "width", 3), "does not keep its argument 'width'"),
         (LayerChange("1", "groups", 3), "(Conv2d) cannot be made so: ValueError: in_channels must be"),
-        (LayerChange("1", "kernel", 3), "no layer that '1' names has 'kernel' (Conv2d)"),
+        (LayerChange("1", "kernel", 3), "the layers that '1' names have no 'kernel' (Conv2d)"),
+        (LayerChange("", "kernel", 3), "the model itself has no 'kernel' (Sequential)"),
         (LayerChange("0.iner", "bias", False), "Sequential has no layer '0.iner'. Expected a name or a pattern"),
     ],
 )

@@ -60,7 +60,7 @@ from memplan._torch.joint import (
     tensors_replaced,
     view_strides,
 )
-from memplan._torch.modules import OwnState, own_state, pre_hooks, set_own_state
+from memplan._torch.modules import OwnState, copy_hooks, count_hooks, own_state, pre_hooks, set_own_state
 from memplan._torch.opaque import (
     OPAQUE,
     OPAQUE_BACKWARD,
@@ -138,6 +138,8 @@ __all__ = [
     "compiled_as_eager",
     "copied",
     "copy_all",
+    "copy_hooks",
+    "count_hooks",
     "cpp_compiler",
     "culprit",
     "default_device_replaced",

@@ -34,6 +34,30 @@ def pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+"""Seen in torch 2.11, 2.13 and 2.15, each a dict by the number of a hook; ``_is_full_backward_hook`` is a flag."""
+
+
+def count_hooks(module: nn.Module) -> int:
+    """How many hooks of a module's own run in a step, before or after its forward or backward pass."""
+    return sum(len(getattr(module, name)) for name in _HOOKS if not name.endswith(("_with_kwargs", "_always_called")))
+
+
+def copy_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give the hooks of a module that run in a step to another that takes its place."""
+    for name in _HOOKS:
+        getattr(new, name).update(getattr(old, name))
+    new._is_full_backward_hook = old._is_full_backward_hook
+
+
 def own_state(module: nn.Module) -> OwnState:
     """What a module holds now."""
     own = vars(module)

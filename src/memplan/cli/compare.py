@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 HELP = """Hold two steps against each other: bytes by cause and by layer, time, outputs.
 
 A and B are targets, as of memplan explain, or files: what explain --json or
---trace, or fit --json or --plan wrote. Without B, it is A again. The options
+--trace, fit --json or --plan, or sweep --json wrote (with a point of the sweep:
+sweep.json#3 is its third, sweep.json#batch=8 that at batch 8). Without B, it is A again. The options
 are for both; with --a- or --b- in front they are for one: --b-precision bf16.
 
 \b
@@ -31,6 +32,7 @@ are for both; with --a- or --b- in front they are for one: --b-precision bf16.
   memplan compare nets.py:unet --input 1x1x64x64x64 --b-infer
   memplan compare nets.py:dense nets.py:pruned --input 8x3x64x64 --measure
   memplan compare before.json after.json
+  memplan compare sweep.json#batch=8 sweep.json#batch=16
 
 The first holds the same network in fp32 and under autocast against each other:
 copies of weights that autocast makes stand apart. The time is a roofline's;
@@ -115,6 +117,9 @@ def _given(side: StepArguments, title: str) -> Given:
 
 def _check_file(path: str) -> None:
     """Raises TargetError: there is no such file."""
+    from memplan.studies.sides import split_point
+
+    path = split_point(path)[0]
     if not os.path.isfile(path):
         raise TargetError(
             f"there is no file {path}", expected="package.module:callable, path/to/file.py:callable, or a file that "
@@ -123,5 +128,8 @@ def _check_file(path: str) -> None:
 
 
 def _is_file(target: str) -> bool:
-    """Whether a target is what memplan wrote, rather than code."""
+    """Whether a target is what memplan wrote, or a point in it, rather than code."""
+    from memplan.studies.sides import split_point
+
+    target = split_point(target)[0]
     return is_trace(target) or (":" not in target and not target.endswith(".py") and os.path.isfile(target))

@@ -53,7 +53,8 @@ usage, or no point could be recorded; 130 interrupted.
 @click.option("--vary", "varied", multiple=True, metavar="NAME=VALUES", help="An argument of the target: depth=1,2,3.")
 @click.option(
     "--set", "changed", multiple=True, metavar="LAYERS.NAME=VALUES",
-    help="An attribute of the layers that a pattern names, as named_modules() does: encoder.*.kernel_size=3,5,7.",
+    help="An attribute of the layers that a pattern names, as named_modules() does: encoder.*.kernel_size=3,5,7; "
+    ".NAME=VALUES is one of the model itself.",
 )  # fmt: skip
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as are worth it.")
 @click.option("--json", "json_file", metavar="FILE", help="Write every point as JSON, too; - for stdout alone.")
@@ -63,7 +64,7 @@ def command(
     changed: tuple[str, ...], jobs: int | None, json_file: str | None, chart_file: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
-    from memplan.reports.sweep import check_drawable, dumps, picture, print_sweep
+    from memplan.reports.sweep import check_drawable, picture, print_sweep
     from memplan.studies.ranges import values_of
 
     check_writable(json_file, "--json")
@@ -75,7 +76,7 @@ def command(
     layers = [_layers(text) for text in changed]
     done = _sweep(StepArguments(**given), own, vary, layers, jobs)
     if json_file is not None:
-        write(json_file, dumps(done))
+        write(json_file, done.to_json())
     if chart_file is not None:
         from memplan.trace.json import write_whole
 

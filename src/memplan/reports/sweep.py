@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,11 +29,6 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 _SHOWN = 12
 """Lines of reasons, fits and crossings; the rest is in the JSON file."""
 _DROP = {"rounding": 8, "inputs": 7, "temporaries": 6, "optimizer": 5, "weights": 4, "workspace": 3, "gradients": 2}
-
-
-def dumps(sweep: Sweep) -> str:
-    """The sweep as JSON text: the same text for the same points. All sizes are bytes."""
-    return json.dumps(sweep.to_dict(), indent=1, allow_nan=False) + "\n"
 
 
 def print_sweep(sweep: Sweep, file: TextIO | None = None) -> None:

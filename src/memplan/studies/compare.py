@@ -13,7 +13,7 @@ from torch import nn
 
 from memplan.errors import InputError, MemplanError, TargetError
 from memplan.studies import results
-from memplan.studies.comparison import Comparison, Side
+from memplan.studies.comparison import CAST_COPIES, Comparison, Side
 from memplan.studies.sides import KINDS, is_saved, of_trace, side_of, told
 from memplan.studies.zeros import zeros_of
 from memplan.trace.measure import measure as measure_step
@@ -55,8 +55,9 @@ def compare(
     """Hold two steps against each other: bytes by cause and by layer, weights, time, shapes of outputs.
 
     Args:
-        a, b: each a module, a callable that makes one, a ``build``, a Trace, an Explanation, a Plan, or the path of a
-            file that holds one of the last three. The two can be the same where ``b_options`` differ.
+        a, b: each a module, a callable that makes one, a ``build``, a Trace, an Explanation, a Plan, a point of a Sweep
+            (``sweep.point(batch=8)``), or the path of a file that holds one of the last four (``"sweep.json#batch=8"``).
+            The two can be the same where ``b_options`` differ.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: of both steps, as for
             `memplan.explain`. What was saved before takes none of them.
         b_options: those of these that are others for ``b``: ``{"autocast": "bf16"}``, ``{"inputs": ("8x3x64x64",)}``.
@@ -222,8 +223,15 @@ def _notes(a: Side, b: Side) -> tuple[str, ...]:
     notes: list[str] = []
     if a.device != b.device:
         notes.append(f"A is for {a.device}, B for {b.device}: other kernels run, and other tensors are saved")
-    if a.origin != b.origin and {a.origin, b.origin} != {"recorded", "explained"}:
+    if a.origin != b.origin and not {a.origin, b.origin} <= {"recorded", "explained", "swept"}:
         notes.append(f"A was {a.origin}, B {b.origin}: that alone can make a difference")
+    swept = [name for name, side in (("A", a), ("B", b)) if side.origin == "swept"]
+    if swept:
+        one = "is a point of a sweep, which has" if len(swept) == 1 else "are points of a sweep, which have"
+        notes.append(f"{' and '.join(swept)} {one} no layers: causes and totals alone are compared")
+    copies = [CAST_COPIES in side.by_cause for side in (a, b) if side.origin in ("recorded", "measured")]
+    if any(copies) and len(copies) < 2:
+        notes.append("copies of weights in another dtype stand apart on the side that was recorded here alone")
     if a.layers and b.layers and not {part.name for part in a.layers} & {part.name for part in b.layers}:
         notes.append("no layer of the two has the same name: only causes and totals can be compared")
     return tuple(notes)

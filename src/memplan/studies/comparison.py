@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from memplan.trace.model import CAUSES
 
-Origin = Literal["recorded", "measured", "explained", "planned"]
+Origin = Literal["recorded", "measured", "explained", "planned", "swept"]
 
 CAST_COPIES = "cast_copies"
 """In a comparison, the copies of weights in another dtype (autocast makes them) stand apart from the cause that they

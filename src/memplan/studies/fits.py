@@ -16,6 +16,9 @@ from memplan.studies.points import KNOWN, PARTS
 STRAIGHT = 0.01
 """Residual up to which points are told of as a line."""
 
+BENT = 0.05
+"""Residual from which on points lie on no line at all: what a line would say of them is not told."""
+
 _CLEAR = 0.05
 """Of the peak: by how much a part has to lead on one side of a crossing, else the two are as good as equal."""
 
@@ -34,6 +37,8 @@ class Line:
 
     fixed: float
     slope: float
+    residual: float = 0.0
+    """How far a point is off it at most, as a share of the largest point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,13 @@ class Fit:
     """How far the peak of a point is off the line at most, as a share of that peak."""
     square: Square | None = None
     """Of the peak, where no line does and its square does."""
+    least: int = 0
+    """The smallest peak of these points, in bytes."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the peaks lie on the line, or on its square: within 5 %. Else no number of it means anything."""
+        return self.residual <= BENT or self.square is not None
 
     @property
     def fixed(self) -> float:
@@ -79,18 +91,27 @@ class Fit:
 
     def __str__(self) -> str:
         begin = f"{place_of(self.axis, self.at)}, {shown(self.values[0])} to {shown(self.values[-1])}: "
+        each = _each(self.unit)
         if self.square is not None:
             square = self.square
             return (
-                f"{begin}no line, but with its square: fixed {_bytes(square.fixed)}, {_bytes(square.slope)} a "
-                f"{self.unit}, {_bytes(square.square)} a {self.unit} squared, residual {_percent(square.residual)}"
+                f"{begin}no line, but with its square: {self._fixed(square.fixed)}, {_bytes(square.slope)} {each}, "
+                f"{_bytes(square.square)} {each} squared, residual {_percent(square.residual)}"
             )
+        if not self.holds:
+            return f"{begin}no straight line: the best is up to {_percent(self.residual)} off the peaks"
         power = {1: "", 2: " squared", 3: " cubed"}[self.power]
-        told = f"{begin}fixed {_bytes(self.fixed)}, {_bytes(self.slope)} a {self.unit}{power}"
-        if len(self.values) == 2:
-            return f"{told} (from two points)"
-        bent = "" if self.residual <= 5 * STRAIGHT else ": no straight line"
-        return f"{told}, residual {_percent(self.residual)}{bent}"
+        told = f"{begin}{self._fixed(self.fixed)}, {_bytes(self.slope)} {each}{power}"
+        return f"{told} (from two points)" if len(self.values) == 2 else f"{told}, residual {_percent(self.residual)}"
+
+    def _fixed(self, fixed: float) -> str:
+        """What is there without any of the axis, which is nothing below 0: a line that begins there holds between the
+        points alone."""
+        if fixed > -1:
+            return f"fixed {_bytes(max(fixed, 0.0))}"
+        if -fixed <= STRAIGHT * self.least:
+            return "fixed about 0 B"
+        return f"no fixed part (the line begins at {_bytes(fixed)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +201,8 @@ def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fi
     bends = residual > STRAIGHT and len(points) >= 5 and not isinstance(axis, Batch)
     square = _square(measures, peaks) if bends else None
     values = tuple(row[axis.name] for row in (points if square else used))
-    return Fit(axis.name, axis.unit, at, values, power, lines, residual, square)
+    least = min(row["peak"] for row in points if row[axis.name] in values)
+    return Fit(axis.name, axis.unit, at, values, power, lines, residual, square, least)
 
 
 def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
@@ -201,7 +223,9 @@ def _column(rows: Sequence[Row], name: str) -> Any:
 def _line(x: Any, y: Any) -> tuple[Line, float]:
     scale = float(numpy.abs(x).max()) or 1.0  # else large powers lose digits
     slope, fixed = numpy.polyfit(x / scale, y, 1) if numpy.ptp(x) else (0.0, float(y.mean()))
-    return Line(float(fixed), float(slope / scale)), _residual(fixed + slope * x / scale, y)
+    off = numpy.abs(fixed + slope * x / scale - y)
+    share = float(off.max() / max(float(numpy.abs(y).max()), 1.0))
+    return Line(float(fixed), float(slope / scale), share), _residual(fixed + slope * x / scale, y)
 
 
 def _square(x: Any, y: Any) -> Square | None:
@@ -243,6 +267,14 @@ def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
     if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
         return None
     return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure
+
+
+_COUNTED = ("sample", "position", "pixel", "voxel", "token")
+
+
+def _each(unit: str) -> str:
+    """After bytes: ``a sample``; what has no word for one of it is multiplied with: ``times width``."""
+    return f"a {unit}" if unit in _COUNTED else f"times {unit}"
 
 
 def _bytes(number: float) -> str:

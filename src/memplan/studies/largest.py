@@ -1,4 +1,10 @@
-"""The largest batch, size or sequence that fits a card or a budget."""
+"""The largest batch, size or sequence that fits a card or a budget.
+
+A value at which the step raises is kept as failed and passed over. The first one asks in which steps values work, by
+recordings next to one that works; from then on only multiples of that step are looked at, and one that fails all the
+same counts as one that does not fit. Where the value that the step has now fails, the powers of two around it are
+tried.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from memplan import _torch
 from memplan.errors import InputError
 
 
@@ -26,8 +27,9 @@ class LayerChange:
 def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module:
     """The model with changed layers; the model itself is changed, or another returned where it is such a layer.
 
-    Names are those of ``named_modules()``. A layer is made anew where the attribute is an argument of its constructor,
-    so that a convolution's weight has the shape of its new kernel; any other attribute is set.
+    Names are those of ``named_modules()``; that of the model itself is empty. A layer is made anew where the attribute
+    is an argument of its constructor, so that a convolution's weight has the shape of its new kernel, and keeps its
+    hooks; any other attribute is set.
 
     Raises:
         InputError: no layer of that name has the attribute, or one cannot be made anew.
@@ -54,17 +56,21 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
 def changed_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") -> nn.Module:
     """A layer of the same kind with another value of an attribute; the layer itself where that is no argument.
 
+    It has the hooks of the layer, and of its parts.
+
     Raises:
-        InputError: the layer does not keep what it was made with, or its kind refuses the value.
+        InputError: the layer does not keep what it was made with, its kind refuses the value, or a hook has no place.
     """
     if attribute not in _arguments(layer):
         setattr(layer, attribute, value)
         return layer
     given = _given(layer, name)
-    shapes = [tuple(parameter.shape) for parameter in layer.parameters()]
-    if shapes != [tuple(parameter.shape) for parameter in _make(layer, given, name).parameters()]:
+    if _shapes(layer) != _shapes(_make(layer, given, name)):
         raise _not_remade(layer, name, "made anew as it is, its parameters differ")
+    if "forward" in vars(layer):
+        raise _not_remade(layer, name, "its forward was replaced")
     made = _make(layer, given | {attribute: value}, name)
+    _hand_on_hooks(layer, made, name)
     old = dict(layer.named_parameters())
     for path, parameter in made.named_parameters():
         if path in old:
@@ -73,6 +79,24 @@ def changed_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") 
     if first is not None:
         made.to(device=first.device, dtype=first.dtype)
     return made.train(layer.training)
+
+
+def _shapes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+
+
+def _hand_on_hooks(old: nn.Module, new: nn.Module, name: str) -> None:
+    parts = dict(new.named_modules())
+    for path, part in old.named_modules():
+        count = _torch.count_hooks(part)
+        if not count:
+            continue
+        own = _torch.count_hooks(parts[path]) if path in parts else -1
+        if own not in (0, count):
+            where = f"its part {path}" if path else "it"
+            raise _not_remade(old, name, f"{where} has hooks, and made anew it has others, or is not there")
+        if not own:  # else its constructor gives it these hooks
+            _torch.copy_hooks(part, parts[path])
 
 
 def _has(layer: nn.Module, attribute: str) -> bool:
@@ -131,8 +155,9 @@ def _not_remade(layer: nn.Module, name: str, why: str) -> InputError:
 def _without(model: nn.Module, change: LayerChange, kinds: Sequence[str]) -> InputError:
     title = type(model).__name__
     if kinds:
+        place = f"the layers that {change.pattern!r} names have" if change.pattern else "the model itself has"
         return InputError(
-            f"no layer that {change.pattern!r} names has {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})",
+            f"{place} no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})",
             expected="an attribute that one of them has, such as kernel_size of a convolution",
             do="Name another attribute, or other layers",
         )

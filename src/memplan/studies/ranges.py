@@ -30,7 +30,7 @@ def values_of(given: Any, name: str) -> tuple[Any, ...]:
         ((64, 96, 128, 160), ('fp32', 'bf16'), ((3, 3), 5))
     """
     if isinstance(given, str):
-        found = [value for part in _parts(given, name) for value in _read(part, name)]
+        found = [value for part in parts_of(given, name) for value in _read(part, name)]
     elif isinstance(given, Iterable):
         found = list(given)
     else:
@@ -55,8 +55,12 @@ def literal(text: str) -> Any:
         return text.strip()
 
 
-def _parts(text: str, name: str) -> Iterator[str]:
-    """The text at its commas, those within brackets apart."""
+def parts_of(text: str, name: str) -> Iterator[str]:
+    """The text at its commas, those within brackets apart; ``name`` is what messages call it.
+
+    Raises:
+        InputError: an empty part, or an open bracket.
+    """
     depth, begin = 0, 0
     for place, sign in enumerate(f"{text},"):
         depth += (sign in "([{") - (sign in ")]}")

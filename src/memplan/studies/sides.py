@@ -19,17 +19,25 @@ from memplan.planning.plan import Plan
 from memplan.planning.plan_json import Unreadable
 from memplan.simulation.liveness import live_at
 from memplan.studies.comparison import CAST_COPIES, STEP, Decided, LayerPart, Side
+from memplan.studies.fits import shown
+from memplan.studies.points import KNOWN
+from memplan.studies.ranges import parts_of
 from memplan.studies.step_time import rates_for, step_time
+from memplan.studies.sweep import FORMAT as SWEEP
+from memplan.studies.sweep import Point, Sweep
 from memplan.studies.zeros import masks_of
 from memplan.trace import json as trace_json
 from memplan.trace.model import Storage, Trace, at_least
 
 _CAST = "aten._to_copy.default"
-KINDS = "a module, a callable that makes one, a build, a Trace, an Explanation, a Plan, or the file of one of these"
+KINDS = (
+    "a module, a callable that makes one, a build, a Trace, an Explanation, a Plan, a point of a Sweep, or the file of "
+    "one of these"
+)
 
 
 def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
-    """The side that a Trace, an Explanation, a Plan or the file of one is.
+    """The side that a Trace, an Explanation, a Plan, a point of a Sweep or the file of one is.
 
     Args:
         what: one of these.
@@ -41,7 +49,9 @@ def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
         TargetError: a file that cannot be read, or something else altogether.
     """
     if isinstance(what, (str, os.PathLike)):
-        what = read(Path(what))
+        what = read(what)
+    if isinstance(what, Sweep):
+        what = what.point()
     if isinstance(what, Trace):
         return of_trace(what, title, settings=settings)
     if settings is not None:
@@ -52,22 +62,61 @@ def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
         return of_explanation(what.to_dict(), title)
     if isinstance(what, Plan):
         return of_plan(what, title)
+    if isinstance(what, Point):
+        return of_point(what, title)
     return of_explanation(what, title)
 
 
 def is_saved(what: Any) -> bool:
     """Whether something says itself what a step takes, so that nothing is left to record."""
-    return isinstance(what, (Trace, Explanation, Plan, str, os.PathLike))
+    return isinstance(what, (Trace, Explanation, Plan, Point, Sweep, str, os.PathLike))
 
 
-def read(path: Path) -> Any:
-    """What a file holds: a Trace, a Plan, or the plain data of an Explanation.
+def split_point(name: str) -> tuple[str, str]:
+    """The path of a file, and which point of a sweep in it is meant: ``sweep.json#3``, ``sweep.json#batch=8``."""
+    path, mark, point = name.rpartition("#")
+    return (path, point) if mark and not os.path.exists(name) else (name, "")
+
+
+def read(name: str | os.PathLike[str]) -> Any:
+    """What a file holds: a Trace, a Plan, a Sweep or one point of it, or the plain data of an Explanation.
+
+    Args:
+        name: the path, with the point after a ``#``.
 
     Raises:
         TargetError: there is no such file.
-        InputError: it holds something else.
+        InputError: it holds something else, or no such point.
         TraceFormatError, PlanFormatError: it holds one that cannot be used.
     """
+    text, point = split_point(os.fspath(name))
+    path = Path(text)
+    found = _read(path)
+    if isinstance(found, Sweep):
+        return _point(found, point)
+    if point:
+        raise InputError(
+            f"{path} holds no sweep, and {'#' + point} names a point of one", expected="the path alone", do="Leave it out"
+        )
+    return found
+
+
+def _point(sweep: Sweep, which: str) -> Point:
+    """By its number, from 1 on, or by values of its axes."""
+    if not which:
+        return sweep.point()
+    if which.isascii() and which.isdigit():
+        return sweep.point(int(which))
+    values = {}
+    for pair in parts_of(which, "a point"):
+        name, equals, value = pair.rpartition("=")
+        if not equals:
+            raise InputError(f"the point {pair!r}", expected="its number, or batch=8,precision=bf16", do="Write it so")
+        values[name.strip()] = value.strip()
+    return sweep.point(**values)
+
+
+def _read(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             text = file.read(plan_json.LONGEST + 1).decode("utf-8", "replace")
@@ -81,6 +130,8 @@ def read(path: Path) -> Any:
     kind = data.get("format") if isinstance(data, Mapping) else None
     if kind == trace_json.FORMAT:
         return trace_json.loads(text, str(path))
+    if kind == SWEEP:
+        return Sweep.from_json(text, str(path))
     if kind == "memplan.plan":
         return Plan.from_json(text, str(path))
     if kind == "memplan.fit" and data.get("plan") is None:
@@ -94,7 +145,7 @@ def read(path: Path) -> Any:
     raise InputError(f"{path} holds something else", expected=_FILES, do="Name such a file")
 
 
-_FILES = "what explain --json or --trace, or fit --json or --plan wrote"
+_FILES = "what explain --json or --trace, fit --json or --plan, or sweep --json wrote"
 
 
 def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: str | None = None) -> Side:
@@ -186,6 +237,15 @@ def of_explanation(data: Any, title: str) -> Side:
     return Side(
         title, "explained", device, train, peaks[0], peaks[1], dict(causes), _parts(layers), saved, most.get("weight")
     )
+
+
+def of_point(point: Point, title: str) -> Side:
+    """A point of a sweep: what is there at its peak, by cause. It has no layers."""
+    row = point.row
+    causes = {cause: row[cause] for cause in (*KNOWN, "rounding")} | {"workspace": row["workspace_low"]}
+    named = ", ".join(f"{name} {shown(value)}" for name, value in point.values.items())
+    title = title if title == point.title else f"{title}: {named}"
+    return Side(title, "swept", point.device, None, row["peak"], row["reserved"], causes, ())
 
 
 def of_plan(plan: Plan, title: str) -> Side:

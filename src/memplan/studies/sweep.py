@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,9 @@ from memplan._bytes import format_bytes
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.studies.axes import Axis, axis_of, without_data
-from memplan.studies.fits import Crossing, Fit, crossings_of, fits_of
+from memplan.studies.fits import Crossing, Fit, crossings_of, fits_of, shown
 from memplan.studies.parallel import Done, Task, run
-from memplan.studies.points import Outcome
+from memplan.studies.points import KNOWN, Outcome
 from memplan.studies.ranges import values_of
 from memplan.studies.subject import Subject
 from memplan.trace.model import Trace
@@ -25,6 +26,31 @@ from memplan.trace.step import StepOptions
 
 KEYS = ("status", "reason")
 """What a row has beside values of axes and bytes: ``ok`` or ``failed``, and why."""
+SIZES = (
+    "peak", "peak_high", "reserved", "reserved_high", "needs", "needs_high", *KNOWN, "rounding", "workspace_low",
+    "workspace_high", "fragmentation",
+)  # fmt: skip
+"""The bytes of a row that did not fail."""
+_LISTED = 6
+"""Points that a message names."""
+FORMAT = "memplan.sweep"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of a sweep by itself: a side of a comparison."""
+
+    target: str
+    device: str
+    values: Mapping[str, Any]
+    """Of each axis."""
+    row: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """What to call it: ``resnet18 at batch 8, precision bf16``."""
+        return f"{self.target} at {', '.join(f'{name} {shown(value)}' for name, value in self.values.items())}"
 
 
 @dataclass(frozen=True)
@@ -56,15 +82,61 @@ class Sweep:
         """Whether Ctrl-C ended it before all points were done."""
         return len(self.rows) < self.points
 
+    def point(self, number: int | None = None, /, **values: Any) -> Point:
+        """One of the rows: by its number, from 1 on, or by values of axes that it alone has.
+
+        Raises:
+            InputError: no row is so, or several are; or it failed.
+
+        Example:
+            >>> memplan.compare(sweep.point(batch=8), sweep.point(batch=16)).difference
+            72606208
+        """
+        every = [Point(self.title, self.device, {name: row[name] for name in self.axes}, row) for row in self.rows]
+        unknown = sorted(set(values) - set(self.axes))
+        if unknown:
+            raise InputError(f"the axis {unknown[0]!r} of {self.title}", expected=", ".join(self.axes), do="Name one")
+        found = every[number - 1 : number] if number is not None and number > 0 else every if number is None else []
+        found = [one for one in found if all(_is(one.values[name], value) for name, value in values.items())]
+        if len(found) != 1:
+            listed = "; ".join(f"{n}: {one.title.partition(' at ')[2]}" for n, one in list(enumerate(every, 1))[:_LISTED])
+            raise InputError(
+                f"{len(found) or 'no'} points of {self.title}" + " that were named" * (number is not None or bool(values)),
+                expected=f"one of {listed}{'; ...' * (len(every) > _LISTED)}",
+                do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
+            )
+        if found[0].row["status"] != "ok":
+            raise InputError(
+                f"{found[0].title} failed: {found[0].row['reason']}", expected="a point with bytes", do="Name another"
+            )
+        return found[0]
+
+    def to_json(self) -> str:
+        """The sweep as JSON text: the same text for the same points. `from_json` reads it back."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str, source: str = "The text") -> Sweep:
+        """The sweep that `to_json` wrote.
+
+        Raises:
+            InputError: not JSON, no sweep, or one that cannot be.
+        """
+        from memplan.studies import sweep_json
+
+        return sweep_json.loads(text, source)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {
+            "format": FORMAT,
+            "schema": SCHEMA,
             "title": self.title,
             "device": self.device,
             "axes": {name: [_plain(value) for value in values] for name, values in self.axes.items()},
             "points": self.points,
             "rows": [_plain(row) for row in self.rows],
-            "fits": [_plain(fit) for fit in self.fits],
+            "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
             "crossings": [_plain(crossing) for crossing in self.crossings],
             "notes": list(self.notes),
         }
@@ -105,8 +177,9 @@ def sweep(
         what: a module, a callable that makes one, or a ``build`` that returns a step.
         axes: values by the name of an axis: ``batch``; ``size`` or ``patch``, all spatial dimensions of image inputs
             and of the targets that share them (``128`` or ``"96x96x48"``); ``sequence``; ``precision`` ("fp32", "bf16",
-            "fp16", "bf16-true", "fp16-true"); an argument of the callable; or ``"encoder.*.kernel_size"``, an attribute
-            of the layers that a pattern names, which are made anew with it. Values are an iterable or text:
+            "fp16", "bf16-true", "fp16-true"); an argument of the callable; ``"encoder.*.kernel_size"``, an attribute
+            of the layers that a pattern names, which are made anew with it, or ``".name"``, one of the model itself.
+            Values are an iterable or text:
             ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all combinations; each is recorded once.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: as for `memplan.explain`.
         jobs: processes side by side. None: as many as there are cores, where the points are worth
@@ -209,6 +282,11 @@ def _all_failed(error: MemplanError | None, count: int) -> MemplanError:
     return InputError(
         f"none of the {count} points can be recorded; the first: {error.found}", expected=error.expected, do=error.do
     )
+
+
+def _is(value: Any, asked: Any) -> bool:
+    """Whether a value of an axis is what was asked for, or written so."""
+    return (value == asked and type(value) is type(asked)) or shown(value) == str(asked)
 
 
 def _plain(value: Any) -> Any:
