@@ -95,3 +95,12 @@ def test_an_error_survives_the_way_between_processes(error: MemplanError) -> Non
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
+
+
+def test_an_error_about_one_of_two_is_another_and_leaves_the_first_as_it_is() -> None:
+    first = BudgetError("Too little", expected="2 B", smallest_budget=7)
+    told = first.about("net B")
+    assert type(told) is BudgetError
+    assert str(told) == "net B: Too little. Expected 2 B."
+    assert (told.found, told.expected, told.do, told.smallest_budget) == ("net B: Too little", "2 B", None, 7)
+    assert (str(first), first.found) == ("Too little. Expected 2 B.", "Too little")

@@ -23,7 +23,9 @@ Every message says what was found, what was expected and what to do, in one line
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self, TypeVar
+
+_Error = TypeVar("_Error", bound="MemplanError")
 
 
 class MemplanError(Exception):
@@ -48,13 +50,17 @@ class MemplanError(Exception):
         self.expected = expected
         self.do = do
 
+    def about(self, what: str) -> Self:
+        """The same error, which begins with what it is about: ``b.json: The file is empty. Expected ...``."""
+        return _restore(type(self), (f"{what}: {self}",), self.__dict__ | {"found": f"{what}: {self.found}"})
+
     def __reduce__(self) -> tuple[Any, ...]:
         # By default pickle calls the class with the composed text alone: that would be taken for `found`, and
         # a subclass that requires a keyword would fail, which a process pool answers by hanging.
         return _restore, (type(self), self.args, self.__dict__)
 
 
-def _restore(kind: type[MemplanError], args: tuple[Any, ...], state: dict[str, Any]) -> MemplanError:
+def _restore(kind: type[_Error], args: tuple[Any, ...], state: dict[str, Any]) -> _Error:
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error

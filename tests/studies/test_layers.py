@@ -89,7 +89,8 @@ def hooked(kernel: int) -> nn.Module:
         layer = model.get_submodule(name)
         layer.register_forward_hook(lambda module, args, output: output.double().exp().float())
         layer.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
-        layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * one for one in inputs))
+    # not on the first: torch warns where a layer's input has no gradient
+    model.get_submodule("2").register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * i for i in inputs))
     return model
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from memplan.errors import InputError, MemplanError, TargetError
 from memplan.studies import results
 from memplan.studies.comparison import CAST_COPIES, Comparison, Side
-from memplan.studies.sides import KINDS, is_saved, of_trace, side_of, told
+from memplan.studies.sides import KINDS, is_saved, of_trace, side_of
 from memplan.studies.zeros import zeros_of
 from memplan.trace.measure import measure as measure_step
 from memplan.trace.model import HOST, Trace
@@ -56,14 +56,13 @@ def compare(
 
     Args:
         a, b: each a module, a callable that makes one, a ``build``, a Trace, an Explanation, a Plan, a point of a Sweep
-            (``sweep.point(batch=8)``), or the path of a file that holds one of the last four (``"sweep.json#batch=8"``).
-            The two can be the same where ``b_options`` differ.
+            (``sweep.point(batch=8)``), or the path of a file with one of the last four (``"sweep.json#batch=8"``). They
+            can be the same where ``b_options`` differ.
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: of both steps, as for
             `memplan.explain`. What was saved before takes none of them.
         b_options: those of these that are others for ``b``: ``{"autocast": "bf16"}``, ``{"inputs": ("8x3x64x64",)}``.
-        measure: really run both on this CPU: bytes are the allocator's, seconds measured, and of two
-            networks with the same parameters it is said how far outputs and gradients are apart. A function that makes
-            a model is called from the same random state for both.
+        measure: really run both on this CPU: bytes are the allocator's, seconds measured, and of two networks with the
+            same parameters it is said how far apart results are. What makes a model is called from one random state.
 
     Returns:
         A Comparison; printing it gives a paragraph, ``memplan.reports.compare`` makes tables of it.
@@ -160,7 +159,7 @@ def _side(given: Given) -> Side:
         target = choose_target(given.device)
         trace = record_for(build_of(given.what, given.options, on_card=target.card is not None), target)
     except MemplanError as error:
-        raise told(error, given.title) from error.__cause__
+        raise error.about(given.title) from error.__cause__
     side = of_trace(trace, given.title, train=_train(given), settings=given.settings)
     zeros = zeros_of(given.what) if isinstance(given.what, nn.Module) else ()
     return replace(side, zeros=zeros) if zeros else side
@@ -212,7 +211,7 @@ def _measured_side(given: Given) -> Side:
         trace = measure_step(build, device=HOST)
         seconds = results.seconds_of(build())
     except MemplanError as error:
-        raise told(error, given.title) from error.__cause__
+        raise error.about(given.title) from error.__cause__
     side = of_trace(trace, given.title, train=_train(given))
     model = results.made(given.what)
     zeros = zeros_of(model) if model is not None else ()

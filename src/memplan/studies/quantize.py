@@ -16,7 +16,7 @@ from memplan.studies.comparison import Apart, Side
 from memplan.studies.points import of_steps
 from memplan.studies.quantized import Quantized
 from memplan.studies.schemes import apply, layers_of, scheme_of
-from memplan.studies.sides import of_trace, told
+from memplan.studies.sides import of_trace
 from memplan.trace.measure import measure
 from memplan.trace.model import HOST
 from memplan.trace.session import Step
@@ -130,7 +130,7 @@ def _run(
         trace = measure(build, device=HOST, steps=1)  # without an optimizer one is like the next
         seconds = results.seconds_of(build())
     except MemplanError as error:
-        raise told(error, title) from error.__cause__
+        raise error.about(title) from error.__cause__
     side = of_trace(of_steps(trace), title, train=False)
     made = simulate(trace).build.peak_allocated
     return replace(side, seconds=seconds, seconds_by="measured on this CPU"), made

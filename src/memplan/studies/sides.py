@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memplan.errors import InputError, MemplanError, TargetError
+from memplan.errors import InputError, TargetError
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.layers import OUTSIDE
 from memplan.explanation.model import Explanation, LayerRow
@@ -264,10 +264,3 @@ def of_plan(plan: Plan, title: str) -> Side:
         resident | {STEP: plan.peak - sum(resident.values())}, layers, sum(kept.values()), plan.resident.get("weight"),
         seconds=plan.total_seconds, seconds_by="as the plan has it", decided=decided, notes=plan.notes,
     )  # fmt: skip
-
-
-def told(error: MemplanError, title: str) -> MemplanError:
-    """The same error, with the side that it is about."""
-    error.args = (f"{title}: {error}",)
-    error.found = f"{title}: {error.found}"
-    return error
