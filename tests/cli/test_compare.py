@@ -75,7 +75,9 @@ def test_points_of_a_saved_sweep_are_targets(models: Path) -> None:
     assert CliRunner().invoke(main, ["sweep", *swept]).exit_code == 0
     done = run("swept.json#width=4", "swept.json#2", "--json", "found.json")
     assert done.exit_code == 0, done.output
-    assert done.output.startswith("A: swept.json#width=4: width 4 (swept, cpu)\nB: swept.json#2: width 8 (swept, cpu)\n")
+    assert done.output.startswith(
+        "A: swept.json#width=4: width 4 (swept, cpu)\nB: swept.json#2: width 8 (swept, cpu)\n"
+    )
     assert "A and B are points of a sweep" in " ".join(done.output.split())
     rows = json.loads((models / "swept.json").read_text())["rows"]
     assert json.loads((models / "found.json").read_text())["difference"] == rows[1]["peak"] - rows[0]["peak"]

@@ -15,7 +15,7 @@ from torch import nn
 import memplan
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.explanation.model import Explanation
-from memplan.reports.terminal import clean, print_explanation, render
+from memplan.reports.terminal import print_explanation, render
 from memplan.trace.model import Assumption
 
 LONG = "a_block_with_quite_a_long_name_that_goes_on"
@@ -196,7 +196,3 @@ def test_an_old_encoding_gets_plain_characters() -> None:
     print_explanation(explanation(Steering()), file)
     assert file.getvalue().isascii()
     assert "###" in file.getvalue()
-
-
-def test_only_printable_characters_are_printed() -> None:
-    assert clean("a\tb\x07\x1b[0m層") == "a?b??[0m層"

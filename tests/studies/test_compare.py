@@ -149,7 +149,8 @@ def test_measured_bytes_and_results() -> None:
 
 def test_measured_agrees_with_what_is_predicted() -> None:
     # what a CPU's kernels take of their own does not grow with the batch: 12 KiB here and none there
-    images, options = "32x3x16x16", OPTIONS | {"targets": memplan.spec("32:int64<5")}
+    images = "32x3x16x16"
+    options: dict[str, Any] = {**OPTIONS, "targets": memplan.spec("32:int64<5")}
     predicted = memplan.compare(stack, lambda: stack(16), images, **options)
     measured = memplan.compare(stack, lambda: stack(16), images, **options, measure=True)
     for one, other in ((predicted.a, measured.a), (predicted.b, measured.b)):

@@ -121,6 +121,14 @@ def test_axes_that_cannot_be_are_one_message(axes: dict[str, Any], words: str) -
     assert words in str(error.value)
 
 
+def test_an_argument_with_the_name_of_a_column_is_refused() -> None:
+    def scaled(saved: int) -> nn.Module:
+        return nn.Linear(64, saved)
+
+    with pytest.raises(InputError, match="the axis saved, and rows hold something else by that name"):
+        memplan.sweep(scaled, {"saved": [1, 2]}, "1x64", jobs=1)
+
+
 def test_where_no_point_can_be_recorded_it_says_why() -> None:
     with pytest.raises(InputError, match="none of the 2 points can be recorded; the first: step 1 raised"):
         memplan.sweep(perceptron, {"batch": [1, 2]}, "1x63", jobs=1)

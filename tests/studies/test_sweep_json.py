@@ -15,6 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputError
+from memplan.reports.compare import print_comparison
 from memplan.reports.sweep import print_sweep
 from memplan.studies.sweep import Sweep
 
@@ -59,22 +60,32 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("format",), "memplan.plan", "its format is 'memplan.plan'"),
-        (("schema",), 99, "schema version 99"),
-        (("rows",), None, "it lacks or adds 'rows'"),
-        (("more",), 1, "it lacks or adds 'more'"),
+        (("format",), "memplan.plan", "its format and schema version are ['memplan.plan', 1]"),
+        (("schema",), 99, "['memplan.sweep', 99]"),
+        (("schema",), [1] * 99, "['memplan.sweep', [1, 1"),
+        (("rows",), None, "it lacks 'rows'"),
+        (("more",), 1, "it has an unknown 'more'"),
         (("points",), 1, "rows of 1 points"),
-        (("points",), True, "it.points is True, not of type int"),
-        (("rows", 0, "peak"), 1, "rows[0] has bytes that do not add up"),
-        (("rows", 0, "peak"), "many", "rows[0].peak is 'many', not of type int"),
+        (("points",), True, "it.points is True, not int"),
+        (("rows", 0), [], "it.rows[0] is [], not a mapping"),
+        (("rows", 0, "peak"), 1, "it.rows[0] has bytes that do not add up"),
+        (("rows", 0, "peak"), "many", "it.rows[0].peak is 'many', not int"),
         (("rows", 0, "peak"), 1 << 80, "out of range"),
-        (("rows", 0, "saved"), -1, "rows[0] has bytes that do not add up"),
-        (("rows", 0, "batch"), None, "rows[0] is not what a row is"),
-        (("rows", 0, "status"), "well", "rows[0] is not what a row is"),
-        (("axes", "batch"), 3, "axes['batch'] is 3, not a list"),
-        (("fits", 0, "lines", "peak"), None, "fits[0] is not what a fit is"),
-        (("fits", 0, "residual"), "none", "fits[0].residual is 'none', not of type float"),
-        (("crossings",), [{}], "crossings[0] lacks or adds"),
+        (("rows", 0, "saved"), -1, "it.rows[0].saved is -1, which is out of range"),
+        (("rows", 0, "batch"), None, "it.rows[0] lacks 'batch'"),
+        (("rows", 0, "width"), 3, "it.rows[0] has an unknown 'width'"),
+        (("rows", 0, "status"), "well", "it.rows[0].status is 'well', not ok or failed"),
+        (("rows", 0, "status"), [], "it.rows[0].status is (), not str"),
+        (("rows", 0, "reason"), 5, "it.rows[0].reason is 5, not str"),
+        (("axes", "batch"), 3, "it.axes['batch'] is 3, not a list"),
+        (("fits", 0, "lines", "peak"), None, "it.fits[0] has no line of the peak"),
+        (("fits", 0, "values"), [], "it.fits[0] has no line of the peak, no values"),
+        (("fits", 0, "power"), 10**9, "or a power above 3"),
+        (("fits", 0, "residual"), "none", "it.fits[0].residual is 'none', not float"),
+        (("fits", 0, "at"), None, "it.fits[0] lacks 'at'"),
+        (("fits", 0, "square"), {"fixed": 1}, "it.fits[0].square lacks"),
+        (("crossings",), [{}], "it.crossings[0] lacks"),
+        (("notes",), [None], "it.notes[0] is None, not str"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(swept: Sweep, path: tuple[Any, ...], value: Any, words: str) -> None:
@@ -93,7 +104,7 @@ ANY = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_any_other_value_anywhere_is_read_or_refused(swept: Sweep, data: st.DataObject) -> None:
     plain = json.loads(swept.to_json())
@@ -109,8 +120,13 @@ def test_any_other_value_anywhere_is_read_or_refused(swept: Sweep, data: st.Data
         found = Sweep.from_json(json.dumps(plain))
     except InputError:
         return
-    assert all(row["peak"] >= 0 for row in found.rows if row["status"] == "ok")
-    str(found)
+    texts = [str(found), printed(found)]
+    ok = next((number for number, row in enumerate(found.rows, 1) if row["status"] == "ok"), None)
+    if ok is not None:
+        comparison, out = memplan.compare(found.point(ok), swept.point(2)), io.StringIO()
+        print_comparison(comparison, out)
+        texts += [str(comparison), out.getvalue()]
+    assert all(line.isprintable() for text in texts for line in text.split("\n"))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"format": NaN}', "[" * 100_000])

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from memplan import __version__
+from memplan._text import printable
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
@@ -119,7 +120,7 @@ def _answer(error: BaseException, *, debug: bool) -> int:
 
 
 def _say(text: str) -> None:
-    click.echo("memplan: " + " ".join(text.split()).replace("?.", "?"), err=True)
+    click.echo("memplan: " + printable(" ".join(text.split())).replace("?.", "?"), err=True)
 
 
 def _innermost(error: BaseException) -> str:

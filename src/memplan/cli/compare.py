@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 HELP = """Hold two steps against each other: bytes by cause and by layer, time, outputs.
 
 A and B are targets, as of memplan explain, or files: what explain --json or
---trace, fit --json or --plan, or sweep --json wrote (with a point of the sweep:
-sweep.json#3 is its third, sweep.json#batch=8 that at batch 8). Without B, it is A again. The options
-are for both; with --a- or --b- in front they are for one: --b-precision bf16.
+--trace, fit --json or --plan, or sweep --json wrote (a point of a sweep is
+sweep.json#3, its third, or sweep.json#batch=8). Without B, it is A again. The
+options are for both; with --a- or --b- in front they are for one:
+--b-precision bf16.
 
 \b
   memplan compare examples/resnet18.py:make --input 32x3x224x224 \\

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning import plan_json
 from memplan.planning.fusion import Fusion
@@ -339,7 +340,7 @@ def optimizer_name(optimizer: Any) -> str | None:
 def _with_optimizer(name: str | None, state: int) -> str:
     if name is None:
         return f"with {format_bytes(state)} of state" if state else "without an optimizer"
-    return f"with {_plain(name)} and {format_bytes(state)} of state"
+    return f"with {printable(name)} and {format_bytes(state)} of state"
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -380,7 +381,7 @@ def _table(decisions: Sequence[Decision]) -> list[str]:
     value, layer, size, lever, cost = (max(map(len, column)) for column in zip(*rows, strict=True))
     heads = [f"{a:<{value}}  {b:<{layer}}  {c:>{size}}  {d:<{lever}}  {e:>{cost}}  " for a, b, c, d, e in rows]
     lines = [""]
-    for head, reason in zip(heads, ("reason", *(_plain(one.reason) for one in shown)), strict=True):
+    for head, reason in zip(heads, ("reason", *(printable(one.reason) for one in shown)), strict=True):
         first, *more = textwrap.wrap(reason, _WIDTH - len(head)) or [""]
         lines.extend([(head + first).rstrip(), *(" " * len(head) + line for line in more)])
     left = rest[_SHOWN:]
@@ -391,7 +392,7 @@ def _table(decisions: Sequence[Decision]) -> list[str]:
 
 
 def _row(decision: Decision) -> tuple[str, str, str, str, str]:
-    name, layer = _plain(str(decision.scope)), _plain(decision.layer)
+    name, layer = printable(str(decision.scope)), printable(decision.layer)
     return (
         name if len(name) <= _NAME else f"{name[: _NAME - 3]}...",
         layer if len(layer) <= _LAYER else f"...{layer[3 - _LAYER :]}",  # layers differ at their end
@@ -408,11 +409,6 @@ def _by_lever(decisions: Sequence[Decision]) -> str:
         groups.setdefault(decision.lever, []).append(decision.bytes)
     order = sorted(groups.items(), key=lambda item: (-sum(item[1]), item[0]))
     return ", ".join(f"{len(sizes)} {lever} ({format_bytes(sum(sizes))})" for lever, sizes in order)
-
-
-def _plain(text: str) -> str:
-    """Without what would steer a terminal: a plan can come from a stranger's file."""
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _values(number: int) -> str:

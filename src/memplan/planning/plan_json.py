@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LONGEST = 64 << 20
 """Characters of the longest text that is read."""
@@ -21,6 +21,9 @@ _LARGEST = 1 << 63
 
 Json = Any
 """What JSON can hold, with tuples for its lists: the type hint for what is checked for no more than that."""
+
+Signed = Annotated[float, "below 0, too"]
+"""The type hint of a number that can be below 0; all others cannot."""
 
 
 class Unreadable(ValueError):
@@ -83,6 +86,8 @@ def from_plain(kind: Any, plain: Any, place: str) -> Any:
     """
     if kind is Json:
         return frozen(plain, place)
+    if kind == Signed:
+        return _scalar(float, plain, place, least=-math.inf)
     if is_dataclass(kind):
         return _from_mapping(kind, plain, place)
     origin, inner = get_origin(kind), get_args(kind)
@@ -116,7 +121,7 @@ def frozen(plain: Any, place: str, depth: int = DEEPEST) -> Json:
 
 
 def _from_mapping(kind: Any, plain: Any, place: str) -> Any:
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     given = _mapping(plain, place)
     needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
     missing, unknown = sorted(needed - given.keys()), given.keys() - hints.keys()

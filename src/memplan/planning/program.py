@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.errors import RecordingError
 from memplan.planning import codecs, forms
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph, Ref
@@ -331,7 +332,7 @@ class _Writer:
         self.lines.append(f"    # -- {title}")
 
     def write(self, text: str, note: str = "") -> None:
-        note = _printable(note)
+        note = printable(note)
         if note and len(text) + len(note) + 8 > WIDTH:
             self.lines.append(f"    # {note}")
             note = ""
@@ -392,7 +393,3 @@ def _identifier(name: str, op: GraphOp | None) -> str:
             f"{name!r} in a call of {'an op' if op is None else op.target}", expected="a name that Python allows"
         )
     return name
-
-
-def _printable(text: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -12,12 +12,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.checks import border_erosion
 from memplan.checks.border_patch import fix_of
 from memplan.checks.model import Finding
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.reports.terminal import clean
 from memplan.trace.model import Trace
 
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
@@ -46,7 +46,7 @@ def render(
 ) -> list[RenderableType]:
     """The parts of the report as rich renderables, in order."""
     page = Page(width, ascii_only)
-    parts: list[RenderableType] = [Text(f"{clean(title)}: {_count(findings)}", "bold")]
+    parts: list[RenderableType] = [Text(f"{printable(title)}: {_count(findings)}", "bold")]
     for finding in findings:
         parts += ["", *_finding(finding, top, page)]
     return parts
@@ -64,7 +64,7 @@ def print_fixes(trace: Trace, findings: Sequence[Finding], file: TextIO | None =
     lines = [] if fixes else ["", "--fix: no border is lost that padding could keep."]
     for fix in fixes:
         if fix.kind != "patch":
-            lines += ["", f"No patch: {clean(fix.why)}." + (" A wrapper instead:" if fix.text else "")]
+            lines += ["", f"No patch: {printable(fix.why)}." + (" A wrapper instead:" if fix.text else "")]
         lines += ["", fix.text.rstrip("\n"), "", fix.proof]
     out = sys.stdout if file is None else file
     out.write("\n".join(lines) + "\n")
@@ -80,12 +80,12 @@ def _count(findings: Sequence[Finding]) -> str:
 
 
 def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]:
-    place = ", ".join(clean(part) for part in (finding.layer, finding.where) if part)
+    place = ", ".join(printable(part) for part in (finding.layer, finding.where) if part)
     cost = f"  {format_bytes(finding.bytes)}" if finding.bytes > 0 else ""
     yield Text(f"{finding.severity} {finding.id}{cost}", _COLOURS[finding.severity])
     if place:
         yield Padding(Text(f"at {place}", "dim"), (0, 0, 0, 2))
-    message = clean(finding.message)
+    message = printable(finding.message)
     if not message.startswith("cuDNN"):
         message = message[:1].upper() + message[1:]
     yield Padding(Text(message + "."), (0, 0, 0, 2))
@@ -93,7 +93,7 @@ def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]
     if len(rows) > 1:
         yield Padding(page.table(_columns(rows, top), len(rows[:top] if top else rows)), (0, 0, 0, 2))
     for advice in finding.advice:
-        yield Padding(Text(f"- {clean(advice)}"), (0, 0, 0, 2))
+        yield Padding(Text(f"- {printable(advice)}"), (0, 0, 0, 2))
 
 
 def _columns(rows: list[dict[str, Any]], top: int) -> list[Column]:
@@ -102,12 +102,14 @@ def _columns(rows: list[dict[str, Any]], top: int) -> list[Column]:
     shown = by_cost[:top] if top else by_cost
     more = [f"... {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
     blank = [""] * len(more)
-    columns = [Column("layer", (*(clean(row["layer"]) or "-" for row in shown), *more), shrinks_to=16, from_left=True)]
+    columns = [
+        Column("layer", (*(printable(row["layer"]) or "-" for row in shown), *more), shrinks_to=16, from_left=True)
+    ]
     if any("lost" in row for row in rows):
         columns.append(Column("lost on each side, in pixels", (*(_lost(row["lost"]) for row in shown), *blank)))
     if any("bytes" in row for row in rows):
         columns.append(Column("bytes", (*(format_bytes(row["bytes"]) for row in shown), *blank), right=True))
-    where = (*(clean(row["where"] or "-") for row in shown), *blank)
+    where = (*(printable(row["where"] or "-") for row in shown), *blank)
     return [*columns, Column("where", where, shrinks_to=16, from_left=True, drop=1)]
 
 

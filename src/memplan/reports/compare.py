@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.planning.plan import format_seconds
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.reports.terminal import clean
 from memplan.studies.comparison import Comparison, LayerPair
 from memplan.studies.comparison_text import CAUSE_LABELS, by_one_measure, headline, remarks, seconds_sentence, signed
 
@@ -52,25 +52,25 @@ def render(
         parts += ["", _decided(comparison, top, page)]
     notes = dict.fromkeys((*comparison.notes, *comparison.a.notes, *comparison.b.notes))
     if notes:
-        parts += ["", *(Text(f"note: {clean(note)}") for note in notes)]
+        parts += ["", *(Text(f"note: {printable(note)}") for note in notes)]
     return parts
 
 
 def _head(comparison: Comparison) -> Iterator[RenderableType]:
     for name, side in (("A", comparison.a), ("B", comparison.b)):
         kind = {True: ", training step", False: ", inference"}.get(side.train, "") if side.train is not None else ""
-        yield Text(f"{name}: {clean(side.title)} ({side.origin}{kind}, {clean(side.device)})", "bold")
+        yield Text(f"{name}: {printable(side.title)} ({side.origin}{kind}, {printable(side.device)})", "bold")
     yield Text(f"{headline(comparison)}.")
     seconds = seconds_sentence(comparison)
     for line in (*([seconds] if seconds else []), *remarks(comparison)):
-        yield Text(clean(line))
+        yield Text(printable(line))
 
 
 def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
     """What is live at each side's peak, the largest difference first; the last row adds up to the peaks."""
     rows = sorted(comparison.by_cause, key=lambda row: (-abs(row.difference), -row.a))
     a, b = comparison.a.peak, comparison.b.peak
-    causes = [CAUSE_LABELS.get(row.cause, clean(row.cause)) for row in rows]
+    causes = [CAUSE_LABELS.get(row.cause, printable(row.cause)) for row in rows]
     columns = [
         Column("By cause, at the peak", (*causes, "peak"), shrinks_to=12),
         Column(names[0], (*(_size(row.a) for row in rows), format_bytes(a)), right=True),
@@ -111,8 +111,8 @@ def _decided(comparison: Comparison, top: int, page: Page) -> Table:
     blank = [""] * len(more)
     sizes = [max(row.bytes for row in pair if row is not None) for pair in shown]
     columns = [
-        Column("Decided otherwise", (*(clean(row.value) for row in rows), *more), shrinks_to=16),
-        Column("layer", (*(clean(row.layer) for row in rows), *blank), shrinks_to=12, from_left=True, drop=1),
+        Column("Decided otherwise", (*(printable(row.value) for row in rows), *more), shrinks_to=16),
+        Column("layer", (*(printable(row.layer) for row in rows), *blank), shrinks_to=12, from_left=True, drop=1),
         Column("bytes", (*map(format_bytes, sizes), *blank), right=True),
         Column("A", (*(pair[0].lever if pair[0] else "-" for pair in shown), *blank)),
         Column("B", (*(pair[1].lever if pair[1] else "-" for pair in shown), *blank)),
@@ -148,7 +148,7 @@ def _by_layer(comparison: Comparison, top: int, page: Page) -> Iterator[Renderab
     shown, hidden = (pairs[:top], pairs[top:]) if top else (pairs, [])
     if pairs:
         groups = [[pair] for pair in shown] + ([hidden] if hidden else []) + [list(comparison.layers)]
-        names = [clean(pair.name) for pair in shown] + ([f"... {len(hidden)} more"] if hidden else [])
+        names = [printable(pair.name) for pair in shown] + ([f"... {len(hidden)} more"] if hidden else [])
         columns = [Column("By layer", (*names, f"all {len(comparison.layers)}"), shrinks_to=16, from_left=True)]
         columns += _columns(groups, field, 0)
         for drop, other in enumerate(others[:1], start=1):

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.errors import BudgetError
 from memplan.planning.plan import Plan, format_seconds
 from memplan.reports import frontier as frontiers
@@ -19,7 +20,6 @@ from memplan.reports import plan as plans
 from memplan.reports.columns import Column
 from memplan.reports.frontier import Frontier
 from memplan.reports.output import Page, print_parts
-from memplan.reports.terminal import clean
 from memplan.verification.proof import Proof
 from memplan.verification.rounding import overall
 
@@ -67,7 +67,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
     """The parts of the report as rich renderables, in order."""
     yield _verdict(outcome)
     if outcome.shortfall is not None:
-        yield from (Text(clean(line)) for line in _sentences(outcome.shortfall))
+        yield from (Text(printable(line)) for line in _sentences(outcome.shortfall))
     if outcome.plan is not None:
         yield ""
         yield _figures(outcome.plan, outcome.proof, page, changed=outcome.changed)
@@ -81,7 +81,7 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
         yield ""
         yield from plans.render(outcome.plan, page, top)
     notes = outcome.notes if outcome.plan is None or outcome.changed else (*outcome.plan.notes, *outcome.notes)
-    yield from (Text(f"note: {clean(note)}") for note in dict.fromkeys(notes))
+    yield from (Text(f"note: {printable(note)}") for note in dict.fromkeys(notes))
     if outcome.frontier is not None:
         yield ""
         yield frontiers.table(outcome.frontier, page)
@@ -111,7 +111,7 @@ def dumps(outcome: Outcome) -> str:
 
 
 def _verdict(outcome: Outcome) -> Text:
-    title, plan, proof = clean(outcome.title), outcome.plan, outcome.proof
+    title, plan, proof = printable(outcome.title), outcome.plan, outcome.proof
     if outcome.shortfall is not None:
         least = format_bytes(outcome.shortfall.smallest_budget)
         return Text(f"{title} does not fit. The smallest budget that it fits is {least}.", "bold red")
@@ -143,7 +143,7 @@ def _errors(proof: Proof, page: Page) -> Table:
     totals = [one for one in totals if one.norm or one.error]
     rows = [(f"all {shown[one.kind]}", one) for one in totals]
     rows += [(f"{shown[one.kind]} of {one.layer or 'the model'}", one) for one in layers[:_LAYERS]]
-    columns = [Column("Off by (relative, L2)", tuple(clean(name) for name, _ in rows))]
+    columns = [Column("Off by (relative, L2)", tuple(printable(name) for name, _ in rows))]
     columns.append(Column("planned", tuple(f"{one.relative:.2%}" for _, one in rows), right=True))
     columns.append(Column("autocast, no plan", tuple(f"{one.relative_reference:.2%}" for _, one in rows), right=True))
     return page.table(columns)

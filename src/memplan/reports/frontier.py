@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.errors import InputError, UsageError
 from memplan.planning.plan import format_seconds
 from memplan.reports.columns import Column
 from memplan.reports.output import Page
-from memplan.reports.terminal import clean
 from memplan.verification.peer_trials import PeerResult
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def peers_table(frontier: Frontier, page: Page) -> Table:
 
 def why_not(frontier: Frontier) -> list[str]:
     """Of each peer that did not run, the reason."""
-    return [f"{one.peer.name} did not run: {clean(one.failed)}" for one in frontier.peers if one.failed is not None]
+    return [f"{one.peer.name} did not run: {printable(one.failed)}" for one in frontier.peers if one.failed is not None]
 
 
 def _added(one: PeerResult) -> str:
@@ -162,7 +162,7 @@ def draw(frontier: Frontier) -> Figure:
         axes.axvline(frontier.budget / unit, linestyle="--", color="gray", label="budget")
     axes.set_xlabel(f"{'' if shown else 'predicted '}peak ({unit_name})")
     axes.set_ylabel(f"{'' if shown else 'predicted '}seconds {'of a step' if base else 'added'}")
-    axes.set_title(clean(frontier.title).replace("$", r"\$"))
+    axes.set_title(printable(frontier.title).replace("$", r"\$"))
     axes.grid(alpha=0.3)
     axes.legend()
     return figure

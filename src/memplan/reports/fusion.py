@@ -8,10 +8,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.planning.fusion import Fusion, Group
 from memplan.reports.columns import Column
 from memplan.reports.output import Page
-from memplan.reports.terminal import clean
 from memplan.trace.model import HOST
 
 _LEGEND = (
@@ -30,7 +30,7 @@ def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType
         top: how many kernels to list, those that move most first; 0 for all.
     """
     yield Text("Fused kernels", "bold")
-    yield Text(clean(fusion.summary))
+    yield Text(printable(fusion.summary))
     if not fusion.groups:
         return
     groups = sorted(fusion.groups, key=lambda group: -group.bytes)  # of the same size in the order in which they run
@@ -48,13 +48,13 @@ def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType
             Column(_HEADERS[4], bound),
         ]
     )
-    yield Text(_LEGEND.format("a CPU of two cores" if fusion.device == HOST else clean(fusion.device)), "dim")
+    yield Text(_LEGEND.format("a CPU of two cores" if fusion.device == HOST else printable(fusion.device)), "dim")
 
 
 def _row(group: Group) -> tuple[str, ...]:
     intensity = f"{group.intensity:.1f}" if group.flops else "-"
-    layers = ", ".join(map(clean, group.layers))
-    return clean(group.kernel), layers, format_bytes(group.bytes), intensity, group.bound
+    layers = ", ".join(map(printable, group.layers))
+    return printable(group.kernel), layers, format_bytes(group.bytes), intensity, group.bound
 
 
 def _rest(groups: Sequence[Group]) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.planning.plan import format_seconds
 from memplan.reports.columns import Column
 from memplan.reports.output import Page, print_parts
-from memplan.reports.terminal import clean
 from memplan.studies.largest import Largest, Tried
 
 _REASONS = 3
@@ -51,7 +51,7 @@ def print_largest(found: Largest, file: TextIO | None = None) -> None:
 
 def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
     """The report: the answer, what was recorded to find it, and after planning the same."""
-    yield Text(f"{clean(found.title)}: {_answer(found)}", "bold")
+    yield Text(f"{printable(found.title)}: {_answer(found)}", "bold")
     yield page.table(_columns(found))
     yield from (Text(line) for line in _remarks(found))
     if found.planned is not None:
@@ -62,7 +62,7 @@ def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
             yield Text("Plans count allocated bytes, with the CPU's kernels.")
     if found.notes:
         yield Text("")
-        yield from (Text(f"note: {clean(note)}", "dim") for note in found.notes)
+        yield from (Text(f"note: {printable(note)}", "dim") for note in found.notes)
 
 
 def _answer(found: Largest) -> str:
@@ -112,7 +112,7 @@ def _failures(found: Largest) -> Iterator[str]:
     for ones in reasons[:_REASONS]:
         first, *others = (str(one.value) for one in ones)
         also = f", and so at {', '.join(others)}" if others else ""
-        yield f"Failed at {found.axis} {first}{also}: {clean(ones[0].reason)}."
+        yield f"Failed at {found.axis} {first}{also}: {printable(ones[0].reason)}."
     if len(reasons) > _REASONS:
         yield f"... {len(reasons) - _REASONS} more reasons, all of them with --json."
 

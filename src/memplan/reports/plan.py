@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.planning.plan import Decision, Plan, format_seconds
 from memplan.reports import fusion
 from memplan.reports.columns import Column, fit
 from memplan.reports.output import Page, print_parts
-from memplan.reports.terminal import clean
 
 _INDENT = 4
 _LEGEND = (
@@ -39,7 +39,7 @@ def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
 
 def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
     """The parts of the report as rich renderables, in order."""
-    yield Text(f"Plan for a step on {clean(plan.device)}, torch {clean(plan.torch)}", "bold")
+    yield Text(f"Plan for a step on {printable(plan.device)}, torch {printable(plan.torch)}", "bold")
     yield _head(plan)
     if plan.decisions:
         yield ""
@@ -51,7 +51,7 @@ def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
     if plan.notes:
         yield ""
     for note in plan.notes:
-        yield Text(f"note: {clean(note)}")
+        yield Text(f"note: {printable(note)}")
 
 
 def _head(plan: Plan) -> Table:
@@ -83,7 +83,7 @@ def _head(plan: Plan) -> Table:
         facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
-        facts["always there"] = ", ".join(f"{clean(cause)} {format_bytes(size)}" for cause, size in parts if size)
+        facts["always there"] = ", ".join(f"{printable(cause)} {format_bytes(size)}" for cause, size in parts if size)
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, value in facts.items():
         table.add_row(Text(label), Text(value))
@@ -103,7 +103,7 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
     yield from (Text(header, "bold"), rule)
     for line, decision in zip(lines, (*whole, *shown), strict=False):
         yield Text(line)
-        for part in textwrap.wrap(clean(decision.reason), page.width - _INDENT):
+        for part in textwrap.wrap(printable(decision.reason), page.width - _INDENT):
             yield Text(" " * _INDENT + part, "dim")
     yield from (Text(line) for line in lines[len(rows) : len(rows) + len(more)])
     yield rule
@@ -131,8 +131,8 @@ def _padded(cell: str, column: Column) -> str:
 
 def _row(decision: Decision) -> _Row:
     return (
-        clean(str(decision.scope)),
-        clean(decision.layer),
+        printable(str(decision.scope)),
+        printable(decision.layer),
         format_bytes(decision.bytes),
         decision.lever if decision.grade == "exact" else f"{decision.lever}, {decision.grade}",
         format_seconds(decision.seconds) if decision.seconds else "-",

@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.reports.columns import Column
 from memplan.reports.compare import by_cause
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.reports.terminal import clean
 from memplan.studies.quantized import Layer, Quantized
 from memplan.studies.quantized_text import sentences
 
@@ -45,8 +45,10 @@ def render(
 ) -> list[RenderableType]:
     """The parts of the report as rich renderables, in order."""
     page = Page(width, ascii_only)
-    parts: list[RenderableType] = [Text(f"{clean(title)}: inference on the CPU, by {clean(found.scheme)}", "bold")]
-    parts += [Text(clean(sentence)) for sentence in sentences(found)]
+    parts: list[RenderableType] = [
+        Text(f"{printable(title)}: inference on the CPU, by {printable(found.scheme)}", "bold")
+    ]
+    parts += [Text(printable(sentence)) for sentence in sentences(found)]
     comparison = found.comparison
     if comparison is not None:
         parts += ["", by_cause(comparison, page, ("as it is", "quantized", "difference"))]
@@ -59,7 +61,7 @@ def _layers(layers: Sequence[Layer], top: int, page: Page) -> Table:
     rows = sorted(layers, key=lambda layer: -layer.before)
     shown, hidden = (rows[:top], rows[top:]) if top else (rows, [])
     groups = [[layer] for layer in shown] + ([hidden] if hidden else []) + [rows]
-    names = [clean(layer.name) for layer in shown] + ([f"... {len(hidden)} more"] if hidden else [])
+    names = [printable(layer.name) for layer in shown] + ([f"... {len(hidden)} more"] if hidden else [])
     changed = [sum(one.why is None for one in group) for group in groups]
     columns = [
         Column("Weights of layers", (*names, f"all {len(rows)}"), shrinks_to=14, from_left=True),
@@ -77,7 +79,7 @@ def _left_alone(layers: Sequence[Layer]) -> Iterator[str]:
         if layer.why is not None:
             by_reason.setdefault(layer.why, []).append(layer)
     for why, left in by_reason.items():
-        names = ", ".join(clean(layer.name) for layer in left[:3]) + (" ..." if len(left) > 3 else "")
+        names = ", ".join(printable(layer.name) for layer in left[:3]) + (" ..." if len(left) > 3 else "")
         size = format_bytes(sum(layer.after for layer in left))
         stays = "stays" if len(left) == 1 else "stay"
-        yield f"{names} ({len(left)}, {size}) {stays}: {clean(why)}."
+        yield f"{names} ({len(left)}, {size}) {stays}: {printable(why)}."

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.errors import InputError, UsageError
 from memplan.reports.columns import Column
 from memplan.reports.frontier import FORMATS
 from memplan.reports.output import Page, print_parts
-from memplan.reports.terminal import clean
 from memplan.studies.fits import place_of, shown
 from memplan.studies.points import PARTS
 from memplan.studies.sweep import Sweep
@@ -38,8 +38,8 @@ def print_sweep(sweep: Sweep, file: TextIO | None = None) -> None:
 
 def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
     """The report: a row for each point, what is fixed and what grows, what is largest where."""
-    title = f"{clean(sweep.title)} on {sweep.device}: {len(sweep.rows)} points of {clean(', '.join(sweep.axes))}"
-    yield Text(title, "bold")
+    title = f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}"
+    yield Text(printable(title), "bold")
     yield table(sweep, page)
     if sweep.interrupted:
         left = sweep.points - len(sweep.rows)
@@ -50,7 +50,7 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
         reasons.setdefault(row["reason"], []).append(_point(sweep, row))
     for reason, points in list(reasons.items())[:_SHOWN]:
         more = f" and {len(points) - 3} more" if len(points) > 3 else ""
-        yield Text(f"Failed at {'; '.join(points[:3])}{more}: {clean(reason)}.")
+        yield Text(f"Failed at {'; '.join(points[:3])}{more}: {printable(reason)}.")
     if len(reasons) > _SHOWN:
         yield Text(f"... {len(reasons) - _SHOWN} more reasons, all of them with --json.")
     if any(row["status"] == "ok" and row["peak_high"] != row["peak"] for row in sweep.rows):
@@ -58,18 +58,20 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
     for title, lines in (("Fixed part and slope", sweep.fits), ("Largest part", sweep.crossings)):
         if lines:
             yield Text(f"\n{title}", "bold")
-            yield from (Text(f"- {clean(str(line))}") for line in lines[:_SHOWN])
+            yield from (Text(f"- {printable(str(line))}") for line in lines[:_SHOWN])
             if len(lines) > _SHOWN:
                 yield Text(f"- ... {len(lines) - _SHOWN} more, all of them with --json")
     if sweep.notes:
         yield Text("")
-        yield from (Text(f"note: {clean(note)}", "dim") for note in sweep.notes)
+        yield from (Text(f"note: {printable(note)}", "dim") for note in sweep.notes)
 
 
 def table(sweep: Sweep, page: Page) -> Table:
     """A row for each point: values, peak, reserved, the parts of the peak, and what lies between peak and reserved."""
     rows = sweep.rows
-    columns = [Column(_header(name), tuple(clean(shown(row[name])) for row in rows), right=True) for name in sweep.axes]
+    columns = [
+        Column(_header(name), tuple(printable(shown(row[name])) for row in rows), right=True) for name in sweep.axes
+    ]
     columns.append(Column("peak", tuple(_peak(row) for row in rows), right=True))
     if sweep.device != "cpu":
         columns.append(Column("reserved", tuple(_interval(row, "reserved") for row in rows), right=True, drop=9))
@@ -106,12 +108,12 @@ def _interval(row: Mapping[str, Any], name: str) -> str:
 
 def _header(name: str) -> str:
     """The name of an axis; that of layers' attributes in two lines."""
-    pattern, dot, attribute = clean(name).rpartition(".")
+    pattern, dot, attribute = printable(name).rpartition(".")
     return f"{pattern}\n{dot}{attribute}" if dot else attribute
 
 
 def _point(sweep: Sweep, row: Mapping[str, Any]) -> str:
-    return clean(", ".join(f"{name} {shown(row[name])}" for name in sweep.axes))
+    return printable(", ".join(f"{name} {shown(row[name])}" for name in sweep.axes))
 
 
 def check_drawable(path: str | None) -> None:
@@ -193,7 +195,7 @@ def _panels(sweep: Sweep, axis: str) -> list[tuple[dict[str, Any], list[dict[str
 
 def _plain(text: str) -> str:
     """A text that matplotlib takes for no formula."""
-    return clean(text).replace("$", r"\$")
+    return printable(text).replace("$", r"\$")
 
 
 def picture(sweep: Sweep, path: str) -> bytes:

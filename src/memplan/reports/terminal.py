@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.explanation.model import Explanation, LayerRow
 from memplan.explanation.text import LABELS, peak_sentence, scaling_sentence, workspace_sentence
 from memplan.reports.card import charge_columns, sums_from, verdict_lines
@@ -66,11 +67,11 @@ def render(
 
 def _head(explanation: Explanation) -> Iterator[RenderableType]:
     kind = "training step" if explanation.train else "inference"
-    yield Text(f"{clean(explanation.title)}: {kind} on {clean(explanation.device)}", "bold")
+    yield Text(f"{printable(explanation.title)}: {kind} on {printable(explanation.device)}", "bold")
     yield Text(explanation.sentence)
     for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
         if line:
-            yield Text(clean(line))
+            yield Text(printable(line))
     loud = [assumption for assumption in explanation.assumptions if assumption.kind in _LOUD]
     for assumption in loud:
         yield Text(_assumed(assumption), "bold red")
@@ -160,8 +161,8 @@ def _needs(row: LayerRow) -> str:
 
 def _shared(row: LayerRow) -> str:
     """The first layer that shares with this one, and how many others do."""
-    layers = dict.fromkeys(clean(other).rsplit("'s ", 1)[0] for other in row.shared_with)
-    others = [layer for layer in layers if layer != clean(row.name)]
+    layers = dict.fromkeys(printable(other).rsplit("'s ", 1)[0] for other in row.shared_with)
+    others = [layer for layer in layers if layer != printable(row.name)]
     if not others:
         return "-"
     return others[0] + (f" +{len(others) - 1}" if len(others) > 1 else "")
@@ -173,8 +174,8 @@ def _nothing(rows: Sequence[LayerRow]) -> str:
 
 _NAME = "By layer"
 _INFERENCE = (
-    _Field(_NAME, lambda row: clean(row.name), _nothing, shrinks_to=16, from_left=True),
-    _Field("kind", lambda row: clean(row.kind), _nothing, shrinks_to=9, drop=3),
+    _Field(_NAME, lambda row: printable(row.name), _nothing, shrinks_to=16, from_left=True),
+    _Field("kind", lambda row: printable(row.kind), _nothing, shrinks_to=9, drop=3),
     _bytes_field("outputs", "output_bytes", 1),
     _bytes_field("weights", "weight_bytes", 5),
 )
@@ -207,10 +208,10 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
     for row in rows:
         alike.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
     for first, *others in list(alike.values())[: min(top, _REASONS) if top else None]:
-        where = f" ({clean(first.where)})" if first.where else ""
+        where = f" ({printable(first.where)})" if first.where else ""
         like = f", and {len(others)} layer{'s' if len(others) > 1 else ''} like it" if others else ""
-        yield Text(f"{clean(first.name)}, {format_bytes(first.saved_bytes)}{where}{like}")
-        lines = [clean(why) for why in first.why]
+        yield Text(f"{printable(first.name)}, {format_bytes(first.saved_bytes)}{where}{like}")
+        lines = [printable(why) for why in first.why]
         shown = lines[:_LINES_OF_A_REASON] if top else lines
         if len(shown) < len(lines):
             shown[-1] = f"{shown[-1]}; and {len(lines) - len(shown)} smaller"
@@ -219,7 +220,7 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
 
 def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
     lines = [_assumed(assumption) for assumption in explanation.assumptions if assumption.kind not in _LOUD]
-    lines += [f"note: {clean(note)}" for note in explanation.notes]
+    lines += [f"note: {printable(note)}" for note in explanation.notes]
     if lines:
         yield ""
     for line in lines:
@@ -228,11 +229,6 @@ def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
 
 def _assumed(assumption: Assumption) -> str:
     times = f" ({assumption.count} times)" if assumption.count > 1 else ""
-    where = f", at {clean(assumption.where)}" if assumption.where else ""
+    where = f", at {printable(assumption.where)}" if assumption.where else ""
     kind = "kernel" if assumption.kind == "kernel" else "assumed"
-    return f"{kind}: {clean(assumption.text)}{times}{where}"
-
-
-def clean(text: str) -> str:
-    """A name as it may be printed: characters that steer a terminal become question marks."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    return f"{kind}: {printable(assumption.text)}{times}{where}"

@@ -13,6 +13,7 @@ import pickle
 import re
 from typing import Any, NoReturn
 
+from memplan._text import printable
 from memplan.errors import SnapshotFormatError
 
 EXPECTED = "a snapshot as torch.cuda.memory._dump_snapshot writes it: plain lists, dicts, texts and numbers"
@@ -149,5 +150,4 @@ def _calls_for(name: str) -> str:
 
 def shown(text: str, most: int = 120) -> str:
     """A text from a stranger as it may be printed: no characters that steer a terminal, and not too long."""
-    cut = text if len(text) <= most else text[: most - 3] + "..."
-    return "".join(character if character.isprintable() else "?" for character in cut)
+    return printable(text if len(text) <= most else text[: most - 3] + "...")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.explanation.text import LABELS
 from memplan.planning.plan import format_seconds
 from memplan.studies.comparison import CAST_COPIES, STEP, Apart, Comparison, Side
@@ -125,4 +126,4 @@ def summary(comparison: Comparison) -> str:
     lines += [seconds] if seconds else []
     lines += remarks(comparison)
     notes = dict.fromkeys((*comparison.notes, *comparison.a.notes, *comparison.b.notes))
-    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+    return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in notes)))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from memplan._bytes import format_bytes
+from memplan.planning.plan_json import Signed
 from memplan.studies.axes import Argument, Axis, Batch, Layers, Size
 from memplan.studies.points import KNOWN, PARTS
 
@@ -35,8 +36,8 @@ Row = Mapping[str, Any]
 class Line:
     """``fixed + slope * measure ** power`` bytes, where the measure is how many units of the axis there are."""
 
-    fixed: float
-    slope: float
+    fixed: Signed
+    slope: Signed
     residual: float = 0.0
     """How far a point is off it at most, as a share of the largest point."""
 
@@ -45,9 +46,9 @@ class Line:
 class Square:
     """``fixed + slope * measure + square * measure ** 2`` bytes."""
 
-    fixed: float
-    slope: float
-    square: float
+    fixed: Signed
+    slope: Signed
+    square: Signed
     residual: float
 
 
@@ -124,7 +125,7 @@ class Crossing:
     above: str
     between: tuple[Any, Any]
     """The points next to it."""
-    value: float | None
+    value: Signed | None
     """About where, from a line between them; None where a value of the axis is no single number."""
 
     def __str__(self) -> str:

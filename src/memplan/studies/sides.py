@@ -19,7 +19,6 @@ from memplan.planning.plan import Plan
 from memplan.planning.plan_json import Unreadable
 from memplan.simulation.liveness import live_at
 from memplan.studies.comparison import CAST_COPIES, STEP, Decided, LayerPart, Side
-from memplan.studies.fits import shown
 from memplan.studies.points import KNOWN
 from memplan.studies.ranges import parts_of
 from memplan.studies.step_time import rates_for, step_time
@@ -96,7 +95,7 @@ def read(name: str | os.PathLike[str]) -> Any:
         return _point(found, point)
     if point:
         raise InputError(
-            f"{path} holds no sweep, and {'#' + point} names a point of one", expected="the path alone", do="Leave it out"
+            f"{path} holds no sweep, and #{point} names a point of one", expected="the path alone", do="Leave it out"
         )
     return found
 
@@ -243,8 +242,7 @@ def of_point(point: Point, title: str) -> Side:
     """A point of a sweep: what is there at its peak, by cause. It has no layers."""
     row = point.row
     causes = {cause: row[cause] for cause in (*KNOWN, "rounding")} | {"workspace": row["workspace_low"]}
-    named = ", ".join(f"{name} {shown(value)}" for name, value in point.values.items())
-    title = title if title == point.title else f"{title}: {named}"
+    title = title if title == point.title else f"{title}: {point.place}"
     return Side(title, "swept", point.device, None, row["peak"], row["reserved"], causes, ())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memplan._bytes import format_bytes
+from memplan._text import printable
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.studies.axes import Axis, axis_of, without_data
@@ -48,9 +49,14 @@ class Point:
     row: Mapping[str, Any]
 
     @property
+    def place(self) -> str:
+        """Where it stands: ``batch 8, precision bf16``."""
+        return ", ".join(f"{name} {shown(value)}" for name, value in self.values.items())
+
+    @property
     def title(self) -> str:
         """What to call it: ``resnet18 at batch 8, precision bf16``."""
-        return f"{self.target} at {', '.join(f'{name} {shown(value)}' for name, value in self.values.items())}"
+        return f"{self.target} at {self.place}"
 
 
 @dataclass(frozen=True)
@@ -96,13 +102,16 @@ class Sweep:
         unknown = sorted(set(values) - set(self.axes))
         if unknown:
             raise InputError(f"the axis {unknown[0]!r} of {self.title}", expected=", ".join(self.axes), do="Name one")
-        found = every[number - 1 : number] if number is not None and number > 0 else every if number is None else []
-        found = [one for one in found if all(_is(one.values[name], value) for name, value in values.items())]
+        found = [
+            one for place, one in enumerate(every, 1)
+            if number in (None, place) and all(_is(one.values[name], value) for name, value in values.items())
+        ]  # fmt: skip
         if len(found) != 1:
-            listed = "; ".join(f"{n}: {one.title.partition(' at ')[2]}" for n, one in list(enumerate(every, 1))[:_LISTED])
+            named = " that were named" if values or number is not None else ""
+            listed = "; ".join(f"{place}: {one.place}" for place, one in enumerate(every[:_LISTED], 1))
             raise InputError(
-                f"{len(found) or 'no'} points of {self.title}" + " that were named" * (number is not None or bool(values)),
-                expected=f"one of {listed}{'; ...' * (len(every) > _LISTED)}",
+                f"{len(found) or 'no'} points of {self.title}{named}",
+                expected=f"one of {listed}{'; ...' if len(every) > _LISTED else ''}",
                 do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
             )
         if found[0].row["status"] != "ok":
@@ -152,7 +161,7 @@ class Sweep:
         ]
         lines += [str(fit) for fit in self.fits]
         lines += [str(crossing) for crossing in self.crossings]
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
 
 
 def sweep(
@@ -258,6 +267,13 @@ def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> No
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise InputError(f"the axis {twice} twice", expected="each axis once", do="Join its values")
+    taken = next((name for name in names if name in (*KEYS, *SIZES)), None)
+    if taken is not None:
+        raise InputError(
+            f"the axis {taken}, and rows hold something else by that name",
+            expected="an argument of another name",
+            do="Vary a function that calls yours with it under another name",
+        )
     if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
         raise InputError(f"jobs={jobs!r}", expected="a number of processes, 1 or more", do="Leave it out for all cores")
 
