@@ -9,7 +9,7 @@ from torch import nn
 
 import memplan
 from memplan.studies import guess as module
-from memplan.studies.guess import Sample, guess
+from memplan.studies.guess import Sample, by_steps
 from memplan.trace.model import Trace
 from memplan.trace.step import StepOptions, build_of
 
@@ -30,7 +30,7 @@ def test_guesses_come_from_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen: list[Trace] = []
     monkeypatch.setattr(module, "_last", last)
-    guess(samples, 0, float, lambda trace: bool(seen.append(trace)))
+    by_steps(samples, float, lambda trace: bool(seen.append(trace)))
     asked = dict(zip((24, 100), seen, strict=True))
     for place, made in asked.items():
         real = attention(place)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,18 +46,27 @@ def in_segments(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def search_steps(laws: Sequence[Law], limit: int, start: int, rounded: Callable[[int], int]) -> Found:
-    """By whole steps that hold storages of such sizes, each of which an allocator rounds."""
+Sizes = Callable[[int], list[int]]
+"""Bytes of each storage of a step at a place."""
+Total = Callable[[list[int]], int]
+"""What an allocator takes for them."""
 
-    def sizes(trace: Trace) -> int:
-        return sum(rounded(storage.bytes) for storage in trace.storages)
 
-    def probe(place: int) -> Sample:
-        storages = tuple(Storage(number, law(place), "saved", number, None) for number, law in enumerate(laws))
+def search_steps(sizes: Sizes, limit: int, start: int, total: Total) -> Found:
+    """By whole steps that hold storages of such sizes."""
+
+    def needed(trace: Trace) -> int:
+        return total([storage.bytes for storage in trace.storages])
+
+    def probe(place: int) -> Sample | None:
+        found = sizes(place)
+        if max(found) >= 1 << 62:
+            return None  # no tensor is that large
+        storages = tuple(Storage(number, size, "saved", number, None) for number, size in enumerate(found))
         trace = Trace("recorded", "cpu", "", (), storages, (), (0,), len(storages))
-        return Sample(place, float(place), sizes(trace), sizes(trace) <= limit, trace)
+        return Sample(place, float(place), needed(trace), needed(trace) <= limit, trace)
 
-    return last_fitting(probe, float, limit, start, fits=lambda trace: sizes(trace) <= limit)
+    return last_fitting(probe, float, limit, start, fits=lambda trace: needed(trace) <= limit)
 
 
 def last_of(fits: Callable[[int], bool]) -> int:
@@ -114,11 +126,81 @@ def test_steps_lead_to_the_last_place_in_less_than_ten_recordings(
     case: tuple[list[Law], int, int], rounded: Callable[[int], int]
 ) -> None:
     laws, limit, start = case
-    found = search_steps(laws, limit, start, rounded)
+    found = search_steps(
+        lambda place: [law(place) for law in laws], limit, start, lambda sizes: sum(map(rounded, sizes))
+    )
     right = last_of(lambda place: sum(rounded(law(place)) for law in laws) <= limit)
     assert (found.last, found.following) == (right, right + 1)
     assert {right, right + 1} - {0} <= {one.place for one in found.samples}
     assert len(found.samples) < 10, [(one.place, one.fits) for one in found.samples]
+
+
+def in_pools(sizes: list[int]) -> int:
+    """Small storages share segments of 2 MiB, larger ones of 20 MiB, and the largest have their own."""
+    small = sum(size for size in sizes if size <= 1 << 20)
+    middle = sum(size for size in sizes if 1 << 20 < size < 10 << 20)
+    own = sum(-(-size // SEGMENT) * SEGMENT for size in sizes if size >= 10 << 20)
+    return -(-small // SEGMENT) * SEGMENT + -(-middle // (20 << 20)) * (20 << 20) + own
+
+
+TOTALS: list[Total] = [sum, lambda sizes: sum(map(in_segments, sizes)), in_pools]
+
+
+@dataclass(frozen=True)
+class Looped:
+    """A model that runs over chunks of places: a + b * ceil(n / c) + d * n + e * n^2 bytes, and so in other steps."""
+
+    chunk: int
+    fixed: int
+    each: int
+    squared: int
+    slope: int
+    square: int
+    padded: bool
+
+    def sizes(self, place: int) -> list[int]:
+        turns = -(-place // self.chunk)
+        last = self.chunk if self.padded else place - (turns - 1) * self.chunk
+        made = [self.each * self.chunk + self.squared * self.chunk**2] * (turns - 1)
+        made.append(self.each * last + self.squared * last * self.chunk)
+        whole = [self.fixed, self.slope * place, self.square * place**2]
+        return [*(size for size in whole if size), *made[:1000], *([sum(made[1000:])] if len(made) > 1000 else [])]
+
+
+def a_loop(number: Callable[[int, int], int], one_of: Callable[[Sequence[Any]], Any]) -> tuple[Looped, int, int, Total]:
+    """A loop, a limit that its answer is up to 600 turns within, where the search begins, and an allocator."""
+    loop = Looped(
+        one_of([8, 32, 64, 100, 128, 256, 512, 1000, 1024, 4096]), number(0, 10**8), number(1, 4096),
+        one_of([0, 0, number(1, 16)]), one_of([0, number(1, 4096)]), one_of([0, 0, number(1, 64)]),
+        one_of([False, True]),
+    )  # fmt: skip
+    total = one_of(TOTALS)
+    limit = total(loop.sizes(number(loop.chunk // 2, 600 * loop.chunk)))
+    return loop, limit, one_of([1, 8, 32, 100, 512, 1000, 1024, 4096]), total
+
+
+def recorded(loop: Looped, limit: int, start: int, total: Total) -> int:
+    """How many recordings a search took, after its answer is checked."""
+    found = search_steps(loop.sizes, limit, start, total)
+    assert found.following is not None
+    assert found.following == found.last + found.step == found.last + 1
+    assert total(loop.sizes(found.last)) <= limit < total(loop.sizes(found.following))
+    return len(found.samples)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_a_model_that_runs_in_chunks_has_an_answer_that_is_right(data: st.DataObject) -> None:
+    case = a_loop(lambda low, high: data.draw(st.integers(low, high)), lambda some: data.draw(st.sampled_from(some)))
+    assert recorded(*case) <= 40
+
+
+def test_most_models_that_run_in_chunks_take_less_than_ten_recordings() -> None:
+    generator = random.Random(0)
+    counts = sorted(recorded(*a_loop(generator.randint, generator.choice)) for _ in range(300))
+    assert counts[150] < 10
+    assert counts[270] <= 15
+    assert counts[-1] <= 30
 
 
 @settings(deadline=None, max_examples=50)

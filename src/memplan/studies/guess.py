@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 
-from memplan.studies.laws import polynomial, storage_law
+from memplan.studies.laws import polynomial, storage_law, stride_of
 from memplan.trace.model import Storage, Trace
 
 MOST = 1 << 40
@@ -30,26 +31,24 @@ class Sample:
     """The step, where it is known."""
 
 
-def guess(
+def by_steps(
     samples: Sequence[Sample],
-    limit: int,
     measure: Callable[[int], float],
-    fits: Callable[[Trace], bool] | None = None,
+    fits: Callable[[Trace], bool],
     low: int = 0,
     high: int | None = None,
     straight: bool = False,
 ) -> int | None:
-    """The last place that is expected to fit; None where every place is, or nothing can be expected.
+    """The last place that is expected to fit, by whole steps; None where every place is, or nothing can be expected.
 
     Where recordings have the same storages in the same order, the bytes of each follow a law of their own
-    (`storage_law`). So the step at any other place is known without a recording, and is asked whether it fits. Else one
-    law goes through the needs.
+    (`storage_law`). So the step at any other place is known without a recording, and is asked whether it fits. Where
+    that is not what was recorded at ``low`` or ``high``, it is another step there, and nothing can be expected.
 
     Args:
         samples: what was recorded, in order; what is next to the last one counts most.
-        limit: bytes that a need has to stay within.
         measure: of a place, which grows with it.
-        fits: whether a step does; where it is left out, the needs alone are looked at.
+        fits: whether a step does.
         low: a place that fits, or 0.
         high: one that does not.
         straight: take lines through the last two recordings, not parabolas through three.
@@ -57,24 +56,81 @@ def guess(
     Returns:
         A place from ``low`` up to the one before ``high``; 0 where not even the first place is expected to fit.
     """
-    near = sorted(samples, key=lambda one: abs(one.place - samples[-1].place))
-    if straight:
-        near = [*samples[:-3:-1], *(one for one in near if one not in samples[-2:])]
-    points = 2 if straight else 3
-    alike = _alike(near, samples[-1].place) if fits is not None else []
-    if fits is not None and alike:
-        places, traces = [one.place for one in alike], [one.trace for one in alike if one.trace is not None]
-        most, least = (
-            storage_law(places, [[size(s) for s in trace.storages] for trace in traces], measure, points)
-            for size in (_most, _least)
-        )
-        return _last(lambda at: fits(_with_sizes(traces[0], most(at), least(at))), low, high)
+    alike = _alike(_nearest(samples, straight), samples[-1].place)
+    if not alike:
+        return None
+    places, traces = [one.place for one in alike], [one.trace for one in alike if one.trace is not None]
+    most, least = (
+        storage_law(places, [[size(s) for s in trace.storages] for trace in traces], measure, 2 if straight else 3)
+        for size in (_most, _least)
+    )
+
+    def expected(at: int) -> bool:
+        return fits(_with_sizes(traces[0], most(at), least(at)))
+
+    if high is not None and (expected(high) or (low and not expected(low))):
+        return None
+    return _last(expected, low, high)
+
+
+def by_needs(
+    samples: Sequence[Sample],
+    limit: int,
+    measure: Callable[[int], float],
+    low: int = 0,
+    high: int | None = None,
+    straight: bool = False,
+) -> int | None:
+    """As `by_steps`, by one law through the needs, which stay within a limit of bytes."""
     apart = {one.need: one for one in samples}  # the last of those with the same need
-    near = [one for one in near if apart[one.need] is one]
+    near = [one for one in _nearest(samples, straight) if apart[one.need] is one]
     if len({one.measure for one in near}) < 2:
         return None
-    law = polynomial([one.place for one in near], [[one.need] for one in near], measure, points)
+    law = polynomial([one.place for one in near], [[one.need] for one in near], measure, 2 if straight else 3)
     return _last(lambda at: float(law(at)[0]) <= limit, low, high)
+
+
+def between(samples: Sequence[Sample], limit: int, measure: Callable[[int], float], low: int, high: int) -> int:
+    """Where between two recorded places, of which the first alone fits, the needs reach a limit.
+
+    By a parabola through the two and a third one that is not next to either. Where there is none, by a line; or by the
+    square where the two are far apart: where that is wrong, it gives a third one.
+    """
+    ends = [next(one for one in samples if one.place == place) for place in (low, high)]
+    first, last = (one.measure for one in ends)
+    apart = [one for one in samples if min(abs(one.measure - first), abs(one.measure - last)) >= (last - first) / 8]
+    apart = sorted(apart, key=lambda one: abs(one.need - limit))[:1]
+    if not apart and high > 4 * low:
+        steepness = (ends[1].need - ends[0].need) / (last**2 - first**2)
+        return _last(lambda at: ends[0].need + steepness * (measure(at) ** 2 - first**2) <= limit, low, high) or low
+    known = [*ends, *apart]
+    law = polynomial([one.place for one in known], [[one.need] for one in known], measure, len(known))
+    return _last(lambda at: float(law(at)[0]) <= limit, low, high) or low
+
+
+def chunk_of(samples: Sequence[Sample]) -> int | None:
+    """How many places a model takes at a time, where it runs in a loop over them: each turn makes as many storages.
+
+    None where the numbers of storages tell nothing of the kind.
+    """
+    counts = {one.place: len(one.trace.storages) for one in samples if one.trace is not None}
+    first, last = min(counts), max(counts)
+    more = {place: count - counts[first] for place, count in counts.items()}
+    turn = math.gcd(*more.values())
+    if len({*more.values()}) < 3 or more[last] <= 0:  # of two numbers any chunk is true
+        return None
+    begun = round(first * more[last] / (turn * (last - first)))  # turns up to the first place, one more or less
+    for turns in range(max(1, begun - 1), begun + 3):
+        found = stride_of(list(more), [count // turn + turns for count in more.values()])
+        if found is not None and found[1] == found[0] - 1:
+            return found[0]
+    return None
+
+
+def _nearest(samples: Sequence[Sample], straight: bool) -> list[Sample]:
+    """The samples, those first that are next to the last one, or that were recorded last."""
+    near = sorted(samples, key=lambda one: abs(one.place - samples[-1].place))
+    return [*samples[:-3:-1], *(one for one in near if one not in samples[-2:])] if straight else near
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from memplan.studies.guess import MOST, Sample, guess
+from memplan.studies.guess import MOST, Sample, between, by_needs, by_steps, chunk_of
 from memplan.studies.laws import roundest, roundness
 from memplan.trace.model import Trace
 
@@ -149,6 +149,8 @@ class _Search:
     seen: dict[int, Sample | None] = field(default_factory=dict)
     widths: list[int] = field(default_factory=list)
     """How much was left between two bounds, each time."""
+    gaps: list[int] = field(default_factory=list)
+    """The same where steps at the two bounds are others, since the middle was last tried."""
     edges: int = 0
     """How often in a row a guess was at a bound: a right one ends the search, so each further one is taken for less."""
 
@@ -174,10 +176,15 @@ class _Search:
         if low >= last:
             return None
         same = next((n for n, one in enumerate(reversed(samples)) if one.fits != samples[-1].fits), len(samples))
-        guessed = guess(
-            samples, self.limit, self.measure, self.fits, found.last, found.following,
-            straight=high is not None and same > 1 and len(samples) > 3,
-        )  # fmt: skip
+        straight = high is not None and same > 1 and len(samples) > 3
+        bounds = found.last, found.following, straight
+        guessed = None
+        if self.fits is not None:
+            guessed = by_steps(samples, self.measure, self.fits, *bounds)
+            if guessed is None and high is not None and found.last and found.following not in found.failed:
+                return step * self._apart(low, high, found)
+        if guessed is None:
+            guessed = by_needs(samples, self.limit, self.measure, *bounds)
         guessed = None if guessed is None else guessed // step
         if high is not None:
             return step * self._between(low, high, guessed, same, found)
@@ -187,6 +194,28 @@ class _Search:
             return step * min(low + max(guessed - low, 1) * 4 ** max(0, same - 5), last)
         # nothing grows here: some looks far ahead, and then it is said so
         return step * min(_FAR * low, last) if low * step < _FAR**2 * first else None
+
+    def _apart(self, low: int, high: int, found: Found) -> int:
+        """A place between one that fits and one that does not, which are other steps: a loop takes more turns, a row is
+        padded once more, another kernel runs. The needs say about where, and it is mostly at a round number."""
+        assert found.following is not None, "it is the second of the two"
+        self.widths.clear()
+        self.gaps.append(high - low)
+        step, turn = self.step or 1, chunk_of(found.samples)
+        at = between(found.samples, self.limit, self.measure, found.last, found.following) // step
+        self.edges = self.edges + 1 if at in (low, high - 1) else 0
+        if self.edges > 1 or (len(self.gaps) > 3 and 2 * self.gaps[-1] >= self.gaps[-4]):
+            self.gaps.clear()
+            if roundness(low) >= roundness(_round(low, high)):
+                return low + 1
+            return _round(low, high) if high > 4 * low + 4 else roundest(*_middle_half(low, high))
+        if turn is None or turn == step or turn % step:
+            reach = max(1, min(at - low, high - at) // 8)
+            return roundest(max(low, at - reach), min(high, at + reach + 1))
+        turn //= step
+        if low // turn == (high - 1) // turn:
+            return _round(low, high) if low % turn else low + 1  # where the last turn ends, the next one is too much
+        return max(at // turn, low // turn + 1) * turn
 
     def _between(self, low: int, high: int, guessed: int | None, same: int, found: Found) -> int:
         """A place between one that fits and one that does not; ``same``: how many of the latest did one of these."""
@@ -218,3 +247,8 @@ def _round(low: int, high: int) -> int:
     """A round number between two, at the middle of their magnitudes where these differ: what sizes are padded to, and
     tables end at."""
     return 1 << round(math.log2((low + 1) * high) / 2) if high > 4 * low + 4 else roundest(low, high)
+
+
+def _middle_half(low: int, high: int) -> tuple[int, int]:
+    quarter = (high - low) // 4
+    return low + quarter, high - quarter
