@@ -78,6 +78,7 @@ def test_points_of_a_saved_sweep_are_targets(models: Path) -> None:
     assert done.output.startswith(
         "A: swept.json#width=4: width 4 (swept, cpu)\nB: swept.json#2: width 8 (swept, cpu)\n"
     )
+    assert "Of a step" not in done.output  # nothing else is known of a point
     assert "A and B are points of a sweep" in " ".join(done.output.split())
     rows = json.loads((models / "swept.json").read_text())["rows"]
     assert json.loads((models / "found.json").read_text())["difference"] == rows[1]["peak"] - rows[0]["peak"]

@@ -113,7 +113,10 @@ def test_interrupted_it_prints_what_is_done(monkeypatch: pytest.MonkeyPatch) -> 
         ((*IMAGE, "--arg", "width=4", "--set", "9.kernel_size=3"), "Sequential has no layer '9'"),
         ((*IMAGE, "--arg", "width=4", "--precision", "fp8"), "precision 'fp8'. Expected one of fp32, bf16"),
         ((*IMAGE, "--arg", "width=4", "--batch", "0,1"), "batch 0. Expected a whole number above 0"),
-        ((*IMAGE, "--vary", "width=0.5,0.25"), "none of the 2 points can be recorded; the first: build raised"),
+        (
+            (*IMAGE, "--vary", "width=0.5,0.25"),
+            "none of the 2 points can be recorded; the first, at width 0.5: build raised",
+        ),
         ((*IMAGE, "--arg", "width=4", "--batch", "2", "--chart", "a.txt"), "--chart a.txt. Expected a name that ends"),
         (("models.py:build", "--batch", "1,2"), "no --input with a leading dimension"),
     ],

@@ -74,9 +74,9 @@ def test_no_such_point_of_a_file(tmp_path: Path) -> None:
     swept.write_text(memplan.sweep(stack, {"batch": [2, 4]}, IMAGES, **OPTIONS, jobs=1).to_json())
     trace.write_text(memplan.record(lambda: lambda: torch.zeros(3)).to_json())
     for name, words in (
-        (f"{swept}", "2 points of stack. Expected one of 1: batch 2; 2: batch 4"),
-        (f"{swept}#3", "no points of stack that were named"),
-        (f"{swept}#0", "no points of stack that were named"),
+        (f"{swept}", "stack has 2 points. Expected one of 1: batch 2; 2: batch 4"),
+        (f"{swept}#3", "stack has no point with number 3"),
+        (f"{swept}#0", "stack has no point with number 0"),
         (f"{swept}#size=3", "the axis 'size' of stack. Expected batch"),
         (f"{swept}#batch", "the point 'batch'. Expected its number"),
         (f"{trace}#1", "holds no sweep, and #1 names a point of one"),

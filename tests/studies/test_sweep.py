@@ -130,9 +130,9 @@ def test_an_argument_with_the_name_of_a_column_is_refused() -> None:
 
 
 def test_where_no_point_can_be_recorded_it_says_why() -> None:
-    with pytest.raises(InputError, match="none of the 2 points can be recorded; the first: step 1 raised"):
+    with pytest.raises(InputError, match="none of the 2 points can be recorded; the first, at batch 1: step 1 raised"):
         memplan.sweep(perceptron, {"batch": [1, 2]}, "1x63", jobs=1)
-    with pytest.raises(StepError, match="step 1 raised"):
+    with pytest.raises(StepError, match="at batch 1: step 1 raised"):
         memplan.sweep(perceptron, {"batch": [1]}, "1x63", jobs=1)
 
 

@@ -143,15 +143,15 @@ def test_points_are_found_by_number_and_by_value(swept: Sweep) -> None:
     assert one == again.point(batch="2", precision="bf16", **{"0.kernel_size": "1x3"})
     assert one.title == "convolutions at batch 2, 0.kernel_size 1x3, precision bf16"
     for wrong, words in (
-        ({"batch": 9}, "no points of convolutions that were named. Expected one of 1: batch 1, 0.kernel_size 3x3"),
-        ({"batch": 2}, "6 points of convolutions that were named"),
-        ({}, "30 points of convolutions. Expected one of 1: batch 1"),
+        ({"batch": 9}, "convolutions has no point with batch 9. Expected one of 1: batch 1, 0.kernel_size 3x3"),
+        ({"batch": 2}, "convolutions has 6 points with batch 2. Expected"),
+        ({}, "convolutions has 30 points. Expected one of 1: batch 1"),
         ({"size": 2}, "the axis 'size' of convolutions. Expected batch, 0.kernel_size, precision"),
     ):
         with pytest.raises(InputError) as error:
             swept.point(**wrong)
         assert words in str(error.value)
-    with pytest.raises(InputError, match="no points of"):
+    with pytest.raises(InputError, match=r"no point with number 31\. Expected .*; and 24 more\. Name"):
         swept.point(31)
     with pytest.raises(InputError, match="failed: step 1 raised"):
         swept.point(5)

@@ -45,7 +45,9 @@ def render(
     """The parts of the report as rich renderables, in order."""
     page = Page(width, ascii_only)
     parts: list[RenderableType] = list(_head(comparison))
-    parts += ["", by_cause(comparison, page), "", _figures(comparison, page)]
+    parts += ["", by_cause(comparison, page)]
+    figures = _figures(comparison, page)
+    parts += ["", figures] if figures.row_count else []
     if any(side.layers for side in (comparison.a, comparison.b)):
         parts += ["", *_by_layer(comparison, top, page)]
     if comparison.a.decided and comparison.b.decided and comparison.decided_otherwise:

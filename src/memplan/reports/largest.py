@@ -70,7 +70,8 @@ def _answer(found: Largest) -> str:
     if found.value == 0:
         return f"not even {found.axis} {found.least.value} fits {place}: {found.held_by()}"
     sizes = f" ({'x'.join(map(str, found.sizes))})" if found.sizes else ""
-    count = f"{len(found.tried)} {'plans' if found.answer and found.answer.plan else 'recordings'}"
+    count = f"{len(found.tried)} {'plan' if found.answer and found.answer.plan else 'recording'}"
+    count += "s" * (len(found.tried) > 1)
     count += f", of which {len(found.failed)} failed" if found.failed else ""
     following = found.following
     if following is None:

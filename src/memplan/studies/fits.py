@@ -290,8 +290,12 @@ def _percent(share: float) -> str:
 
 def place_of(axis: str, at: Mapping[str, Any]) -> str:
     """The axis, and where the others stand: ``batch (size 96)``."""
-    where = ", ".join(f"{name} {shown(value)}" for name, value in at.items())
-    return f"{axis} ({where})" if where else axis
+    return f"{axis} ({place_of_all(at)})" if at else axis
+
+
+def place_of_all(values: Mapping[str, Any]) -> str:
+    """Where all axes stand: ``batch 8, precision bf16``."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in values.items())
 
 
 def shown(value: Any) -> str:

@@ -155,9 +155,13 @@ def _not_remade(layer: nn.Module, name: str, why: str) -> InputError:
 def _without(model: nn.Module, change: LayerChange, kinds: Sequence[str]) -> InputError:
     title = type(model).__name__
     if kinds:
-        place = f"the layers that {change.pattern!r} names have" if change.pattern else "the model itself has"
+        found = f"no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})"
+        if not change.pattern:
+            return InputError(
+                f"the model itself has {found}", expected="an attribute of its own", do="Name another, or a layer of it"
+            )
         return InputError(
-            f"{place} no {change.attribute!r} ({', '.join(sorted(set(kinds)))[:80]})",
+            f"the layers that {change.pattern!r} names have {found}",
             expected="an attribute that one of them has, such as kernel_size of a convolution",
             do="Name another attribute, or other layers",
         )

@@ -16,7 +16,7 @@ from memplan._text import printable
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.studies.axes import Axis, axis_of, without_data
-from memplan.studies.fits import Crossing, Fit, crossings_of, fits_of, shown
+from memplan.studies.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.parallel import Done, Task, run
 from memplan.studies.points import KNOWN, Outcome
 from memplan.studies.ranges import values_of
@@ -51,7 +51,7 @@ class Point:
     @property
     def place(self) -> str:
         """Where it stands: ``batch 8, precision bf16``."""
-        return ", ".join(f"{name} {shown(value)}" for name, value in self.values.items())
+        return place_of_all(self.values)
 
     @property
     def title(self) -> str:
@@ -107,11 +107,12 @@ class Sweep:
             if number in (None, place) and all(_is(one.values[name], value) for name, value in values.items())
         ]  # fmt: skip
         if len(found) != 1:
-            named = " that were named" if values or number is not None else ""
-            listed = "; ".join(f"{place}: {one.place}" for place, one in enumerate(every[:_LISTED], 1))
+            asked = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
+            asked = f"number {number}" if number is not None else asked
+            more = f"; and {len(every) - _LISTED} more" if len(every) > _LISTED else ""
             raise InputError(
-                f"{len(found) or 'no'} points of {self.title}{named}",
-                expected=f"one of {listed}{'; ...' if len(every) > _LISTED else ''}",
+                f"{self.title} has {len(found) or 'no'} point{'s' * (len(found) > 1)}{asked and f' with {asked}'}",
+                expected="one of " + "; ".join(f"{n}: {one.place}" for n, one in enumerate(every[:_LISTED], 1)) + more,
                 do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
             )
         if found[0].row["status"] != "ok":
@@ -237,7 +238,7 @@ def swept(
     rows = [_row(point, outcomes[number]) for number, point in enumerate(points) if number in outcomes]
     errors = [outcome.error for _, outcome in sorted(outcomes.items())]
     if all(errors) and len(errors) == len(points):
-        raise _all_failed(errors[0], len(errors))
+        raise _all_failed(errors[0], points)
     notes = dict.fromkeys(note for _, outcome in sorted(outcomes.items()) for note in outcome.notes)
     only = [axis for axis, _ in axes]
     named = {axis.name: values for axis, values in axes}
@@ -291,13 +292,15 @@ def _row(point: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
     return {**point, "status": "ok", "reason": "", **outcome.bytes.row()}
 
 
-def _all_failed(error: MemplanError | None, count: int) -> MemplanError:
+def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]]) -> MemplanError:
     assert error is not None, "each point failed"
-    if count == 1:
-        return error
+    first = error.about(f"at {place_of_all(points[0])}")
+    if len(points) == 1:
+        return first
     return InputError(
-        f"none of the {count} points can be recorded; the first: {error.found}", expected=error.expected, do=error.do
-    )
+        f"none of the {len(points)} points can be recorded; the first, {first.found}",
+        expected=error.expected, do=error.do,
+    )  # fmt: skip
 
 
 def _is(value: Any, asked: Any) -> bool:
