@@ -111,7 +111,8 @@ class Sweep:
             asked = f"number {number}" if number is not None else asked
             more = f"; and {len(every) - _LISTED} more" if len(every) > _LISTED else ""
             raise InputError(
-                f"{self.title} has {len(found) or 'no'} point{'s' * (len(found) > 1)}{asked and f' with {asked}'}",
+                f"The sweep of {self.title} has {len(found) or 'no'} point{'s' * (len(found) > 1)}"
+                f"{asked and f' with {asked}'}",
                 expected="one of " + "; ".join(f"{n}: {one.place}" for n, one in enumerate(every[:_LISTED], 1)) + more,
                 do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
             )
