@@ -213,8 +213,13 @@ def _as_origins(nodes: Iterable[fx.Node]) -> tuple[Origin, ...]:
 
 
 def _origin(node: fx.Node) -> Origin:
+    return Origin(node.name, mark_of(node), _flops(node))
+
+
+def mark_of(node: fx.Node) -> int | None:
+    """What an op is marked with; None for what was not traced between marks."""
     kind, _, number = (node.stack_trace or "").partition(MARK)
-    return Origin(node.name, int(number) if number and not kind else None, _flops(node))
+    return int(number) if number and not kind else None
 
 
 def _flops(node: fx.Node) -> int:

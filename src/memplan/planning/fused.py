@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, fx
 
 from memplan import _torch
-from memplan._torch import inductor
+from memplan._torch import derivatives, inductor
 from memplan.errors import CompileError
 from memplan.planning.decompositions import decompositions
 from memplan.planning.graph import RESIDENT, JointGraph, Value
+from memplan.planning.joined import joined
 from memplan.planning.program import gives, program, read_in_backward
 from memplan.planning.schedule import Choices, Schedule, changed_at_once, schedule, taken
 
@@ -140,6 +141,8 @@ def fused(of: Schedule) -> Fused:
     with lowering("backward"):
         second = inductor.traced(backward, _fakes(later, mode), mode, own)
     assert not second.written, "the backward pass changes nothing that it is handed"
+    if of.choices.joined:
+        derivatives.join(second, joined(of))
     return _put_together(of, first, second, handed)
 
 

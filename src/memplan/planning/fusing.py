@@ -81,7 +81,7 @@ class Fusing:
         known = len(self._known)
         for _ in range(_SEARCHES):
             found = self._search.within(aim)
-            one = self.candidate(found.choices)
+            one = self.candidate(replace(found.choices, joined=True))
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if not found.choices.recompute | found.choices.encode or self._is_close(one, budget):

@@ -286,7 +286,7 @@ class Study:
         if relaid is not None:
             return relaid.frontier(settings, points)
         found, fusing = self.search(settings).frontier(points), self._fusing(settings)
-        return [replace(one, peak=fusing.candidate(one.choices).peak) for one in found]
+        return [replace(one, peak=fusing.candidate(replace(one.choices, joined=True)).peak) for one in found]
 
     def search(self, settings: Settings) -> Search:
         """The search that all budgets share."""

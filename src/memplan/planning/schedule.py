@@ -48,6 +48,9 @@ class Choices:
     """Ops that do so piece by piece (they have a ``scratch_into``), which can be slower; None: all that can."""
     fused: bool = False
     """The engine ``inductor`` runs it: each half as fused kernels, not op by op."""
+    joined: bool = False
+    """There, a convolution's derivative that is two ops is one kernel, where that takes no more than the peak
+    (`memplan.planning.joined`)."""
     offload: frozenset[int] = frozenset()
     """Ids of forward values that wait in host memory instead, unless they are encoded so that they can be got back."""
 
@@ -336,7 +339,7 @@ class _Scheduler:
             ready[of] = last.get(self.graph.base(gradient), 0)
             if changed_at_once(self.graph, self.choices, of):
                 ready[of] = max(ready[of], last.get(self.graph.base(of), 0))
-            elif self._stays(of):
+            elif self._stays(of) or (self.choices.fused and not taken(self.graph, self.choices, of)):
                 waiting.add(of)
         together = _together(sorted({ready[of] for of in waiting}), 1 if self.choices.fused else NODES)
         due: dict[int, list[_Draft]] = defaultdict(list)

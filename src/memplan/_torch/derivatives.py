@@ -1,0 +1,54 @@
+"""Convolutions' derivatives in a traced function: two calls that compute a part each, as one.
+
+Seen in torch 2.11, 2.13 and 2.15: the arguments and results of ``aten::convolution_backward``, and that what
+``make_fx`` traces takes results apart by ``operator.getitem``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from memplan._torch.inductor import Traced
+from memplan._torch.scheduled import mark_of
+
+_DERIVATIVE = torch.ops.aten.convolution_backward.default
+_MASK = 10
+"""Where among its arguments is said which results are wanted: the input's, the weight's, the bias's."""
+
+
+def join(of: Traced, pairs: Mapping[int, int]) -> None:
+    """Have one call make what two do, where the first comes. What was taken apart into other ops is left alone.
+
+    Args:
+        of: a function; its graph is changed.
+        pairs: by the mark of the part that makes the weight's gradient, the mark of the part that makes the input's.
+    """
+    by_mark: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in of.graph.graph.nodes:
+        if node.target is _DERIVATIVE:
+            by_mark[mark_of(node)].append(node)
+    for marks in pairs.items():
+        firsts, seconds = (by_mark[mark] for mark in marks)
+        if len(firsts) == len(seconds) == 1:
+            _join(firsts[0], seconds[0])
+    of.graph.graph.eliminate_dead_code()
+    of.graph.recompile()
+
+
+def _join(first: fx.Node, second: fx.Node) -> None:
+    made, more = first.meta["val"], second.meta["val"]
+    first.update_arg(_MASK, [a or b for a, b in zip(first.args[_MASK], second.args[_MASK], strict=True)])  # pyright: ignore[reportArgumentType]
+    first.meta["val"] = tuple(b if a is None else a for a, b in zip(made, more, strict=True))
+    for user in list(second.users):
+        assert user.target is operator.getitem, "results are taken apart"
+        with first.graph.inserting_after(first):
+            twin = first.graph.call_function(operator.getitem, (first, user.args[1]))
+        twin.meta = dict(user.meta)
+        user.replace_all_uses_with(twin)
+        first.graph.erase_node(user)
+    first.graph.erase_node(second)
