@@ -53,6 +53,8 @@ from benchmarks.frontier.peers import PLAIN  # noqa: E402
 from benchmarks.frontier.run import THREADS, run  # noqa: E402
 
 PAIRS, QUICK_PAIRS = 5, 2
+SECONDS = 10.0
+"""In which there are more pairs, of short steps."""
 LIMIT_SECONDS = 1800
 REFUSED = "refused: "
 
@@ -138,7 +140,7 @@ def child(case: Case, pairs: int, plain: Row | None) -> Row:
     from memplan.errors import BudgetError, UsageError
 
     try:
-        return run(case, pairs, plain)
+        return run(case, pairs, plain, SECONDS if pairs >= PAIRS else 0.0)
     except BudgetError:
         raise
     except UsageError as error:

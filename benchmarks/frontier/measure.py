@@ -66,15 +66,27 @@ def seconds_of(prepare: Step, step: Step) -> float:
     return time.perf_counter() - start
 
 
-def pairs_of(reference: tuple[Step, Step], candidate: tuple[Step, Step], pairs: int) -> dict[str, Any]:
+MOST = 99
+"""Pairs, at the most."""
+
+
+def pairs_of(
+    reference: tuple[Step, Step], candidate: tuple[Step, Step], pairs: int, seconds: float = 0.0
+) -> dict[str, Any]:
     """Medians over pairs of (prepare, step), the one and the other first by turns, after a warm-up of each.
 
     ``ratio`` is the median of candidate / reference over the pairs, ``quartiles`` its spread.
+
+    Args:
+        reference, candidate: what is timed.
+        pairs: how many, at least.
+        seconds: and as many more as go into so many seconds: of a short step, a few pairs say little.
     """
     for prepare, step in (reference, candidate):
         seconds_of(prepare, step)
     taken: list[tuple[float, float]] = []
-    for number in range(pairs):
+    while len(taken) < pairs or (len(taken) < MOST and sum(map(sum, taken)) < seconds):
+        number = len(taken)
         gc.collect()
         gc.disable()
         if number % 2:
@@ -86,9 +98,9 @@ def pairs_of(reference: tuple[Step, Step], candidate: tuple[Step, Step], pairs: 
         gc.enable()
         taken.append((first, second))
     ratios = [second / first for first, second in taken]
-    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if pairs > 1 else ratios * 3
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return {
-        "pairs": pairs,
+        "pairs": len(ratios),
         "eager_seconds": round(statistics.median(first for first, _ in taken), 5),
         "seconds": round(statistics.median(second for _, second in taken), 5),
         "ratio": round(statistics.median(ratios), 4),

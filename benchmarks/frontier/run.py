@@ -190,12 +190,13 @@ def judged(case: Case, reference: Training, candidate: Training, plain: Gradient
     return row | {"gradients": "wrong", "wrong": len(wrong), "worst": float(f"{wrong[worst]:.4g}"), "worst_in": worst}
 
 
-def run(case: Case, pairs: int, plain: Row | None = None) -> Row:
+def run(case: Case, pairs: int, plain: Row | None = None, seconds: float = 0.0) -> Row:
     """Peak, time and equality of one case.
 
     Args:
         case: which.
-        pairs: how often both steps are timed.
+        pairs: how often both steps are timed, at least.
+        seconds: as for `pairs_of`.
         plain: the result of torch.compile without a budget, if there is one.
     """
     torch.set_num_threads(THREADS)
@@ -220,18 +221,18 @@ def run(case: Case, pairs: int, plain: Row | None = None) -> Row:
     above = peak_above(candidate.prepare, candidate.step)
     row |= {"resident": base + state, "kept": kept - state, "total": base + kept + above}
     row["above"] = row["total"] - row["resident"]
-    row |= pairs_of((reference.prepare, reference.step), (candidate.prepare, candidate.step), pairs)
+    row |= pairs_of((reference.prepare, reference.step), (candidate.prepare, candidate.step), pairs, seconds)
     if case.ours and group_of(case.beside) != "eager":
-        row["beside"] = beside(case, candidate, pairs)
+        row["beside"] = beside(case, candidate, pairs, seconds)
     if case.mode == "fresh" and not row["gradients_equal"]:
         errors = (plain or {}).get("gradient_errors")
         row |= judged(case, reference, candidate, None if errors is None else GradientErrors(errors))
     return row | {"torch": str(torch.__version__), "threads": THREADS}
 
 
-def beside(case: Case, candidate: Training, pairs: int) -> Row:
+def beside(case: Case, candidate: Training, pairs: int, seconds: float) -> Row:
     """Our step's time by turns with that of the peer whose peak is its budget."""
     subject = MODELS[case.model]()
     other = Training(subject, peer(subject, case.beside), case.mode)
-    taken = pairs_of((other.prepare, other.step), (candidate.prepare, candidate.step), pairs)
-    return {name: taken[name] for name in ("ratio", "quartiles", "ratios")}
+    taken = pairs_of((other.prepare, other.step), (candidate.prepare, candidate.step), pairs, seconds)
+    return {name: taken[name] for name in ("pairs", "ratio", "quartiles", "ratios")}
