@@ -117,7 +117,7 @@ def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
 def fused(of: Schedule) -> Fused:
     """Trace both halves of a schedule of `as_fused`."""
     graph, mode, own = of.graph, inductor.fake_mode(), decompositions()
-    functions: dict[str, Any] = {"mark": inductor.mark}
+    functions: dict[str, Any] = {"mark": inductor.mark, "laid_out": laid_out}
     exec(compile(program(of, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
     read = read_in_backward(of)
@@ -144,6 +144,19 @@ def fused(of: Schedule) -> Fused:
     if of.choices.joined:
         derivatives.join(second, joined(of))
     return _put_together(of, first, second, handed)
+
+
+def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """What an op made, laid out as the graph has it: what Inductor traces in an op's place can lay it out otherwise,
+    and then views that follow are none. Left as it is where such strides leave gaps or overlap."""
+    dims = range(tensor.dim())
+    if all(tensor.shape[dim] <= 1 or tensor.stride(dim) == stride[dim] for dim in dims):
+        return tensor
+    order = sorted(dims, key=lambda dim: -stride[dim])
+    back = [order.index(dim) for dim in dims]
+    made = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+    same = all(made.shape[dim] <= 1 or made.stride(dim) == stride[dim] for dim in dims)
+    return made if same else tensor
 
 
 def _tangents(graph: JointGraph) -> list[Value]:

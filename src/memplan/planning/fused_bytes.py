@@ -21,6 +21,7 @@ from memplan.planning.graph import RESIDENT, JointGraph, Value
 from memplan.planning.peaks import Surroundings
 from memplan.planning.pools import POOLS
 from memplan.planning.schedule import taken
+from memplan.planning.scratch import measured
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
 from memplan.trace.model import HOST
@@ -63,8 +64,11 @@ def _with_scratch(graph: JointGraph) -> Semantics:
 
     def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
         name = _AS_TORCHS.get(name, name)
-        taken = known.get((name, args[-1]), 0) if name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else 0
-        return (Extra(taken),) if taken else cpu.SEMANTICS.extras(name, args, kwargs, result, in_backward)
+        opaque = name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD)
+        taken = known.get((name, args[-1]), 0) if opaque else measured(name, args, kwargs)
+        if taken is None:
+            return cpu.SEMANTICS.extras(name, args, kwargs, result, in_backward)
+        return (Extra(taken),) if taken else ()
 
     return replace(cpu.SEMANTICS, extras=extras)
 

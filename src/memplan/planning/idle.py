@@ -14,7 +14,7 @@ from memplan.planning.graph import RESIDENT, GraphOp, JointGraph, Ref, Value, ma
 from memplan.planning.rebuild import Rebuild
 from memplan.trace.semantics.cpu import transient_bytes
 
-CONVOLUTION = "aten.convolution_backward.default"
+CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 _NORM = "aten.native_batch_norm_backward.default"
 
 SHAPE_ONLY = {
@@ -51,13 +51,13 @@ def split(graph: JointGraph) -> JointGraph:
 
     The kernels compute the two apart anyway: results are the same bit for bit, and the input is free one op earlier.
     """
-    wanted = {CONVOLUTION, *SHAPE_ONLY}
+    wanted = {CONVOLUTION_BACKWARD, *SHAPE_ONLY}
     return _Splitter(graph).run() if any(op.target in wanted for op in graph.ops) else graph
 
 
 def _frozen(op: GraphOp) -> bool:
     """Whether a convolution's derivative is not that of its weight: of its input, it takes the shape alone."""
-    return op.target == CONVOLUTION and not op.args[10][1]
+    return op.target == CONVOLUTION_BACKWARD and not op.args[10][1]
 
 
 class _Splitter(Rebuild):
@@ -76,7 +76,7 @@ class _Splitter(Rebuild):
 
     def run(self) -> JointGraph:
         for op in self.graph.ops:
-            if op.target == CONVOLUTION:
+            if op.target == CONVOLUTION_BACKWARD:
                 self._convolution(op)
             elif op.target in SHAPE_ONLY:
                 args, at = list(op.args), SHAPE_ONLY[op.target]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memplan.planning.graph import GraphOp
-from memplan.planning.idle import CONVOLUTION
+from memplan.planning.idle import CONVOLUTION_BACKWARD
 from memplan.planning.peaks import levels
 from memplan.planning.schedule import Schedule
 
@@ -34,7 +34,7 @@ def pairs(of: Schedule) -> Mapping[int, int]:
     found, begun = dict[int, int](), dict[str, int]()
     for place, action in enumerate((*of.forward, *of.backward)):
         op = None if action.op is None else action.called(of.graph)
-        if op is None or op.target != CONVOLUTION:
+        if op is None or op.target != CONVOLUTION_BACKWARD:
             continue
         key = repr((op.gradient_of, op.args[0], op.args[2:10]))
         if _makes_weight(op):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -16,7 +17,7 @@ from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
 from memplan.planning.codecs import encodings
-from memplan.planning.costs import step_seconds, with_costs
+from memplan.planning.costs import LIMIT, step_seconds, with_costs
 from memplan.planning.decisions import decide
 from memplan.planning.fused import Fused
 from memplan.planning.fusing import Candidate, Fusing, as_fusible
@@ -31,6 +32,7 @@ from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check
 from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.program import program
 from memplan.planning.schedule import Choices, Schedule, schedule, taken, with_fewest_pieces
+from memplan.planning.scratch import with_measured_scratch
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
 from memplan.planning.tiers import fastest, with_lossy_way
@@ -373,7 +375,11 @@ def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
         graph = with_offloads(graph, settings.device)
     if isinstance(settings.costs, str):
         return with_costs(graph, device=settings.device, how="roofline")
-    return with_costs(graph, device=settings.device, known=settings.costs)
+    begin = time.perf_counter()
+    if settings.device is None:
+        graph = with_measured_scratch(graph)
+    limit = LIMIT - (time.perf_counter() - begin)  # what ran is prepared: to time it takes less
+    return with_costs(graph, device=settings.device, known=settings.costs, limit=limit)
 
 
 def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:

@@ -35,6 +35,7 @@ _RESERVED = frozenset(
         "given",
         "inf",
         "inputs",
+        "laid_out",
         "mark",
         "memplan",
         "nan",
@@ -55,7 +56,8 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
 
     Args:
         schedule: what it does.
-        marked: call ``mark`` with the position of each action, of both passes one after the other, before what it does.
+        marked: call ``mark`` with the position of each action, of both passes one after the other, before what it does,
+            and ``laid_out`` with what it makes and the strides that this has.
 
     Raises:
         RecordingError: an op takes an argument that cannot be written down.
@@ -200,6 +202,7 @@ class _Writer:
         self.call(left, self.called(op, action), self.note(op, action), op)
         if "_" in names:
             self.write("_ = None")
+        self.lay_out(action.makes)
 
     def called(self, op: GraphOp, action: Action) -> codecs.Called:
         """The call that really runs: with an encoded form in place of a value, or in the memory of one."""
@@ -219,6 +222,7 @@ class _Writer:
         made = self.graph.values[encoding.encoded if encodes else encoding.value]
         call = (codecs.encode_call if encodes else codecs.decode_call)(self.graph, encoding)
         self.call(self.names[made.id], call, f"{action.kind}s {encoding.codec}, {format_bytes(made.bytes)}")
+        self.lay_out([made.id])
 
     def transfer(self, action: Action) -> None:
         """Begin a copy to host memory or back, or wait for it."""
@@ -247,6 +251,11 @@ class _Writer:
         if self.marked:
             self.write(f"mark({self.place})")
         self.place += actions
+
+    def lay_out(self, values: Iterable[int]) -> None:
+        """Say how what was made is laid out."""
+        for value in values if self.marked else ():
+            self.write(f"{self.names[value]} = laid_out({self.names[value]}, {self.graph.values[value].stride})")
 
     def give(self, actions: Sequence[Action]) -> None:
         """Yield gradients that are complete at the same time."""

@@ -1,0 +1,147 @@
+"""Scratch of convolutions, and of matrix products in bfloat16 and float16, measured on this machine.
+
+Which buffers oneDNN takes for these hangs on the processor: with tiles (AMX) it computes otherwise than with vectors
+alone, and packs as much of an operand as its caches take. The formulas (convolution.py and matmul.py in
+memplan.trace.semantics) fit some of them, and whole derivatives better than their parts. Each distinct call runs once,
+on zeros, and the allocator's own events say what it holds beyond its results. That holds for the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memplan import _torch
+from memplan.planning.chunks import CONVOLUTION
+from memplan.planning.forms import CHUNKED, NUMBERS, overload
+from memplan.planning.graph import GraphOp, JointGraph, map_refs
+from memplan.planning.idle import CONVOLUTION_BACKWARD
+
+LIMIT = 1.0
+"""Seconds that the calls of a graph may take, more or less: the others go by the formulas."""
+PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+CONVOLUTIONS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD, CHUNKED])
+REDUCED = frozenset([torch.bfloat16, torch.float16])
+
+_known: dict[tuple[int, str], int] = {}
+"""By threads and call."""
+
+
+def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph:
+    """The graph with what its convolutions, and its products in fewer bits, hold on this machine beyond their results.
+
+    Args:
+        graph: of a step on the CPU.
+        limit: seconds.
+    """
+    calls = {op.index: call for op in graph.ops if (call := _call_of(graph, op)) is not None}
+    _measure(sorted({call.key: call for call in calls.values()}.values(), key=_size, reverse=True), limit)
+    return replace(graph, ops=tuple(_with(op, calls.get(op.index)) for op in graph.ops)) if calls else graph
+
+
+def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """What a call holds beyond its results, in bytes; None for what goes by formulas.
+
+    Args:
+        name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
+        args, kwargs: what it is called with; of tensors, shapes, strides and dtypes alone count.
+    """
+    name = name.removesuffix(".out") + ".default" if name.endswith(".out") else name
+    if not _is_measured(name, args):
+        return None
+    call = _Call(name, tuple(args), {key: one for key, one in kwargs.items() if key != "out"})
+    with _torch.no_modes():
+        _measure([call], LIMIT)
+    return _known.get(call.place)
+
+
+def _with(op: GraphOp, call: _Call | None) -> GraphOp:
+    found = None if call is None else _known.get(call.place)
+    return op if found is None else replace(op, scratch=found + NUMBERS)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of an op."""
+
+    name: str
+    args: tuple[Any, ...]
+    """Of tensors, what they are like."""
+    kwargs: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        """What tells it from others."""
+        given = [*map(_text, self.args), *(f"{name}={_text(one)}" for name, one in self.kwargs.items())]
+        return f"{self.name}({', '.join(given)})"
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Of what is known of it."""
+        return torch.get_num_threads(), self.key
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, Tensor):
+        return f"{part.dtype}{list(part.shape)}{list(part.stride())}"
+    return repr(list(part) if isinstance(part, (tuple, list)) else part)
+
+
+def _call_of(graph: JointGraph, op: GraphOp) -> _Call | None:
+    if op.target not in CONVOLUTIONS | PRODUCTS:
+        return None
+    args = map_refs(op.args, lambda value: _alike(graph.values[value]))
+    return _Call(op.target, args, op.kwargs) if _is_measured(op.target, args) else None
+
+
+def _is_measured(name: str, args: Sequence[Any]) -> bool:
+    return name in CONVOLUTIONS or (name in PRODUCTS and args[0].dtype in REDUCED)
+
+
+def _alike(value: Any) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
+
+
+def _size(call: _Call) -> tuple[int, str]:
+    return sum(one.numel() * one.element_size() for one in call.args if isinstance(one, Tensor)), call.key
+
+
+def _measure(calls: Sequence[_Call], limit: float) -> None:
+    """Run what is not known yet, as far as the time goes."""
+    calls = [call for call in calls if call.place not in _known]
+    if not calls:
+        return
+    profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[_Call]()
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), profile:
+        for call in calls:
+            if ran and time.perf_counter() >= end:
+                break
+            args = [_zeros(one) if isinstance(one, Tensor) else one for one in call.args]
+            with _torch.marker(str(len(ran))):
+                result = overload(call.name)(*args, **call.kwargs)
+            del args, result
+            ran.append(call)
+    held = dict(_held(_torch.Profile(profile), len(ran)))
+    _known.update((call.place, held[at]) for at, call in enumerate(ran))
+
+
+def _held(profile: _torch.Profile, calls: int) -> Iterator[tuple[int, int]]:
+    """By number of a call: its highest level less what is left of it, its results."""
+    for number in range(calls):
+        level = most = 0
+        for _, size, _, mark in profile.events:
+            if mark == str(number):
+                level += size
+                most = max(most, level)
+        yield number, most - level
+
+
+def _zeros(like: Tensor) -> Tensor:
+    reach = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
+    flat = torch.zeros(reach if like.numel() else 0, dtype=like.dtype)
+    return flat.as_strided(like.shape, like.stride())
