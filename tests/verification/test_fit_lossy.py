@@ -233,3 +233,33 @@ def test_float16_without_a_scaler_is_warned_of() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
     fitted = memplan.fit(model, x, budget="1GB", autocast=torch.float16, pairs=0)
     assert UNSCALED in fitted.notes
+
+
+class Noting:
+    """Holds a tensor and notes its dtype, as the layers of a cache do."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.dtype = keys, keys.dtype
+
+
+class WithCache(ConvNet):
+    def forward(self, x: torch.Tensor) -> Any:
+        cache = Noting(self.first(x))
+        return super().forward(x), cache
+
+
+def test_objects_among_the_outputs_are_those_of_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes in bfloat16 returns float32, and what holds that says so."""
+    only(monkeypatch, Precision("bfloat16"))
+    torch.manual_seed(0)
+    model, x = WithCache(), torch.randn(8, 3, 32, 32)
+
+    def loss(output: Any, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output[0], y)
+
+    asked: dict[str, Any] = {"targets": labels(x), "loss": loss, "allow": "lossy"}
+    plan = memplan.plan(model, x, budget="1GB", costs="roofline", heuristics=QUICK["heuristics"], **asked)
+    fitted = memplan.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, **asked, **QUICK)
+    assert fitted.plan.grade == "lossy"
+    assert fitted.proof.ok
+    assert fitted.model(x)[1].dtype == fitted.model(x)[1].keys.dtype == torch.float32

@@ -81,10 +81,12 @@ class Flat(nn.Module):
         call: Call,
         around: Callable[[], AbstractContextManager[Any]],
         finished: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
+        like: Structure | None = None,
     ) -> None:
         super().__init__()
-        self._finished = finished
-        """Makes the outputs what the caller expects, whatever the call computes in."""
+        self._finished, self._like = finished, like
+        """Makes the outputs what the caller expects, whatever the call computes in; and how they are put together then,
+        since objects that hold tensors can note their dtype."""
         self.dtypes: tuple[torch.dtype, ...] = ()
         """Of the outputs of the last call, before that."""
         self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
@@ -119,8 +121,8 @@ class Flat(nn.Module):
         found, structure = take_apart(output)
         self.dtypes = tuple(tensor.dtype for tensor in found)
         finished = self._finished(found)
-        if any(one is not other for one, other in zip(finished, found, strict=True)):
-            output = structure.rebuild(finished)
+        if self._like or any(one is not other for one, other in zip(finished, found, strict=True)):
+            output = (self._like or structure).rebuild(finished)
             found, structure = take_apart(output)
         unique = list({id(tensor): tensor for tensor in found}.values())
         place = {id(tensor): at for at, tensor in enumerate(unique)}

@@ -207,8 +207,9 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
             yield
 
     # What the caller expects is what the call returns without that.
-    dtypes = _trace(model, call, around, EXACT, relaid=False)[1].dtypes if precision.compute else None
-    flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid))
+    plain = _trace(model, call, around, EXACT, relaid=False)[1] if precision.compute else None
+    dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
+    flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like)
     try:
         with place.following(), _capturing_now():
             return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat

@@ -77,7 +77,7 @@ def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, 
         if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
             found.append(difference(name, step, mine, its, layout=True))
         elif isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor) or not _same(mine, its):
-            found.append(Difference(name, step, f"is {its!r:.60}, not {mine!r:.60}"))
+            found.append(Difference(name, step, _told(mine, its)))
     return len(ours), [one for one in found if one is not None]
 
 
@@ -127,6 +127,18 @@ def _same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
     if ours is None or theirs is None or ours.keys() != theirs.keys():
         return False
     return all(_same(part, theirs[key], (*above, id(one))) for key, part in ours.items())
+
+
+def _told(one: Any, two: Any) -> str:
+    """In what two values that are no tensors differ: of two objects of one class, the first plain thing in them that does."""
+    ours, theirs = (_content(one), _content(two)) if type(one) is type(two) else (None, None)
+    if ours and theirs and ours.keys() == theirs.keys():
+        plain = (key for key, part in ours.items() if _content(part) is None)
+        apart = next((key for key in plain if not _same(ours[key], theirs[key])), None)
+        if apart is not None:
+            place = f"the {apart:.40}" if isinstance(apart, str) else f"at {apart!r:.40}"
+            return f"has {place} {theirs[apart]!r:.60}, not {ours[apart]!r:.60}"
+    return f"is {two!r:.60}, not {one!r:.60}"
 
 
 def _content(value: Any) -> dict[Any, Any] | None:
