@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -343,10 +344,21 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
     made: Any = torch.compile(run)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _drawn_as_eager():
+        with _drawn_as_eager(), _untold():
             return made(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """What fake tensors refuse is raised, and not logged besides."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def cpp_compiler() -> str | None:

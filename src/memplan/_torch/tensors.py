@@ -137,6 +137,11 @@ def arguments(func: Any) -> list[Any]:
     return func._schema.arguments
 
 
+def schema_of(func: Any) -> str:
+    """What an op takes and gives: ``aten::relu(Tensor self) -> Tensor``."""
+    return str(func._schema)
+
+
 def op_named(name: str) -> Any:
     """The op of a name that a dispatch mode saw ("aten.add.Tensor"); None where this torch has none of it."""
     parts = name.split(".")

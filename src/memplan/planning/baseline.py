@@ -37,10 +37,12 @@ def baseline(model: nn.Module, call: Call, optimizer: Optimizer | None, *, held:
             if not held:
                 made.zero_grad()
             with around():
-                loss = default_loss(made(*args, **kwargs))
+                output = made(*args, **kwargs)
+                loss = default_loss(output)
             loss.backward()
             if update is not None:
                 update.step()
+            del output  # in the caller's hands all the time, as with a plan
 
         return step
 

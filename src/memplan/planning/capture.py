@@ -338,7 +338,7 @@ def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
     changes = watch.changes()
     if changes:
         watch.restore()
-        where = line_of(trace, lambda: changes[0] in watch.changes())
+        where = line_of(trace, lambda: watch.has_changed(changes[0]))
         raise RecordingError(
             f"forward() changes the attribute {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
             expected="state in buffers: a planned step does not run forward() again",

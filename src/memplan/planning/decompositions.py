@@ -19,11 +19,13 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     from memplan.planning import (
         kernels,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
         pools,
+        refused,
     )
 
     ops: Any = torch.ops.memplan
     return {
         **pools.decompositions(),
+        **refused.decompositions(),
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,
         ops.unpack_bits.default: _unpacked,
         ops.threshold_backward_bits.default: _threshold_backward,

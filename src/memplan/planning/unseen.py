@@ -21,7 +21,7 @@ from memplan import _torch
 from memplan.errors import InputError, UsageError
 from memplan.planning.calls import is_transparent
 from memplan.planning.losses import WithLoss
-from memplan.trace.place import format_frame, user_frame
+from memplan.trace.place import format_frame, is_users
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -133,6 +133,11 @@ class Watch:
             f"{name}.{key}" if name else key for name, kept in self._attributes.items() for key in kept.changed_keys()
         ]
 
+    def has_changed(self, attribute: str) -> bool:
+        """Whether one of them, by the name that `changes` gives it, is not what it was: quicker than all."""
+        name, _, key = attribute.rpartition(".")
+        return self._attributes[name].has_changed(key)
+
     def draws(self) -> list[str]:
         """What random numbers were drawn from, beside torch's own generator."""
         return [called for called, before, get, _ in self._random if not _same(before, get())]
@@ -153,12 +158,11 @@ def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
 
     def follow(frame: Any, event: str, argument: Any) -> Any:
         nonlocal last, found
-        here = user_frame()
-        if here is None or here[0] != frame.f_code.co_filename:
+        if not is_users(frame.f_code.co_filename):
             return None
         if found is None and last is not None and happened():
             found = last
-        last = here
+        last = frame.f_code.co_filename, frame.f_lineno
         return follow
 
     before = sys.gettrace()
@@ -195,10 +199,16 @@ class _Kept:
         """Which parts are not what they were, of the value or of another one in its place."""
         now, before = _content(self.value if now is None else now) or {}, self.inside or {}
         for key in (*before, *(key for key in now if key not in before)):
-            if key in self.without:
-                continue
-            if key not in before or key not in now or before[key].differs(now[key]):
+            if key not in self.without and self._apart(key, before, now):
                 yield key
+
+    def has_changed(self, key: Any) -> bool:
+        """Whether one part of the value is not what it was."""
+        return self._apart(key, self.inside or {}, _content(self.value) or {})
+
+    @staticmethod
+    def _apart(key: Any, before: dict[Any, _Kept], now: dict[Any, Any]) -> bool:
+        return (key in before) != (key in now) or (key in before and before[key].differs(now[key]))
 
     def differs(self, now: Any) -> bool:
         """Whether another value is in its place, or what is in it has changed. That nothing becomes something plain

@@ -20,6 +20,8 @@ from memplan.trace.model import Phase
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_PACKAGES = tuple(_PYTHON + name + os.sep for name in ("site-packages", "dist-packages"))
 _OUTERMOST = {
     "record_for": os.path.join(_OURS, "trace", "record.py"),
     "measure": os.path.join(_OURS, "trace", "measure.py"),
@@ -27,12 +29,14 @@ _OUTERMOST = {
 _KNOWN: dict[str, bool] = {}
 
 
-def _is_users(filename: str) -> bool:
+def is_users(filename: str) -> bool:
+    """Whether code is the user's, or of a package that is neither torch nor memplan nor of Python itself."""
     known = _KNOWN.get(filename)
     if known is None:
         path = os.path.abspath(filename)
+        pythons = path.startswith(_PYTHON) and not path.startswith(_PACKAGES)
         # generated code (dataclasses, torch's own wrappers) has no file to point at
-        known = not (path.startswith((_OURS, _TORCH)) or filename.startswith("<"))
+        known = not (pythons or path.startswith((_OURS, _TORCH)) or filename.startswith("<"))
         _KNOWN[filename] = known
     return known
 
@@ -45,7 +49,7 @@ def user_frame() -> tuple[str, int] | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename):
+        if is_users(code.co_filename):
             return code.co_filename, frame.f_lineno
         if code.co_name in _OUTERMOST and code.co_filename == _OUTERMOST[code.co_name]:
             return None
@@ -195,7 +199,7 @@ def frame_of_error(error: BaseException) -> tuple[str, int] | None:
     found = None
     trace = error.__traceback__
     while trace is not None:
-        if _is_users(trace.tb_frame.f_code.co_filename):
+        if is_users(trace.tb_frame.f_code.co_filename):
             found = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found

@@ -130,7 +130,7 @@ def _same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
 
 
 def _told(one: Any, two: Any) -> str:
-    """In what two values that are no tensors differ: of two objects of one class, the first plain thing in them that does."""
+    """In what two values that are no tensors differ: of objects of one class, the first plain thing that does."""
     ours, theirs = (_content(one), _content(two)) if type(one) is type(two) else (None, None)
     if ours and theirs and ours.keys() == theirs.keys():
         plain = (key for key, part in ours.items() if _content(part) is None)

@@ -168,7 +168,8 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
 
     The rounding of the step as it is is allowed; where the candidate's is larger, also that of `torch.compile`. A model
     that does not run in float64, or draws other random numbers there, is held against the step as it is, and then
-    `torch.compile` says what rounding is.
+    `torch.compile` says what rounding is; where that does not run either, only the few last places are allowed that
+    anything is.
     """
     truth, compiled = sides.truth, sides.compiled
     assert truth is not None
@@ -190,9 +191,12 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
     try:
         return compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
     except Exception:  # what torch.compile cannot do says nothing of the candidate
-        if first is None:
-            raise
-        return first
+        if first is not None:
+            return first
+    for side in (candidate, truth):
+        side.begin_as(sides.reference)
+    rounding = Rounding(truth)
+    return compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
 
 
 def compare_lossy(sides: Sides, candidate: Trial, steps: int, *, predicted: int | None, budget: int | None) -> Proof:
