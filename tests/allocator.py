@@ -13,11 +13,11 @@ from torch._C._profiler import _EventType  # the profiler's raw events have no p
 def allocations(run: Callable[[], Any]) -> list[int]:
     """The allocator's events while ``run()`` runs, in order: bytes, negative where they are released."""
     gc.collect()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    # not torch.profiler.profile: where it keeps events, it makes an object of each, which takes most of the time
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         run()
     events: list[tuple[int, int]] = []
-    stack = list(profile.profiler.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]  # it ran
+    stack = list(profile.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]  # it ran
     while stack:
         event = stack.pop()
         if event.tag == _EventType.Allocation:

@@ -96,7 +96,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 def calls(run: Callable[[], Any]) -> int:
     """How often a convolution's derivative is computed."""
-    with profile() as seen:
+    with profile(acc_events=True) as seen:  # without, torch 2.11 warns
         run()
     return sum(event.name == "aten::convolution_backward" for event in seen.events() or ())
 
