@@ -11,6 +11,7 @@ import torch
 from allocator import allocations, peak_of
 from torch import Tensor, nn
 
+import memplan
 from memplan.planning import scratch
 from memplan.planning.calls import call_of
 from memplan.planning.capture import capture
@@ -65,6 +66,11 @@ def test_what_formulas_know_is_not_run() -> None:
     assert scratch.measured("aten.relu.default", (x.bfloat16(),), {}) is None
 
 
+class Total(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum()
+
+
 def stack() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     layers = [nn.Conv3d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 8, 3, stride=2), nn.Flatten(), nn.Linear(512, 8)]
@@ -107,3 +113,17 @@ def test_nothing_of_the_callers_is_touched() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(before, x)
     assert x.grad is None
+
+
+def test_a_kernel_that_fails_goes_by_the_formula() -> None:
+    x, w = torch.randn(1, 3, 8, 8), torch.randn(4, 5, 3, 3)  # other channels than the weight takes
+    args = x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    assert scratch.measured("aten.convolution.default", args, {}) is None
+
+
+def test_planning_beside_a_profiler_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_known", {})
+    model, x = stack()
+    with torch.profiler.profile(acc_events=True) as seen:
+        memplan.plan(nn.Sequential(model, Total()), x, budget="1GB")
+    assert seen.events() is not None

@@ -47,13 +47,14 @@ def _chunked(graph: JointGraph, op: GraphOp) -> GraphOp:
 
 def _scratch(graph: JointGraph, op: GraphOp, made: Value, pieces: int) -> int:
     """Bytes of a piece's result, and of what its kernel holds."""
-    args = [_alike(graph.values[one.value]) if isinstance(one, Ref) else one for one in op.args]
+    args = [alike(graph.values[one.value]) if isinstance(one, Ref) else one for one in op.args]
     args[0] = args[0][: args[0].shape[0] // pieces]
-    result = _alike(made)[: made.shape[0] // pieces]
+    result = alike(made)[: made.shape[0] // pieces]
     return made.bytes // pieces + transient_bytes(CONVOLUTION, tuple(args), {}, result)
 
 
-def _alike(value: Value) -> Tensor:
+def alike(value: Value) -> Tensor:
+    """A tensor without data that is laid out as a value."""
     return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memplan import _torch
-from memplan.planning.chunks import CONVOLUTION
+from memplan.planning.chunks import CONVOLUTION, alike
 from memplan.planning.forms import CHUNKED, NUMBERS, overload
 from memplan.planning.graph import GraphOp, JointGraph, map_refs
 from memplan.planning.idle import CONVOLUTION_BACKWARD
@@ -30,6 +30,8 @@ REDUCED = frozenset([torch.bfloat16, torch.float16])
 
 _known: dict[tuple[int, str], int] = {}
 """By threads and call."""
+_refused: set[tuple[int, str]] = set()
+"""Those that failed."""
 
 
 def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph:
@@ -51,7 +53,7 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int |
         name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
         args, kwargs: what it is called with; of tensors, shapes, strides and dtypes alone count.
     """
-    name = name.removesuffix(".out") + ".default" if name.endswith(".out") else name
+    name = name.replace(".out", ".default")
     if not _is_measured(name, args):
         return None
     call = _Call(name, tuple(args), {key: one for key, one in kwargs.items() if key != "out"})
@@ -95,7 +97,7 @@ def _text(part: Any) -> str:
 def _call_of(graph: JointGraph, op: GraphOp) -> _Call | None:
     if op.target not in CONVOLUTIONS | PRODUCTS:
         return None
-    args = map_refs(op.args, lambda value: _alike(graph.values[value]))
+    args = map_refs(op.args, lambda value: alike(graph.values[value]))
     return _Call(op.target, args, op.kwargs) if _is_measured(op.target, args) else None
 
 
@@ -103,18 +105,15 @@ def _is_measured(name: str, args: Sequence[Any]) -> bool:
     return name in CONVOLUTIONS or (name in PRODUCTS and args[0].dtype in REDUCED)
 
 
-def _alike(value: Any) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
-
-
 def _size(call: _Call) -> tuple[int, str]:
     return sum(one.numel() * one.element_size() for one in call.args if isinstance(one, Tensor)), call.key
 
 
 def _measure(calls: Sequence[_Call], limit: float) -> None:
-    """Run what is not known yet, as far as the time goes."""
-    calls = [call for call in calls if call.place not in _known]
-    if not calls:
+    """Run what is not known yet, as far as the time goes; nothing while another profiler runs: torch has one at a
+    time."""
+    calls = [call for call in calls if call.place not in _known and call.place not in _refused]
+    if not calls or _torch.is_profiled():
         return
     profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[_Call]()
     with torch.no_grad(), torch.autocast("cpu", enabled=False), profile:
@@ -122,12 +121,15 @@ def _measure(calls: Sequence[_Call], limit: float) -> None:
             if ran and time.perf_counter() >= end:
                 break
             args = [_zeros(one) if isinstance(one, Tensor) else one for one in call.args]
-            with _torch.marker(str(len(ran))):
-                result = overload(call.name)(*args, **call.kwargs)
-            del args, result
+            try:
+                with _torch.marker(str(len(ran))):
+                    result = overload(call.name)(*args, **call.kwargs)
+                del result  # outside: what is left of a call are its results
+            except Exception:  # whatever a kernel objects to: then the formula stands
+                _refused.add(call.place)
             ran.append(call)
     held = dict(_held(_torch.Profile(profile), len(ran)))
-    _known.update((call.place, held[at]) for at, call in enumerate(ran))
+    _known.update((call.place, held[at]) for at, call in enumerate(ran) if call.place not in _refused)
 
 
 def _held(profile: _torch.Profile, calls: int) -> Iterator[tuple[int, int]]:
