@@ -13,12 +13,14 @@ import torch
 
 from memplan._torch import inductor
 from memplan.planning import forms
+from memplan.planning.aims import Aims
+from memplan.planning.costs import step_seconds
 from memplan.planning.fused import Fused, Part, as_fused, fused, lowering
 from memplan.planning.fused_bytes import fused_timeline
 from memplan.planning.graph import GraphOp, JointGraph
-from memplan.planning.peaks import Surroundings
+from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.schedule import Choices, Schedule
-from memplan.planning.search import Infeasible, Search
+from memplan.planning.search import Found, Infeasible, Search
 from memplan.simulation.model import Timeline
 
 FUSED_SHARE = 0.1
@@ -30,6 +32,8 @@ _SEARCHES = 8
 """Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
+_WORTH = 0.005
+"""Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Fusing:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._known: dict[Choices, Candidate] = {}
+        self._seconds = step_seconds(search.graph) or 0.0
 
     @property
     def known(self) -> tuple[Candidate, ...]:
@@ -77,23 +82,26 @@ class Fusing:
 
     def within(self, budget: int) -> Candidate | None:
         """The fastest that keeps the budget, of a few that are looked at; None: not even the floor keeps it."""
-        aim, best, fits, over = budget, None, 0, 0
-        known = len(self._known)
+        aims, best, known = Aims(budget, self._room), None, len(self._known)
+        aim = aims.first(self._nearest(budget))
         for _ in range(_SEARCHES):
             found = self._search.within(aim)
+            if best is not None and isinstance(found, Found) and not self._is_worth(found, best):
+                break
             one = self.candidate(replace(found.choices, joined=True))
-            if one.peak <= budget:
+            fits, reached = one.peak <= budget, found.smallest if isinstance(found, Infeasible) else found.peak
+            if fits:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
-                if not found.choices.recompute | found.choices.encode or self._is_close(one, budget):
-                    break
-                fits = aim
-            elif isinstance(found, Infeasible):
+            keeps_all = not found.choices.recompute | found.choices.encode
+            if fits and (keeps_all or budget - one.peak <= self._room):
                 break
-            else:
-                over = aim
-            if len(self._known) - known >= _AIMS or (fits and over and self._is_same(fits, over)):
+            if len(self._known) - known >= _AIMS or (isinstance(found, Infeasible) and not fits):
                 break
-            aim = (fits + over) // 2 if fits and over else aim + budget - one.peak
+            aims = aims.seen(aim, reached, one.peak)
+            later = aims.next(aim, reached, one.peak)
+            if later is None:
+                break
+            aim = later
         return best or self._lowest(budget)
 
     def lowest(self) -> Candidate:
@@ -105,11 +113,18 @@ class Fusing:
         lowest = self.lowest()
         return lowest if lowest.peak <= budget else None
 
-    def _is_close(self, one: Candidate, budget: int) -> bool:
-        return self._is_same(one.peak, budget)
+    def _is_worth(self, found: Found, best: Candidate) -> bool:
+        """Whether what a search found is so much faster that it is worth a look."""
+        return best.schedule.seconds - found.seconds > _WORTH * self._seconds
 
-    def _is_same(self, one: int, other: int) -> bool:
-        return abs(one - other) <= _CLOSE * (self._search.kept.peak - self._search.lower_bound)
+    def _nearest(self, budget: int) -> tuple[int, int] | None:
+        """Of what was looked at for other budgets, the nearest to this one: its peak op by op, and that of its code."""
+        nearest = min(self.known, key=lambda one: abs(one.peak - budget), default=None)
+        return None if nearest is None else (levels(nearest.schedule, self._search.around).peak, nearest.peak)
+
+    @property
+    def _room(self) -> int:
+        return int(_CLOSE * (self._search.kept.peak - self._search.lower_bound))
 
 
 def judged(made: Schedule, around: Surroundings) -> Candidate:

@@ -22,7 +22,7 @@ from memplan.planning.forms import CHUNKED, NUMBERS, overload
 from memplan.planning.graph import GraphOp, JointGraph, map_refs
 from memplan.planning.idle import CONVOLUTION_BACKWARD
 
-LIMIT = 1.0
+LIMIT = 3.0
 """Seconds that the calls of a graph may take, more or less: the others go by the formulas."""
 PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
 CONVOLUTIONS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD, CHUNKED])

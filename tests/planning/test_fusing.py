@@ -1,0 +1,118 @@
+"""How many candidates are lowered for a budget, which takes seconds each: with what comes of lowering made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from memplan.planning import fusing
+from memplan.planning.costs import step_seconds
+from memplan.planning.fusing import Fusing
+from memplan.planning.graph import JointGraph
+from memplan.planning.peaks import Surroundings, levels
+from memplan.planning.schedule import Schedule
+from memplan.planning.search import Found, Search
+
+from .graphs import residual, transformer
+
+
+@dataclass(frozen=True)
+class Made:
+    """Stands for a candidate."""
+
+    schedule: Schedule
+    peak: int
+
+
+class Lowering:
+    """Stands for `fusing.judged`: the code takes what the step takes op by op, and so much more or less."""
+
+    def __init__(self, more: Callable[[int], int]) -> None:
+        self.more, self.made = more, list[Made]()
+
+    def __call__(self, made: Schedule, around: Surroundings) -> Made:
+        peak = levels(made, around).peak
+        self.made.append(Made(made, peak + self.more(peak)))
+        return self.made[-1]
+
+
+def fusible(graph: JointGraph) -> JointGraph:
+    """Without forms that work in another value's memory, as for fused kernels."""
+    return replace(graph, ops=tuple(replace(op, overwrites=(), scratch_into=None) for op in graph.ops))
+
+
+def fusing_of(
+    monkeypatch: pytest.MonkeyPatch, graph: JointGraph, more: Callable[[int], int]
+) -> tuple[Search, Fusing, Lowering]:
+    lowering = Lowering(more)
+    monkeypatch.setattr(fusing, "judged", lowering)
+    search = Search(graph)
+    return search, Fusing(search), lowering
+
+
+def middle(search: Search) -> int:
+    return (search.floor_peak + search.kept.peak) // 2
+
+
+def room(search: Search) -> float:
+    return fusing._CLOSE * (search.kept.peak - search.lower_bound)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("share", [-0.3, -0.1, -0.03, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("graph", [fusible(residual(6)), fusible(transformer(3))], ids=["residual", "transformer"])
+def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
+    monkeypatch: pytest.MonkeyPatch, graph: JointGraph, share: float
+) -> None:
+    whole = Search(graph)
+    off = int(share * (whole.kept.peak - whole.floor_peak))
+    search, fused, lowering = fusing_of(monkeypatch, graph, lambda _: off)
+    found, known = fused.within(middle(search) + off // 2), search.within(middle(search) - off // 2)
+    assert found is not None
+    assert isinstance(known, Found)
+    assert found.peak <= middle(search) + off // 2
+    assert len(lowering.made) <= 2
+    assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(graph)
+
+
+def test_one_where_nothing_is_to_be_gained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code takes a fifth less, but what is made again costs next to nothing."""
+    cheap = fusible(residual(6))
+    again = tuple(replace(op, seconds=op.seconds if op.phase == "backward" else 1e-6 * op.seconds) for op in cheap.ops)
+    whole = Search(replace(cheap, ops=again))
+    off = (whole.kept.peak - whole.floor_peak) // 5
+    search, fused, lowering = fusing_of(monkeypatch, whole.graph, lambda _: -off)
+    found = fused.within(middle(search))
+    assert found is not None
+    assert len(lowering.made) == 1
+    assert middle(search) - found.peak > room(search)
+
+
+def test_what_another_budget_came_to_is_where_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Search(fusible(transformer(3)))
+    off = (whole.kept.peak - whole.floor_peak) // 5
+    search, fused, lowering = fusing_of(monkeypatch, whole.graph, lambda _: off)
+    assert fused.within(middle(search) + off) is not None
+    before = len(lowering.made)
+    budget = middle(search) + off - 4 * int(room(search))
+    found = fused.within(budget)
+    assert found is not None
+    assert found.peak <= budget
+    assert len(lowering.made) == before + 1
+
+
+def test_what_keeps_everything_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, fused, lowering = fusing_of(monkeypatch, fusible(residual(6)), lambda _: 0)
+    found = fused.within(2 * search.kept.peak)
+    assert found is not None
+    assert not found.schedule.choices.recompute
+    assert len(lowering.made) == 1
+
+
+def test_under_what_the_floor_comes_to_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, fused, _ = fusing_of(monkeypatch, fusible(residual(6)), lambda _: 1000)
+    assert fused.within(search.floor_peak + 999) is None
+    found = fused.within(search.floor_peak + 1000)
+    assert found is not None
+    assert found.peak == search.floor_peak + 1000
