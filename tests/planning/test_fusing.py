@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.graphs import residual, transformer
 
 from memplan.planning import fusing
 from memplan.planning.costs import step_seconds
@@ -14,8 +18,6 @@ from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.schedule import Schedule
 from memplan.planning.search import Found, Search
-
-from .graphs import residual, transformer
 
 
 @dataclass(frozen=True)
@@ -116,3 +118,41 @@ def test_under_what_the_floor_comes_to_there_is_none(monkeypatch: pytest.MonkeyP
     found = fused.within(search.floor_peak + 1000)
     assert found is not None
     assert found.peak == search.floor_peak + 1000
+
+
+def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Op by op nothing keeps the budget; the code of the floor takes half of it."""
+    whole = Search(fusible(transformer(3)))
+    half = whole.floor_peak // 2
+    search, fused, _ = fusing_of(monkeypatch, whole.graph, lambda _: -half)
+    budget = whole.floor_peak - 1000
+    found, known = fused.within(budget), search.within(budget + half)
+    assert found is not None
+    assert isinstance(known, Found)
+    assert found.peak <= budget
+    assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(whole.graph)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.1, 0.5))
+def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
+    """Also where kernels take other times, as in another process: and whatever the code of each candidate comes to."""
+    graph = fusible(transformer(2))
+    seconds = random.Random(seed)
+
+    def judged(made: Schedule, around: Surroundings) -> Made:
+        peak = levels(made, around).peak
+        return Made(made, peak + int(far * random.Random(str(sorted(made.choices.recompute))).random() * peak))
+
+    def measured(graph: JointGraph) -> Fusing:
+        ops = tuple(replace(op, seconds=op.seconds * (0.5 + seconds.random())) for op in graph.ops)
+        return Fusing(Search(replace(graph, ops=ops), steady=graph))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusing, "judged", judged)
+        one, other = measured(graph), measured(graph)
+        assert one.within(1) is None
+        smallest = one.lowest().peak
+        found = other.within(smallest)
+        assert found is not None
+        assert found.peak <= smallest

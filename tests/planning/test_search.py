@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -159,3 +160,18 @@ def test_frontier() -> None:
 def test_early_updates_lower_the_floor() -> None:
     graph = transformer(4)
     assert floor(graph, early=True).peak < floor(graph).peak
+
+
+def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_for() -> None:
+    graph = transformer(2)
+    found = set[tuple[int, Choices]]()
+    for seed in range(3):
+        draw = random.Random(seed)
+        ops = tuple(replace(op, seconds=op.seconds * (0.5 + draw.random())) for op in graph.ops)
+        search = Search(replace(graph, ops=ops), steady=graph)
+        for share in (0.7, 0.3)[:seed]:
+            search.within(int(search.lower_bound + share * (search.kept.peak - search.lower_bound)))
+        refused = search.within(1)
+        assert isinstance(refused, Infeasible)
+        found.add((refused.smallest, search.lowest()))
+    assert len(found) == 1

@@ -32,6 +32,8 @@ _SEARCHES = 8
 """Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
+_FAR = 0.1
+"""The same share: so much more the code of the floor takes where its ops say little about it."""
 _WORTH = 0.005
 """Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
 
@@ -86,32 +88,46 @@ class Fusing:
         aim = aims.first(self._nearest(budget))
         for _ in range(_SEARCHES):
             found = self._search.within(aim)
-            if best is not None and isinstance(found, Found) and not self._is_worth(found, best):
+            if best is not None and (isinstance(found, Infeasible) or not self._is_worth(found, best)):
                 break
-            one = self.candidate(replace(found.choices, joined=True))
-            fits, reached = one.peak <= budget, found.smallest if isinstance(found, Infeasible) else found.peak
-            if fits:
+            one, reached = self._candidate_of(found, budget)
+            if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
-            keeps_all = not found.choices.recompute | found.choices.encode
-            if fits and (keeps_all or budget - one.peak <= self._room):
-                break
-            if len(self._known) - known >= _AIMS or (isinstance(found, Infeasible) and not fits):
+                if _keeps_all(one) or budget - one.peak <= self._room:
+                    break
+            if len(self._known) - known >= _AIMS or (isinstance(found, Infeasible) and best is None):
                 break
             aims = aims.seen(aim, reached, one.peak)
             later = aims.next(aim, reached, one.peak)
             if later is None:
                 break
             aim = later
-        return best or self._lowest(budget)
+        best = best or self._floor(budget)
+        return best if best.peak <= budget else None
 
     def lowest(self) -> Candidate:
-        """The least that there is: the floor of the search."""
-        floor = self.candidate(self._search.floor().choices)
-        return min((floor, *self.known), key=lambda one: one.peak)
+        """The least that there is: the floor of the search. Where its code takes much more than its ops say, others do
+        with less, and one of them is looked at, too."""
+        floor = self.candidate(replace(self._search.lowest(), joined=True))
+        more = floor.peak - levels(floor.schedule, self._search.around).peak
+        if more <= _FAR * self._range:
+            return floor
+        other = self.candidate(replace(self._search.lowest(more // 2), joined=True))
+        return min((floor, other), key=lambda one: one.peak)
 
-    def _lowest(self, budget: int) -> Candidate | None:
-        lowest = self.lowest()
-        return lowest if lowest.peak <= budget else None
+    def _floor(self, budget: int) -> Candidate:
+        """The floor; one that is faster by the seconds of this machine where that keeps the budget, too."""
+        lowest, found = self.lowest(), self._search.floor()
+        if lowest.peak > budget or not self._is_worth(found, lowest):
+            return lowest
+        other = self.candidate(replace(found.choices, joined=True))
+        return other if other.peak <= budget else lowest
+
+    def _candidate_of(self, found: Found | Infeasible, budget: int) -> tuple[Candidate, int]:
+        """What comes of what a search found, and how many bytes it found."""
+        if isinstance(found, Infeasible):
+            return self._floor(budget), found.smallest
+        return self.candidate(replace(found.choices, joined=True)), found.peak
 
     def _is_worth(self, found: Found, best: Candidate) -> bool:
         """Whether what a search found is so much faster that it is worth a look."""
@@ -124,7 +140,15 @@ class Fusing:
 
     @property
     def _room(self) -> int:
-        return int(_CLOSE * (self._search.kept.peak - self._search.lower_bound))
+        return int(_CLOSE * self._range)
+
+    @property
+    def _range(self) -> int:
+        return self._search.kept.peak - self._search.lower_bound
+
+
+def _keeps_all(one: Candidate) -> bool:
+    return not one.schedule.choices.recompute | one.schedule.choices.encode
 
 
 def judged(made: Schedule, around: Surroundings) -> Candidate:

@@ -299,8 +299,9 @@ class Study:
                 graph = as_fusible(graph)
             around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
             self._searches[kind] = Search(
-                graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics
-            )
+                graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics,
+                steady=_steady(graph, settings),
+            )  # fmt: skip
         return self._searches[kind]
 
     def _fusing(self, settings: Settings) -> Fusing:
@@ -380,6 +381,13 @@ def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
         graph = with_measured_scratch(graph)
     limit = LIMIT - (time.perf_counter() - begin)  # what ran is prepared: to time it takes less
     return with_costs(graph, device=settings.device, known=settings.costs, limit=limit)
+
+
+def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:
+    """The graph with seconds that are the same wherever it is planned; None where it has these already."""
+    if settings.device is not None or isinstance(settings.costs, str):
+        return None
+    return with_costs(graph, how="roofline")
 
 
 def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:

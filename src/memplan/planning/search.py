@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -130,13 +130,18 @@ def _by_peak(state: State) -> tuple[int, float]:
 
 @dataclass
 class Search:
-    """Searches on one graph, for any number of budgets: what they share is worked out once."""
+    """Searches on one graph, for any number of budgets: what they share is worked out once.
+
+    ``steady`` is the same graph with seconds that are no measurements: by these the floor is found, so that a budget
+    that was told to be enough is found to be so in another process, too, where kernels take other times.
+    """
 
     graph: JointGraph
     surroundings: Surroundings | None = None
     early: bool = field(default=False, kw_only=True)
     held: bool = field(default=False, kw_only=True)
     heuristics: Heuristics | None = field(default=None, kw_only=True)
+    steady: JointGraph | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.use = self.heuristics or Heuristics()
@@ -164,7 +169,7 @@ class Search:
             return self._found(self.kept, budget)
         if budget < self.lower_bound:
             return self._infeasible()
-        state = self._best(budget)
+        state = self._best(budget, known=self.known)
         if state is None and self._lowest.peak <= budget:
             state = self._polished(budget, [self._lowest.column])
         return self._infeasible() if state is None else self._found(state, budget)
@@ -172,6 +177,15 @@ class Search:
     def floor(self) -> Found:
         """As `floor`."""
         return self._found(self._cheapest, self._cheapest.peak)
+
+    def lowest(self, above: int = 0) -> Choices:
+        """What reaches the smallest peak, or so many bytes above it, with few seconds by ``steady``: the same whatever
+        was searched for before."""
+        steady = self._steady
+        if not above:
+            return steady.floor().choices
+        found = steady._best(steady._lowest.peak + above) or steady._lowest
+        return steady.evaluator.choices(found.column)
 
     def frontier(self, points: int) -> list[Found]:
         """As `frontier`."""
@@ -190,7 +204,7 @@ class Search:
     def _local(self, budget: int) -> Local:
         return Local(self.evaluator, budget, self.groups, small=self.small, encodings=self.use.encodings)
 
-    def _best(self, budget: int, *more: Column) -> State | None:
+    def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
         starts = [*more, self.kept.column]
         if self.use.relaxation:
             starts += self._relaxed(budget)
@@ -198,7 +212,7 @@ class Search:
             starts += self._dynamic(budget)
         if self.evaluator.rows <= SMALL:
             starts += self._scattered(budget)
-        near = sorted(self.known, key=lambda state: abs(state.peak - budget))[:2]
+        near = sorted(known, key=lambda state: abs(state.peak - budget))[:2]
         return self._polished(budget, [*starts, *(state.column for state in near)])
 
     def _relaxed(self, budget: int) -> list[Column]:
@@ -267,10 +281,18 @@ class Search:
 
     # -- the floor
 
+    # Not from states of earlier searches: what a budget is refused with is to be found again when it is given.
+
     @property
     def floor_peak(self) -> int:
         """The smallest peak that the search can reach."""
-        return self._lowest.peak
+        return min(state.peak for state in (self._lowest, *self.known))
+
+    @cached_property
+    def _steady(self) -> Search:
+        if self.steady is None:
+            return self
+        return Search(self.steady, self.surroundings, early=self.early, held=self.held, heuristics=self.heuristics)
 
     @cached_property
     def _cheapest(self) -> State:
@@ -279,11 +301,16 @@ class Search:
 
     @cached_property
     def _lowest(self) -> State:
-        """Of the smallest peak, whatever it adds. By halving the distance to the lower bound, from the lowest state so
-        far; where that does not get further, from others."""
+        """Of the smallest peak, whatever it adds."""
+        return self._local(0).state(self._steady._lowest_column)
+
+    @cached_property
+    def _lowest_column(self) -> Column:
+        """By halving the distance to the lower bound, from the lowest state so far; where that does not get further,
+        from others."""
         everything = np.zeros(self.evaluator.rows, dtype=bool)
         everything[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
-        starts = [self.kept.column, everything, *(state.column for state in self.known)]
+        starts = [self.kept.column, everything]
         zero = self._local(0)
         best = min((zero.state(start) for start in starts), key=_by_peak)
         low = self.lower_bound
@@ -293,7 +320,7 @@ class Search:
             best = min(best, tried, key=_by_peak)
             if best.peak > budget:
                 low = budget + 1
-        return best
+        return best.column
 
     def _lower(self, budget: int, starts: list[Column], others: list[Column]) -> State:
         """The first start that can be repaired to the budget, or the one that came nearest. What the others come to is
