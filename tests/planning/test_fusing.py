@@ -7,15 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.graphs import residual, transformer
+from torch import nn
 
 from memplan.planning import fusing
-from memplan.planning.costs import step_seconds
-from memplan.planning.fusing import Fusing
+from memplan.planning.calls import call_of
+from memplan.planning.costs import step_seconds, with_costs
+from memplan.planning.fusing import FUSED_SHARE, Fusing
 from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Surroundings, levels
+from memplan.planning.planner import Planner, Settings
 from memplan.planning.schedule import Schedule
 from memplan.planning.search import Found, Search
 
@@ -133,6 +137,27 @@ def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: py
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(whole.graph)
 
 
+def test_what_is_known_to_keep_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fused, lowering = fusing_of(monkeypatch, fusible(transformer(3)), lambda peak: peak % 977)
+    found = fused.within(middle(Search(fusible(transformer(3)))))
+    assert found is not None
+    before = len(lowering.made)
+    assert fused.within(found.peak) is found
+    assert len(lowering.made) <= before + 1
+
+
+def test_the_floor_is_sought_by_seconds_of_fused_kernels_that_are_the_same_everywhere() -> None:
+    model, inputs = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
+    call = call_of((inputs,), {})
+    study = Planner(model).study(call, Settings(1 << 30, engine="inductor"))
+    steady = study.search(Settings(1 << 30, engine="inductor")).steady
+    assert steady is not None
+    plain = with_costs(study.captured.graph, how="roofline")
+    share = {op.target: fused.seconds / op.seconds for op, fused in zip(plain.ops, steady.ops, strict=True) if op.makes}
+    assert share["aten.relu.default"] == pytest.approx(FUSED_SHARE)
+    assert share["aten.addmm.default"] == 1
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.1, 0.5))
 def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
@@ -152,7 +177,7 @@ def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
         patch.setattr(fusing, "judged", judged)
         one, other = measured(graph), measured(graph)
         assert one.within(1) is None
-        smallest = one.lowest().peak
+        smallest = one.lowest.peak
         found = other.within(smallest)
         assert found is not None
         assert found.peak <= smallest

@@ -173,5 +173,6 @@ def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_f
             search.within(int(search.lower_bound + share * (search.kept.peak - search.lower_bound)))
         refused = search.within(1)
         assert isinstance(refused, Infeasible)
+        assert search.floor_peak == refused.smallest
         found.add((refused.smallest, search.lowest()))
     assert len(found) == 1

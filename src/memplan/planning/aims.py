@@ -29,7 +29,8 @@ class Aims:
     def seen(self, aim: int, found: int, peak: int) -> Aims:
         """With one more: searched for, found in the search's own bytes, and in those that count."""
         if peak <= self.budget:
-            return replace(self, fits=aim if self.fits is None else max(self.fits, aim))
+            most = max(aim, found)
+            return replace(self, fits=most if self.fits is None else max(self.fits, most))
         least = min(aim, found)  # whatever is between finds the same
         return replace(self, over=least if self.over is None else min(self.over, least))
 

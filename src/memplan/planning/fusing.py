@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ _SEARCHES = 8
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
 _FAR = 0.1
-"""The same share: so much more the code of the floor takes where its ops say little about it."""
+"""The same share. Where the code of the floor takes so much more than its ops say, these say little about it."""
 _WORTH = 0.005
 """Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
 
@@ -68,7 +69,7 @@ class Fusing:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._known: dict[Choices, Candidate] = {}
-        self._seconds = step_seconds(search.graph) or 0.0
+        self._seconds = step_seconds(search.graph)
 
     @property
     def known(self) -> tuple[Candidate, ...]:
@@ -84,13 +85,14 @@ class Fusing:
 
     def within(self, budget: int) -> Candidate | None:
         """The fastest that keeps the budget, of a few that are looked at; None: not even the floor keeps it."""
-        aims, best, known = Aims(budget, self._room), None, len(self._known)
+        aims, best, known = Aims(budget, self._room), self._fastest_known(budget), len(self._known)
         aim = aims.first(self._nearest(budget))
         for _ in range(_SEARCHES):
             found = self._search.within(aim)
             if best is not None and (isinstance(found, Infeasible) or not self._is_worth(found, best)):
                 break
-            one, reached = self._candidate_of(found, budget)
+            one = self._candidate_of(found, budget)
+            reached = self._op_by_op(one)
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if _keeps_all(one) or budget - one.peak <= self._room:
@@ -102,14 +104,16 @@ class Fusing:
             if later is None:
                 break
             aim = later
-        best = best or self._floor(budget)
-        return best if best.peak <= budget else None
+        if best is None and self.lowest.peak <= budget:
+            best = self._floor(budget)
+        return best
 
+    @cached_property
     def lowest(self) -> Candidate:
         """The least that there is: the floor of the search. Where its code takes much more than its ops say, others do
         with less, and one of them is looked at, too."""
         floor = self.candidate(replace(self._search.lowest(), joined=True))
-        more = floor.peak - levels(floor.schedule, self._search.around).peak
+        more = floor.peak - self._op_by_op(floor)
         if more <= _FAR * self._range:
             return floor
         other = self.candidate(replace(self._search.lowest(more // 2), joined=True))
@@ -117,17 +121,27 @@ class Fusing:
 
     def _floor(self, budget: int) -> Candidate:
         """The floor; one that is faster by the seconds of this machine where that keeps the budget, too."""
-        lowest, found = self.lowest(), self._search.floor()
-        if lowest.peak > budget or not self._is_worth(found, lowest):
+        lowest = self.lowest
+        if lowest.peak > budget:
+            return lowest
+        found = self._search.floor()
+        if not self._is_worth(found, lowest):
             return lowest
         other = self.candidate(replace(found.choices, joined=True))
         return other if other.peak <= budget else lowest
 
-    def _candidate_of(self, found: Found | Infeasible, budget: int) -> tuple[Candidate, int]:
-        """What comes of what a search found, and how many bytes it found."""
+    def _candidate_of(self, found: Found | Infeasible, budget: int) -> Candidate:
         if isinstance(found, Infeasible):
-            return self._floor(budget), found.smallest
-        return self.candidate(replace(found.choices, joined=True)), found.peak
+            return self._floor(budget)
+        return self.candidate(replace(found.choices, joined=True))
+
+    def _fastest_known(self, budget: int) -> Candidate | None:
+        fit = (one for one in self.known if one.peak <= budget)
+        return min(fit, key=lambda one: one.schedule.seconds, default=None)
+
+    def _op_by_op(self, one: Candidate) -> int:
+        """Its peak as the search counts."""
+        return levels(one.schedule, self._search.around).peak
 
     def _is_worth(self, found: Found, best: Candidate) -> bool:
         """Whether what a search found is so much faster that it is worth a look."""
@@ -136,7 +150,7 @@ class Fusing:
     def _nearest(self, budget: int) -> tuple[int, int] | None:
         """Of what was looked at for other budgets, the nearest to this one: its peak op by op, and that of its code."""
         nearest = min(self.known, key=lambda one: abs(one.peak - budget), default=None)
-        return None if nearest is None else (levels(nearest.schedule, self._search.around).peak, nearest.peak)
+        return None if nearest is None else (self._op_by_op(nearest), nearest.peak)
 
     @property
     def _room(self) -> int:

@@ -210,7 +210,8 @@ class Study:
             bound = found.lower_bound_seconds
         made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
         validate(graph, made, budget=settings.budget, surroundings=around)
-        bounds = _Bounds(timeline_of(made, around), search.floor_peak, search.lower_bound, bound)
+        timeline = timeline_of(made, around)
+        bounds = _Bounds(timeline, min(search.floor_peak, timeline.peak_allocated), search.lower_bound, bound)
         return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
 
     def _in_either_layout(self, settings: Settings) -> Planned:
@@ -252,7 +253,7 @@ class Study:
         else:
             found = fusing.within(settings.budget)
             if found is None:
-                lowest = fusing.lowest()
+                lowest = fusing.lowest
                 raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), self.least(settings), 0.0)
@@ -294,13 +295,13 @@ class Study:
         """The search that all budgets share."""
         kind = _kind(settings)
         if kind not in self._searches:
-            graph = self.captured.graph
+            graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
             if settings.engine == "inductor":
-                graph = as_fusible(graph)
+                graph, steady = as_fusible(graph), steady and as_fusible(steady)
             around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
             self._searches[kind] = Search(
                 graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics,
-                steady=_steady(graph, settings),
+                steady=steady,
             )  # fmt: skip
         return self._searches[kind]
 
@@ -379,7 +380,7 @@ def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
     begin = time.perf_counter()
     if settings.device is None:
         graph = with_measured_scratch(graph)
-    limit = LIMIT - (time.perf_counter() - begin)  # what ran is prepared: to time it takes less
+    limit = max(LIMIT - (time.perf_counter() - begin), LIMIT / 2)  # what ran is prepared: to time it takes less
     return with_costs(graph, device=settings.device, known=settings.costs, limit=limit)
 
 

@@ -286,7 +286,7 @@ class Search:
     @property
     def floor_peak(self) -> int:
         """The smallest peak that the search can reach."""
-        return min(state.peak for state in (self._lowest, *self.known))
+        return self._lowest.peak
 
     @cached_property
     def _steady(self) -> Search:
