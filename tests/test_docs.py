@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from processor import needs_avx512
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -66,7 +67,7 @@ def test_every_switch_of_the_search_is_described() -> None:
     assert rows == [(one.name, shown(one.default)) for one in fields(Heuristics)]
 
 
-@pytest.mark.parametrize("name", ["sweep", "largest"])
+@pytest.mark.parametrize("name", [pytest.param("sweep", marks=needs_avx512), "largest"])
 def test_the_examples_of_studies_run_and_print_what_they_show(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     names: dict[str, object] = {}

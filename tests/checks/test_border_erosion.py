@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from processor import needs_avx512
 from stacks import Layer, interior_size, module_of, probed, reach, stacks
 from torch import Tensor, nn
 
@@ -177,6 +178,7 @@ def test_of_functions_the_bytes_are_those_of_padded_ones(train: bool) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
+@needs_avx512
 def test_a_model_that_does_not_run_with_padding() -> None:
     """Its crops are written down as numbers: what it would take is worked out from the step."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from processor import needs_avx512
 from torch import nn
 
 import memplan
@@ -28,12 +29,12 @@ def coarse() -> nn.Module:
     return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.MaxPool3d(2), nn.Conv3d(4, 3, 1))
 
 
-CASES: list[tuple[Callable[[], nn.Module], tuple[int, ...], int, float, int]] = [
+CASES = [
     (segmenter, (40, 40, 24), 16, 0.5, 1),
     (segmenter, (40, 40, 24), 16, 0.25, 4),
     (segmenter, (64, 32, 32), 32, 0.25, 2),
     (segmenter, (20, 12, 20), 16, 0.25, 1),
-    (coarse, (32, 32, 32), 16, 0.5, 2),
+    pytest.param(coarse, (32, 32, 32), 16, 0.5, 2, marks=needs_avx512),
 ]
 
 
