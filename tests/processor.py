@@ -7,6 +7,6 @@ import torch
 
 needs_avx512 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512",
-    reason="the buffers of oneDNN's convolutions are those of AVX-512: elsewhere it takes others for some",
+    reason="oneDNN's convolutions take other buffers without AVX-512, those in bfloat16 many times as much",
 )
-"""For what holds an exact number of bytes of convolutions against this machine."""
+"""For what holds the bytes of convolutions on this machine against formulas, or needs budgets that bfloat16 keeps."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from processor import needs_avx512
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,7 +98,7 @@ def fitted_at(share: float, name: str, **options: Any) -> memplan.Fitted:
     return memplan.fit(model, x, budget=budget, **asked, **QUICK)
 
 
-@pytest.mark.parametrize("name", ["conv", "transformer", "unet"])
+@pytest.mark.parametrize("name", [pytest.param("conv", marks=needs_avx512), "transformer", "unet"])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
     name: str, kind: Precision, monkeypatch: pytest.MonkeyPatch
@@ -117,6 +118,7 @@ def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
     assert memplan.Plan.from_json(plan.to_json()) == plan
 
 
+@needs_avx512
 def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = list[float]()
     for kind in (Precision("bfloat16"), Precision("bfloat16", apart=("first", "stages", "last"))):
@@ -128,6 +130,7 @@ def test_layers_apart_round_as_they_are_written(monkeypatch: pytest.MonkeyPatch)
     assert errors[1] < 1e-5 < 1e-3 < errors[0]
 
 
+@needs_avx512
 def test_the_errors_are_those_of_an_independent_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of plain bfloat16 computing, the table has what autocast's gradients are off from float64."""
     only(monkeypatch, KINDS[0])
@@ -158,6 +161,7 @@ def test_the_errors_are_those_of_an_independent_computation(monkeypatch: pytest.
     }
 
 
+@needs_avx512
 @pytest.mark.parametrize("kind", KINDS[:2], ids=str)
 def test_updates_can_be_early(kind: Precision, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, kind)
@@ -171,6 +175,7 @@ def test_updates_can_be_early(kind: Precision, monkeypatch: pytest.MonkeyPatch) 
     assert all(one.relative < 1 for one in proof.layers)  # of what was added, not of the parameter
 
 
+@needs_avx512
 def test_a_step_that_is_farther_off_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """That kind is left then, and without another one the proof fails."""
     only(monkeypatch, KINDS[0])
@@ -181,6 +186,7 @@ def test_a_step_that_is_farther_off_is_not_handed_over(monkeypatch: pytest.Monke
         fitted_at(0.0, "conv")
 
 
+@needs_avx512
 def test_gradients_that_are_lost_are_too_far_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what is really allowed: eight bits that all come back as 0."""
     only(monkeypatch, KINDS[1])
@@ -196,6 +202,7 @@ def test_gradients_that_are_lost_are_too_far_off(monkeypatch: pytest.MonkeyPatch
         fitted_at(0.1, "conv")
 
 
+@needs_avx512
 def test_a_lossy_plan_is_taken_again_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, KINDS[1])
     fitted = fitted_at(0.3, "conv")
