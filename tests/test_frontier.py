@@ -57,7 +57,7 @@ def test_a_method_says_engine_grade_and_budget() -> None:
         ("graph", "exact", "floor"),
         ("inductor", "exact", "floor"),
         ("inductor", "exact", "compile-0.9"),
-        ("graph", "lossy", "120MB"),
+        ("graph", "lossy", "autocast-per_block"),
         ("inductor", "lossy", "autocast"),
     ]
     assert all(case.ours for case in made)
@@ -81,6 +81,18 @@ def test_lossy_budgets_are_above_what_is_resident() -> None:
         "fit-inductor-lossy-autocast": 288 * MB,
         "fit-inductor-lossy-120MB": 170 * MB,
     }
+
+
+def test_a_lossy_plan_in_so_many_megabytes_stands_beside_the_lowest_lossy_peer() -> None:
+    peer = row("autocast-per_block", 161, 0.63, gradients="lossy")
+    ours = row("fit-lossy-120MB", 120, 0.64, beside={"ratio": 1.01, "quartiles": [0.99, 1.03]})
+    (_, line) = report.lossy_targets([report.Frontier("resnet18", "fresh", [*ROWS, peer, ours])])
+    assert line.endswith(
+        "lossy: 120.0, -36%; autocast-per block 161.0, -37%, ours in 1.01 of its time; autocast 238.0, -50%."
+    )
+    names = [case.method for case in cases.peer_cases("resnet18", "update")]
+    assert names == ["eager", "per_block", "autocast", "autocast-per_block"]
+    assert "autocast" not in [case.method for case in cases.peer_cases("gpt", "update")]
 
 
 def test_compiled_peers_change_no_budget_of_the_eager_engine() -> None:

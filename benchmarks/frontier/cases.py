@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .models import MODELS
-from .peers import PLAIN, group_of, peers
+from .peers import LOSSY as AUTOCAST
+from .peers import LOWEST_LOSSY, PLAIN, group_of, peers
 
 Mode = Literal["fresh", "held", "update"]
 """``fresh``: no gradients before the step. ``held``: they are there, and are added to. ``update``: an optimizer
@@ -62,8 +63,9 @@ class Case:
 
     @property
     def beside(self) -> str:
-        """Of ours: the peer whose peak is its budget, if it is one's."""
-        return self.method.removeprefix(FIT).removeprefix(INDUCTOR).removeprefix(LOSSY)
+        """Of ours: the peer whose peak is its budget, if it is one's; of a lossy plan in so many ``MB``, the lowest."""
+        name = self.method.removeprefix(FIT).removeprefix(INDUCTOR).removeprefix(LOSSY)
+        return LOWEST_LOSSY if self.allow == "lossy" and name.endswith("MB") else name
 
 
 class Shards:
@@ -114,9 +116,10 @@ def modes_of(model: str) -> tuple[Mode, ...]:
 
 
 def peer_cases(model: str, mode: Mode) -> list[Case]:
-    """Every peer; where time is the same as in mode ``fresh``, without the sequential ones."""
+    """Every peer; where time is the same as in mode ``fresh``, without the sequential ones and what is compiled."""
     subject = MODELS[model]()
-    names = peers(subject) if mode == "fresh" else ["eager", *subject.blocks]
+    lossy = AUTOCAST if (model, mode) in LOSSY_MEGABYTES else ()
+    names = peers(subject) if mode == "fresh" else ["eager", *subject.blocks, *lossy]
     return [Case(model, mode, name) for name in names]
 
 

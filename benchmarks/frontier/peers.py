@@ -23,9 +23,10 @@ COMPILED = {
     "compile-per_block": Peer("compile-per_block", compiled=True, checkpointed=True),
 }
 """Model and loss through torch.compile, as it is, under its memory budgets, and with checkpoints of the blocks."""
+LOWEST_LOSSY = "autocast-per_block"
 LOSSY = {
     "autocast": Peer("autocast", autocast=torch.bfloat16),
-    "autocast-per_block": Peer("autocast-per_block", autocast=torch.bfloat16, checkpointed=True),
+    LOWEST_LOSSY: Peer(LOWEST_LOSSY, autocast=torch.bfloat16, checkpointed=True),
 }
 """In bfloat16: a group of its own, as its results are others."""
 

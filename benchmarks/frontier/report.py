@@ -24,7 +24,7 @@ from .cases import (
     right,
 )
 from .models import MODELS, TITLES
-from .peers import PLAIN, group_of
+from .peers import LOWEST_LOSSY, PLAIN, group_of
 
 MB = 1_000_000
 ERROR, HALF = 0.01, 0.5
@@ -354,9 +354,16 @@ def lossy_targets(found: Sequence[Frontier]) -> list[str]:
         if rows:
             fastest = min(rows, key=lambda row: row["ratio"])
             early = ", with the optimizer early" if frontier.mode == "update" else ""
-            peers = "".join(f", {row['method'].replace('_', ' ')} {pair(row)}" for row in frontier.lossy_peers)
+            peers = "".join(f"; {_lossy_peer(row, fastest)}" for row in frontier.lossy_peers)
             lines += ["", f"{TITLES[frontier.model]}, lossy{early}: {pair(fastest)}{peers}."]
     return lines
+
+
+def _lossy_peer(row: Row, ours: Row) -> str:
+    """A peer in bfloat16; of the one that ours was timed beside, by turns, the share of its time that ours takes."""
+    text = f"{row['method'].replace('_', ' ')} {pair(row)}"
+    timed = ours.get("beside") if row["method"] == LOWEST_LOSSY else None
+    return text if timed is None else f"{text}, ours in {timed['ratio']:.2f} of its time"
 
 
 def lossy(fresh: Sequence[Frontier]) -> list[str]:

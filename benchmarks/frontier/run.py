@@ -74,8 +74,13 @@ def eager(case: Case) -> Training:
     subject = MODELS[case.model]()
     if case.mode == "held":
         hold_gradients(subject)
+    return training_of(case, subject, "eager")
+
+
+def training_of(case: Case, subject: Subject, name: str) -> Training:
+    """The step as a peer does it, with the optimizer that the mode asks for."""
     optimizer = optimizer_of(trained(subject)) if case.mode == "update" else None
-    return Training(subject, peer(subject, "eager"), case.mode, optimizer)
+    return Training(subject, peer(subject, name), case.mode, optimizer)
 
 
 def fitted(case: Case, subject: Subject) -> tuple[Training, Row]:
@@ -210,8 +215,7 @@ def run(case: Case, pairs: int, plain: Row | None = None, seconds: float = 0.0) 
     if case.ours:
         candidate, row = fitted(case, subject)
     else:
-        optimizer = optimizer_of(trained(subject)) if case.mode == "update" else None
-        candidate = Training(subject, peer(subject, case.method), case.mode, optimizer)
+        candidate = training_of(case, subject, case.method)
     # The reference's own gradients and state come in between, and are taken off.
     row |= compare(reference, candidate)
     reference.prepare()
@@ -231,8 +235,7 @@ def run(case: Case, pairs: int, plain: Row | None = None, seconds: float = 0.0) 
 
 
 def beside(case: Case, candidate: Training, pairs: int, seconds: float) -> Row:
-    """Our step's time by turns with that of the peer whose peak is its budget."""
-    subject = MODELS[case.model]()
-    other = Training(subject, peer(subject, case.beside), case.mode)
+    """Our step's time by turns with that of the peer that it stands beside."""
+    other = training_of(case, MODELS[case.model](), case.beside)
     taken = pairs_of((other.prepare, other.step), (candidate.prepare, candidate.step), pairs, seconds)
     return {name: taken[name] for name in ("pairs", "ratio", "quartiles", "ratios")}
