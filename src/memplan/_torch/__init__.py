@@ -61,6 +61,7 @@ from memplan._torch.joint import (
     view_strides,
 )
 from memplan._torch.modules import OwnState, copy_hooks, count_hooks, own_state, pre_hooks, set_own_state
+from memplan._torch.onednn import onednn_computes_in
 from memplan._torch.opaque import (
     OPAQUE,
     OPAQUE_BACKWARD,
@@ -174,6 +175,7 @@ __all__ = [
     "modules_converted_as_real",
     "no_modes",
     "node_sequence",
+    "onednn_computes_in",
     "op_named",
     "original_call",
     "own_hooks",

@@ -99,16 +99,16 @@ CONVOLUTIONS = [
     ((4, 512, 4, 4), (512, 512, 3, 3), {"padding": 1, "bias": False}),
     ((16, 128, 20, 20), (128, 128, 3, 3), {"padding": 1}),
     ((8, 3, 96, 96), (384, 3, 16, 16), {"stride": 16, "mask": (False, True)}),
-    pytest.param((8, 32, 28, 28), (64, 32, 3, 3), {"padding": 2, "dilation": 2}, marks=needs_avx512),
+    ((8, 32, 28, 28), (64, 32, 3, 3), {"padding": 2, "dilation": 2}),
     ((8, 32, 56, 56), (32, 1, 3, 3), {"padding": 1, "groups": 32}),
     ((8, 32, 56, 56), (32, 1, 7, 7), {"padding": 3, "groups": 32}),
     ((8, 64, 30, 30), (64, 16, 3, 3), {"padding": 1, "groups": 4}),
     ((8, 64, 40, 40), (64, 32, 3, 3), {"padding": 1, "stride": 2, "groups": 2}),
     ((8, 20, 40, 40), (24, 10, 3, 3), {"padding": 1, "groups": 2}),
     ((4, 48, 4096), (256, 48, 1), {}),
-    pytest.param((4, 48, 4096), (64, 48, 3), {"padding": 2, "dilation": 2}, marks=needs_avx512),
+    ((4, 48, 4096), (64, 48, 3), {"padding": 2, "dilation": 2}),
     ((2, 1, 24, 24, 24), (16, 1, 3, 3, 3), {"padding": 1}),
-    pytest.param((2, 16, 24, 24, 24), (32, 16, 3, 3, 3), {"padding": 1}, marks=needs_avx512),
+    ((2, 16, 24, 24, 24), (32, 16, 3, 3, 3), {"padding": 1}),
     ((2, 16, 24, 24, 24), (32, 16, 3, 3, 3), {"padding": 1, "stride": 2}),
     ((2, 16, 24, 24, 24), (16, 1, 3, 3, 3), {"padding": 1, "groups": 16}),
     ((8, 64, 16, 16), (64, 32, 4, 4), {"stride": 2, "padding": 1, "transposed": True}),
@@ -141,7 +141,6 @@ def test_convolution_and_its_backward(x: tuple[int, ...], w: tuple[int, ...], ho
     conv(x, w, **how)
 
 
-@needs_avx512
 @settings(deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     batch=st.sampled_from([2, 4, 8]),

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from memplan.trace.semantics import slow_convolution
+from memplan import _torch
+from memplan.trace.semantics import onednn_avx2, slow_convolution
 from memplan.trace.semantics.layout import (
     bytes_of,
     copied_to,
@@ -32,113 +33,16 @@ from memplan.trace.semantics.layout import (
     simd,
     suggests_channels_last,
 )
-
-_FEW = 16  # below as many input channels, oneDNN reads the input plain (is_1stconv)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A convolution as oneDNN sees it: a transposed one is the data gradient of this one."""
-
-    batch: int
-    wide: int
-    """Channels of the convolution's input (the output, where transposed)."""
-    narrow: int
-    """Channels of its output."""
-    wide_space: tuple[int, ...]
-    narrow_space: tuple[int, ...]
-    kernel: tuple[int, ...]
-    groups: int
-    steps: int
-    """The strides' product."""
-    padding: bool
-    dilated: bool
-    itemsize: int
-    bf16: bool
-
-    @property
-    def strided(self) -> bool:
-        """Whether it skips positions."""
-        return self.steps > 1
-
-    @property
-    def depthwise(self) -> bool:
-        """Whether every channel stays by itself."""
-        return self.groups > 1 and self.groups == self.wide == self.narrow
-
-    @property
-    def volumetric(self) -> bool:
-        """Whether it is a 3-d convolution."""
-        return len(self.kernel) == 3
-
-    @property
-    def pointwise(self) -> bool:
-        """Whether it is a matrix product over the channels."""
-        return prod(self.kernel) == 1 and not self.padding
-
-    def wide_bytes(self, block: int = 1) -> int:
-        """Bytes of the input, its channels in blocks."""
-        return self.batch * padded(self.wide, block) * prod(self.wide_space) * self.itemsize
-
-    def narrow_bytes(self, block: int = 1) -> int:
-        """Bytes of the output, its channels in blocks."""
-        return self.batch * padded(self.narrow, block) * prod(self.narrow_space) * self.itemsize
-
-    def weight_bytes(self, wide_block: int = 1, narrow_block: int = 1) -> int:
-        """Bytes of the weight, its channels in blocks."""
-        channels = padded(self.wide // self.groups, wide_block) * padded(self.narrow, narrow_block)
-        return channels * prod(self.kernel) * self.itemsize
+from memplan.trace.semantics.onednn import Shape, Work, group_block, image_scratch, plain, plain_weight_gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one oneDNN call holds in its own layout. ``last``: it works on channels last."""
-
-    source: int
-    weight: int
-    result: int
-    scratch: int = 0
-    last: bool = False
-    other: int = 0
-    """The second source, of a weight gradient."""
+def _by_avx2() -> bool:
+    return simd() == 8
 
 
-def _group_block(s: Shape) -> int:
-    """Block of a grouped convolution whose channels can't be padded; 1: no kernel takes it."""
-    for block in (16, 8, 4):
-        if block <= simd() and not (s.wide // s.groups) % block and not (s.narrow // s.groups) % block:
-            return block
-    return 1
-
-
-def _image_scratch(s: Shape, space: Sequence[int], channels: int, halo: bool) -> int:
-    """A padded image a thread and the accumulators (brgemm's ``inp_buffer``)."""
-    extra = [(k - 1) // 2 if halo else 0 for k in s.kernel]
-    area = prod(n + e for n, e in zip(space, extra, strict=True))
-    return torch.get_num_threads() * (area * channels * s.itemsize + 24_576)
-
-
-def _columns(s: Shape) -> int:
-    """An im2col of one group of one image; a slice of a volume at a time."""
-    if s.pointwise and not s.strided:
-        return 0
-    columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space) * s.itemsize
-    return columns // s.narrow_space[0] if s.volumetric else columns
-
-
-def _plain(s: Shape, result: int, cap: int | None = None) -> Work:
-    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of a forward."""
-    columns = _columns(s)
-    return Work(0, 0, result, torch.get_num_threads() * (min(columns, cap) if cap else columns))
-
-
-def _plain_weight_gradient(s: Shape) -> Work:
-    """x64:gemm: one image at a time, or, where an image is too small to be shared, one for each thread."""
-    threads = torch.get_num_threads()
-    positions = prod(s.narrow_space) // (s.narrow_space[0] if s.volumetric else 1)
-    outer = positions // threads < 256 and (s.batch != 1 or s.groups > 2)
-    weight = s.weight_bytes()
-    return Work(0, weight, 0, (threads if outer else 1) * (_columns(s) + 4 * weight))
+def _few() -> int:
+    """Below as many input channels, oneDNN reads the input plain (``is_1stconv``, ``flat``): a block's."""
+    return simd()
 
 
 def _forward(s: Shape) -> Work:
@@ -147,20 +51,22 @@ def _forward(s: Shape) -> Work:
         if s.volumetric:
             return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
         if max(s.kernel) > 14:
-            return _plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+            return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
     if s.bf16 and has_amx():
-        scratch = _image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
+        scratch = image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if s.groups > 1:
-        block = _group_block(s)
+        block = group_block(s)
         if block == 1:
-            return _plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+            return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
-    if s.wide < _FEW and not s.pointwise:
+    if _by_avx2() and onednn_avx2.goes_by_columns(s):
+        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+    if s.wide < _few() and not s.simple:
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
     scratch = 0
-    if s.pointwise and s.strided:  # reduces to unit stride, an image a thread
+    if s.simple and s.strided:  # reduces to unit stride, an image a thread
         scratch = torch.get_num_threads() * padded(s.wide, b) * prod(s.narrow_space) * s.itemsize
     return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), scratch)
 
@@ -170,22 +76,22 @@ def _data_gradient(s: Shape) -> Work:
     b = simd()
     if s.depthwise:
         if s.volumetric or s.dilated:
-            return _plain(s, s.wide_bytes())
+            return plain(s, s.wide_bytes())
         if s.strided and s.bf16 and has_amx():
-            scratch = _image_scratch(s, s.narrow_space, 32, True)
+            scratch = image_scratch(s, s.narrow_space, 32, True)
             return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
     amx = s.bf16 and has_amx()
     if s.strided and s.dilated and s.groups == 1 and not amx:
-        return _plain(s, s.wide_bytes())
+        return plain(s, s.wide_bytes())
     per_group = min(s.wide, s.narrow) // s.groups
-    if amx or (s.strided and (s.groups == 1 or per_group >= 2 * b or _group_block(s) == 1)):
-        scratch = _image_scratch(s, s.narrow_space, padded(s.narrow // s.groups, 32 if s.bf16 else 1), True)
+    if amx or (s.strided and (s.groups == 1 or per_group >= 2 * b or group_block(s) == 1)):
+        scratch = image_scratch(s, s.narrow_space, padded(s.narrow // s.groups, 32 if s.bf16 else 1), True)
         weight = s.weight_bytes(32, 32) if s.bf16 else s.weight_bytes(b, 1)
         return Work(s.narrow_bytes(), weight, s.wide_bytes(), scratch, last=True)
     if s.groups > 1:
-        if _group_block(s) == 1:
-            return _plain(s, s.wide_bytes())
+        if group_block(s) == 1:
+            return plain(s, s.wide_bytes())
         return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
     return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b))
 
@@ -207,6 +113,8 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
 def _in_place_weight_gradient(s: Shape) -> Work:
     """The same for the weight's gradient; every group's channels are padded, there is no im2col."""
     few = s.depthwise and max(s.kernel) <= 3 and not s.dilated
+    if s.groups == 1 and _by_avx2():
+        return onednn_avx2.weight_gradient(s, last=True)
     if s.groups == 1 or few:
         return _weight_gradient(s)
     per_group = padded(s.wide // s.groups, simd()) * padded(s.narrow // s.groups, simd())
@@ -246,29 +154,31 @@ def _weight_gradient(s: Shape) -> Work:
     """Sources: the output's gradient and the input."""
     b = simd()
     if s.depthwise:
-        if s.volumetric or s.dilated or max(s.kernel) > 3:
-            return _plain_weight_gradient(s)
+        if s.volumetric or s.dilated or max(s.kernel) > 3 or (s.pointwise and s.strided):
+            return plain_weight_gradient(s)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
     if s.bf16 and has_amx():
         return _weight_gradient_amx(s)
     if s.groups > 1:
-        if _group_block(s) < 8:
-            return _plain_weight_gradient(s)
+        if group_block(s) < 8:
+            return plain_weight_gradient(s)
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, other=s.wide_bytes())
     if max(s.kernel) > 14:  # a ViT's patches
-        return _plain_weight_gradient(s)
+        return plain_weight_gradient(s)
+    if _by_avx2():
+        return onednn_avx2.weight_gradient(s)
     if s.volumetric and s.kernel[0] > 1 and s.wide_space[0] <= s.kernel[0] // 2 + 1:
-        return _plain_weight_gradient(s)  # measured: padding in front and behind that meets in the depth
+        return plain_weight_gradient(s)  # measured: padding in front and behind that meets in the depth
     weight, block, other = s.weight_bytes(b, b), b, s.wide_bytes(b)
-    if not s.pointwise:
+    if not s.simple:
         if s.wide <= 3:
             weight, other = s.weight_bytes(1, b), 0
-        elif s.wide < _FEW:
-            if s.volumetric or s.dilated:
-                return _plain_weight_gradient(s)
+        elif s.wide < _few():
+            if s.dilated or (s.volumetric and s.padding):
+                return plain_weight_gradient(s)
             weight, block, other = s.weight_bytes(8, 8), 8, s.wide_bytes(8)
         elif s.dilated and (s.volumetric or s.strided):
-            return _plain_weight_gradient(s)
+            return plain_weight_gradient(s)
     others = _batch_threads(s, block) - 1 if block == 16 else 0
     scratch = others * weight + (8_320 if others else 0)
     return Work(s.narrow_bytes(block), weight, 0, scratch, other=other)
@@ -296,7 +206,7 @@ def _shape(
     wide_space, narrow_space, kernel = into[2:], out[2:], tuple(weight.shape[2:])
     if len(kernel) == 1:  # view1d_as_2d
         wide_space, narrow_space, kernel = (1, *wide_space), (1, *narrow_space), (1, *kernel)
-    padding, dilated = any(steps[1]), any(v > 1 for v in steps[2])
+    padding, dilated = max(steps[1]), any(v > 1 for v in steps[2]) and prod(kernel) > 1
     channels = x.shape[0], into[1], out[1]
     kind = groups, prod(steps[0]), padding, dilated, x.element_size(), bf16
     return Shape(*channels, wide_space, narrow_space, kernel, *kind)
@@ -363,7 +273,8 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         if last:
             moments.append(held + work.weight + max(work.scratch, 2 * w))
         else:
-            bias = 12_544 if mask[2] and not transposed and s.narrow % simd() else 0  # its padded sums
+            padded_sums = mask[2] and not transposed and s.narrow % simd() and not _by_avx2()
+            bias = 12_544 if padded_sums else 0
             moments.append(held + work.source + work.other + work.weight + work.scratch + bias)
             moments.append(held + work.weight + w)
     return copies + max(0, max(moments) - new)
@@ -388,10 +299,10 @@ def uses_onednn(
         return False
     if transposed and any(p >= s for p, s in zip(outpad, stride, strict=True)):
         return False
-    if x.dtype in (torch.bfloat16, torch.float16):
-        return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
-    if x.dtype is not torch.float32:
+    if not _torch.onednn_computes_in(x.dtype):
         return False
+    if x.dtype is not torch.float32:
+        return True
     kernel = weight.shape[-2:] if weight.dim() > 3 else (1, weight.shape[-1])
     batch, per_image = x.shape[0], prod(x.shape[1:4])
     strange = any(v > 1 for v in stride) or any(v > 1 for v in dilation)

@@ -1,8 +1,9 @@
 """Temporaries of matrix products.
 
-mm (Blas.cpp, addmm_impl_cpu_) copies an operand that no stride describes as a matrix to BLAS; bfloat16 goes to oneDNN,
-which packs the second operand in parts. What it really takes depends on the processor and its number of threads: from
-0.5 to 5 MB were measured for products of 0.5 to 8 MB; the prediction is a middle, and an explanation says so.
+mm (Blas.cpp, addmm_impl_cpu_) copies an operand that no stride describes as a matrix to BLAS; bfloat16 goes to oneDNN
+where the processor computes in it, which packs the second operand in parts. What it really takes depends on the
+processor and its number of threads: from 0.5 to 5 MB were measured for products of 0.5 to 8 MB; the prediction is a
+middle, and an explanation says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memplan import _torch
 from memplan.trace.semantics.layout import bytes_of, copied
 
 _PACKED_AT_MOST = 2 << 20
@@ -26,10 +28,13 @@ def _copies(*tensors: torch.Tensor) -> int:
     return sum(0 if _matrix(t) else bytes_of(t) for t in tensors)
 
 
+def _to_onednn(a: torch.Tensor) -> bool:
+    return a.dtype is torch.bfloat16 and _torch.onednn_computes_in(a.dtype) and bool(torch.backends.mkldnn.enabled)
+
+
 def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
     """The second operand as oneDNN packs it in bfloat16: of a batch one matrix, of a large one what the cache takes."""
-    enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    if not enabled or a.dtype is not torch.bfloat16:
+    if not _to_onednn(a):
         return 0
     return min(b.shape[-1] * b.shape[-2] * b.element_size(), _PACKED_AT_MOST)
 
@@ -55,7 +60,7 @@ def sum_and_batched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) 
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> int:
-    if a.dtype is not torch.bfloat16:
+    if not _to_onednn(a):
         return 0
     return scratch(a, b) + sum(0 if t.transpose(1, 2).is_contiguous() else copied(t) for t in (a, b))
 

@@ -73,20 +73,24 @@ def backward(
     """Columns are live while the last result is computed; the results of a group are slices first."""
     batch, size = x.shape[0], x.element_size()
     copies = _copied(x, weight, gradient)
+    turned = copied_to(x, False) if x.dim() == 5 else 0  # of volumes, and for the weight's gradient alone
+    copies -= turned
     data = weights = 0
     if transposed:
         data = weights = _columns(gradient.shape[1] // groups, weight, space(x.shape), size)
-    elif not (_skips_columns(weight, stride, padding) and x.dim() < 5):
+    else:
         image = _columns(x.shape[1] // groups, weight, space(gradient.shape), size)
         dilated = any(d != 1 for d in dilation)
-        weights = image if dilated else image * batch
-        data = weights if x.dim() == 5 or dilated else 0
+        every = image if dilated else image * batch
+        skips = _skips_columns(weight, stride, padding)
+        weights = 0 if skips else every
+        data = every if x.dim() == 5 or (dilated and not skips) else 0
     w, into = bytes_of(weight) // groups, bytes_of(x) // groups
     moments = [0]
     if mask[0]:
         moments.append(data - (w if mask[1] else 0))
     if mask[1]:
-        moments.append(weights)
+        moments.append(weights + turned)
     extra = max(moments)
     if groups == 1:
         return copies + extra

@@ -1,0 +1,24 @@
+"""What torch asks of oneDNN. Seen in torch 2.11, 2.13 and 2.15."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from memplan._torch.eager import no_modes
+
+
+@functools.cache
+def onednn_computes_in(dtype: torch.dtype) -> bool:
+    """Whether torch gives convolutions and matrix products of this type to oneDNN, on this processor.
+
+    Source: aten/src/ATen/native/mkldnn/Utils.h, `mkldnn_bf16_device_check` and `mkldnn_fp16_device_check`.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype not in asked:
+        return dtype is torch.float32
+    with no_modes():
+        return bool(getattr(torch.ops.mkldnn, asked[dtype])())
