@@ -6,6 +6,7 @@ and one for each voxel that counts how many patches cover it.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,11 @@ from memplan.trace.session import Build
 from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions, build_of
 
+Place = tuple[slice, ...]
+"""Of a patch in the volume."""
 RECORDED = 3
-"""Batches of patches that a recording runs: from the second on, each holds what the one before it holds."""
+"""Batches of patches that a recording runs: from the second on, each holds what the one before it holds, but for the
+last, which may be smaller."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Sliding(nn.Module):
         missing = [max(size - int(have), 0) for size, have in zip(self._patch, sizes, strict=True)]
         volume = _padded(volume, missing)
         every = _places(volume.shape[2:], self._patch, self._window.overlap)
-        places = list(every if self._most is None else itertools.islice(every, self._most * self._window.batch))
+        places = list(every if self._most is None else _first_and_last(every, self._window.batch, self._most))
         weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
         sums: list[torch.Tensor] = []
         counts: list[torch.Tensor] = []
@@ -152,7 +156,18 @@ def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
     return [int(out) / int(size) for out, size in zip(part.shape[2:], whole.shape[2:], strict=True)]
 
 
-def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[tuple[slice, ...]]:
+def _first_and_last(places: Iterator[Place], batch: int, most: int) -> list[Place]:
+    """The places of so many batches, of which the last is the last of all: it may be smaller, and kernels may take more
+    for it."""
+    first = list(itertools.islice(places, (most - 1) * batch))
+    count, last = 0, collections.deque[Place](maxlen=batch)
+    for count, place in enumerate(places, start=1):  # noqa: B007  # how many they are
+        last.append(place)
+    size = min(count, count % batch or batch)
+    return first + list(last)[len(last) - size :]
+
+
+def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Place]:
     """Where the patches lie; the last of a dimension ends with the volume."""
     starts: list[list[int]] = []
     for whole, size in zip(volume, patch, strict=True):
@@ -163,11 +178,11 @@ def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iter
         yield tuple(slice(first, first + size) for first, size in zip(corner, patch, strict=True))
 
 
-def _scaled(place: Sequence[slice], scale: Sequence[float]) -> tuple[slice, ...]:
+def _scaled(place: Sequence[slice], scale: Sequence[float]) -> Place:
     return tuple(slice(int(one.start * by), int(one.stop * by)) for one, by in zip(place, scale, strict=True))
 
 
-def _batched(places: list[tuple[slice, ...]], size: int) -> list[tuple[tuple[slice, ...], ...]]:
+def _batched(places: list[Place], size: int) -> list[tuple[Place, ...]]:
     return [tuple(places[first : first + size]) for first in range(0, len(places), size)]
 
 

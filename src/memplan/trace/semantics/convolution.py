@@ -273,11 +273,17 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         if last:
             moments.append(held + work.weight + max(work.scratch, 2 * w))
         else:
-            padded_sums = mask[2] and not transposed and s.narrow % simd() and not _by_avx2()
-            bias = 12_544 if padded_sums else 0
+            bias = _for_the_bias(s, work) if mask[2] and not transposed else 0
             moments.append(held + work.source + work.other + work.weight + work.scratch + bias)
             moments.append(held + work.weight + w)
     return copies + max(0, max(moments) - new)
+
+
+def _for_the_bias(s: Shape, work: Work) -> int:
+    """Its padded sums; on AVX2 what the threads need that add them up, if they do."""
+    if _by_avx2():
+        return onednn_avx2.BARRIERS if work.source and work.scratch else 0
+    return 12_544 if s.narrow % simd() else 0
 
 
 def _works_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -16,8 +16,8 @@ _BUFFER = 1 << 21
 """Most numbers that the threads of a group have for their sums."""
 _WIDEST_PADDING = 3
 """Positions that a row of results has in registers: what is padded more goes by im2col."""
-_BARRIERS = 12_288
-"""Of the threads that add up their sums."""
+BARRIERS = 12_288
+"""Bytes for the threads that add up their sums, of the weight and of the bias each."""
 
 
 def goes_by_columns(s: Shape) -> bool:
@@ -35,7 +35,7 @@ def weight_gradient(s: Shape, last: bool = False) -> Work:
     flat = s.wide == _PICTURE and not s.simple
     weight = s.weight_bytes(1 if flat else _BLOCK, _BLOCK)
     shared = _sums(s, _PICTURE if flat else _BLOCK, torch.get_num_threads())
-    scratch = shared * s.itemsize + _BARRIERS if shared else 0
+    scratch = shared * s.itemsize + BARRIERS if shared else 0
     if s.simple and s.strided:  # reduces to unit stride, an image a thread
         scratch += (
             torch.get_num_threads() * s.wide_bytes(_BLOCK) // prod(s.wide_space) * prod(s.narrow_space) // s.batch
@@ -53,14 +53,19 @@ def _sums(s: Shape, block: int, threads: int) -> int:
     job = prod(s.kernel) * block * _BLOCK
     jobs = -(-s.wide // block) * -(-s.narrow // _BLOCK)
     pieces = s.batch * (s.narrow_space[0] if s.volumetric else 1)
-    best, cost = (1, 1, jobs), jobs * job * pieces
-    for each in range(max(1, jobs // threads), jobs + 1):
+    least = max(1, jobs // threads)
+
+    def shared(each: int) -> tuple[int, int, int]:
         groups = min(jobs // each, threads)
-        sharing, most = min(threads // groups, pieces), -(-jobs // groups)
-        if sharing > 1 and most > max(1, _BUFFER // (threads * job)):
+        return groups, min(threads // groups, pieces), -(-jobs // groups)
+
+    groups, sharing, most = shared(least)
+    cost = jobs * job * pieces
+    for each in range(least, jobs):
+        found = shared(each)
+        if found[1] > 1 and found[2] > max(1, _BUFFER // (threads * job)):
             continue
-        bill = job * most * (-(-pieces // sharing) + (sharing != 1))
+        bill = job * found[2] * (-(-pieces // found[1]) + (found[1] != 1))
         if bill < cost:
-            best, cost = (groups, sharing, most), bill
-    groups, sharing, most = best
+            (groups, sharing, most), cost = found, bill
     return groups * (sharing - 1) * most * job
