@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from processor import needs_avx512
 from torch import nn
 
 import memplan.planning.kernels  # noqa: F401  # registers the op
@@ -31,7 +30,6 @@ def test_pieces_are_what_the_whole_is(bias: bool, pieces: int, layout: torch.mem
     torch.testing.assert_close(made, whole)
 
 
-@needs_avx512
 def test_a_stem_in_bfloat16_holds_less_than_its_result_beside_it() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.ReLU()), torch.randn(16, 3, 96, 96)

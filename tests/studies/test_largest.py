@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from processor import needs_avx512
 from torch import nn
 
 import memplan
@@ -67,7 +66,6 @@ def test_it_is_what_trying_them_all_finds(
     assert memplan.largest(make, name, given, device="cpu", budget=budget, **options) == found.value
 
 
-@needs_avx512
 def test_the_answer_really_fits_and_the_next_one_does_not() -> None:
     budget = 3 << 20
     found = memplan.largest(convolutions, "batch", "4x3x16x16", device="cpu", budget=budget)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from processor import needs_avx512
 from torch import nn
 
 from memplan.errors import InputError
@@ -73,7 +72,6 @@ def test_processes_give_what_this_one_gives_and_keep_what_is_done() -> None:
     assert all(found[number] == whole[number] for number in found)
 
 
-@needs_avx512
 def test_processes_count_what_the_threads_here_take() -> None:
     """oneDNN's scratch goes by the number of threads."""
     before = torch.get_num_threads()

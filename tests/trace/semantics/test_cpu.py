@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from processor import needs_avx512
 
 from memplan.trace.semantics.cpu import transient_bytes
 from memplan.trace.semantics.results import RESULTS

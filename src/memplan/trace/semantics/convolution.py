@@ -84,6 +84,8 @@ def _data_gradient(s: Shape) -> Work:
     amx = s.bf16 and has_amx()
     if s.strided and s.dilated and s.groups == 1 and not amx:
         return plain(s, s.wide_bytes())
+    if _by_avx2() and s.groups > 1 and s.strided and s.narrow // s.groups <= b:
+        return plain(s, s.wide_bytes())
     per_group = min(s.wide, s.narrow) // s.groups
     if amx or (s.strided and (s.groups == 1 or per_group >= 2 * b or group_block(s) == 1)):
         scratch = image_scratch(s, s.narrow_space, padded(s.narrow // s.groups, 32 if s.bf16 else 1), True)
@@ -281,8 +283,10 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 def _for_the_bias(s: Shape, work: Work) -> int:
     """Its padded sums; on AVX2 what the threads need that add them up, if they do."""
+    if not work.source:  # an im2col has none
+        return 0
     if _by_avx2():
-        return onednn_avx2.BARRIERS if work.source and work.scratch else 0
+        return onednn_avx2.BARRIERS if work.scratch else 0
     return 12_544 if s.narrow % simd() else 0
 
 

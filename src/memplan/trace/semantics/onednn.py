@@ -113,9 +113,9 @@ def _columns(s: Shape) -> int:
 
 
 def plain(s: Shape, result: int, cap: int | None = None) -> Work:
-    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of a forward."""
+    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of images in a forward."""
     columns = _columns(s)
-    return Work(0, 0, result, torch.get_num_threads() * (min(columns, cap) if cap else columns))
+    return Work(0, 0, result, torch.get_num_threads() * (min(columns, cap) if cap and not s.volumetric else columns))
 
 
 def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
