@@ -29,7 +29,7 @@ def coarse() -> nn.Module:
 
 
 def narrow() -> nn.Module:
-    """Of few channels: the last patch, which comes alone, takes more than two at a time."""
+    """Of few channels: of 27 patches two at a time the last comes alone, and goes by torch's own im2col."""
     return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 5, 3, padding=1))
 
 

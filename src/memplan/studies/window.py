@@ -6,7 +6,6 @@ and one for each voxel that counts how many patches cover it.
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -95,12 +94,13 @@ class Sliding(nn.Module):
         self.model, self._patch, self._window, self._most = model, tuple(patch), window, most
 
     def forward(self, volume: torch.Tensor) -> Any:
-        """Run the model over all patches; over the first ``most`` batches of them where that is given."""
+        """Run the model over all patches; over ``most`` batches of them, with the last, where it is given."""
         sizes = volume.shape[2:]
         missing = [max(size - int(have), 0) for size, have in zip(self._patch, sizes, strict=True)]
         volume = _padded(volume, missing)
-        every = _places(volume.shape[2:], self._patch, self._window.overlap)
-        places = list(every if self._most is None else _first_and_last(every, self._window.batch, self._most))
+        places = list(_places(volume.shape[2:], self._patch, self._window.overlap))
+        if self._most is not None:
+            places = _first_and_last(places, self._window.batch, self._most)
         weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
         sums: list[torch.Tensor] = []
         counts: list[torch.Tensor] = []
@@ -156,15 +156,11 @@ def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
     return [int(out) / int(size) for out, size in zip(part.shape[2:], whole.shape[2:], strict=True)]
 
 
-def _first_and_last(places: Iterator[Place], batch: int, most: int) -> list[Place]:
+def _first_and_last(places: Sequence[Place], batch: int, most: int) -> list[Place]:
     """The places of so many batches, of which the last is the last of all: it may be smaller, and kernels may take more
     for it."""
-    first = list(itertools.islice(places, (most - 1) * batch))
-    count, last = 0, collections.deque[Place](maxlen=batch)
-    for count, place in enumerate(places, start=1):  # noqa: B007  # how many they are
-        last.append(place)
-    size = min(count, count % batch or batch)
-    return first + list(last)[len(last) - size :]
+    first, rest = places[: (most - 1) * batch], places[(most - 1) * batch :]
+    return [*first, *rest[-(len(rest) % batch or batch) :]]
 
 
 def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Place]:

@@ -20,20 +20,26 @@ RUN = """
 import test_cpu, torch
 
 assert torch.backends.cpu.get_cpu_capability() == "AVX2"
-for case in test_cpu.CONVOLUTIONS:
-    test_cpu.conv(case[0], case[1], **case[2])
-for dtype in (torch.bfloat16, torch.float16):  # which oneDNN does not take there
-    test_cpu.conv((4, 16, 20, 20), (32, 16, 3, 3), padding=1, dtype=dtype)
-for x, w, how in (
-    ((8, 16, 16, 16, 16), (16, 8, 2, 2, 2), {"stride": 2, "transposed": True}),
-    ((2, 3, 12, 12, 12), (3, 8, 2, 2, 2), {"stride": 2, "transposed": True}),
+assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+cases = [
+    *test_cpu.CONVOLUTIONS,
+    ((4, 16, 20, 20), (32, 16, 3, 3), {"padding": 1, "dtype": torch.bfloat16}),  # which oneDNN does not take there
+    ((4, 16, 20, 20), (32, 16, 3, 3), {"padding": 1, "dtype": torch.float16}),
     ((4, 32, 16, 16, 16), (64, 32, 3, 3, 3), {"padding": 1, "last": True}),
     ((8, 16, 14, 14), (48, 16, 7, 7), {"padding": 6, "dilation": 2}),
-    ((8, 64, 28, 28), (8, 64, 1, 1), {"stride": 2}),
-    ((2, 8, 16, 16, 16), (32, 8, 1, 1, 1), {"stride": 2}),
-    ((4, 32, 40, 40), (16, 8, 3, 3), {"stride": 2, "groups": 4}),
-):
+    ((64, 40, 8, 8), (40, 40, 5, 5), {"padding": 2}),
+    ((8, 64, 14, 14), (256, 64, 1, 1), {}),
+    ((8, 64, 14, 14), (64, 32, 3, 3), {"padding": 1, "groups": 2}),
+    ((4, 32, 30, 30), (32, 16, 3, 3), {"padding": 2, "dilation": 2, "groups": 2}),
+    ((8, 3, 28, 28), (96, 3, 14, 14), {"stride": 14, "mask": (False, True)}),
+    ((4, 16, 4096), (32, 16, 8), {"stride": 4, "padding": 2}),
+]
+for x, w, how in cases:
+    print(x, w, how)
     test_cpu.conv(x, w, **how)
+a, b = torch.randn(256, 512, dtype=torch.bfloat16), torch.randn(512, 1024, dtype=torch.bfloat16)
+test_cpu.compare(torch.ops.aten.mm.default, a, b)
+test_cpu.compare(torch.ops.aten.bmm.default, a.view(4, 64, 512), b.view(512, 4, 256).transpose(0, 1))
 test_cpu.test_drawn_convolutions()
 print("all agree")
 """
@@ -42,10 +48,10 @@ print("all agree")
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs AVX2")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_convolutions_take_what_they_take_on_avx2(threads: int) -> None:
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | AVX2 | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, (done.stdout[-200:], done.stderr[-2000:])
     assert done.stdout.strip().endswith("all agree")
 
 
@@ -67,6 +73,6 @@ def test_threads_that_share_a_weight_add_up_their_sums(
     """By hand, from the costs that `reduce_balancer_t` weighs: blocks times pictures, and one for adding."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     space = (16, 16)
-    shape = Shape(batch, wide, narrow, space, space, (3, 3), 1, 1, 1, False, 4, False)
+    shape = Shape(batch, wide, narrow, space, space, (3, 3), 1, 1, (1, 1), False, 4, False)
     block, barriers = 3 * 3 * 8 * 8 * 4, 12_288
     assert weight_gradient(shape).scratch == (weights * block + barriers if weights else 0)

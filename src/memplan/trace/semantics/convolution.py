@@ -33,16 +33,20 @@ from memplan.trace.semantics.layout import (
     simd,
     suggests_channels_last,
 )
-from memplan.trace.semantics.onednn import Shape, Work, group_block, image_scratch, plain, plain_weight_gradient
+from memplan.trace.semantics.onednn import (
+    Shape,
+    Work,
+    group_block,
+    image_scratch,
+    plain,
+    plain_weight_gradient,
+    to_unit_stride,
+    weight_gradient_to_unit_stride,
+)
 
 
-def _by_avx2() -> bool:
-    return simd() == 8
-
-
-def _few() -> int:
-    """Below as many input channels, oneDNN reads the input plain (``is_1stconv``, ``flat``): a block's."""
-    return simd()
+def _by_avx2(s: Shape) -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" and not s.bf16
 
 
 def _forward(s: Shape) -> Work:
@@ -56,18 +60,18 @@ def _forward(s: Shape) -> Work:
     if s.bf16 and has_amx():
         scratch = image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
+    if _by_avx2(s) and onednn_avx2.goes_by_columns(s):
+        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
     if s.groups > 1:
         block = group_block(s)
         if block == 1:
             return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
-    if _by_avx2() and onednn_avx2.goes_by_columns(s):
-        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
-    if s.wide < _few() and not s.simple:
+    if s.wide < b and not s.simple:  # ``is_1stconv``, ``flat``
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
     scratch = 0
     if s.simple and s.strided:  # reduces to unit stride, an image a thread
-        scratch = torch.get_num_threads() * padded(s.wide, b) * prod(s.narrow_space) * s.itemsize
+        scratch = to_unit_stride(s, padded(s.wide, b))
     return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), scratch)
 
 
@@ -84,7 +88,7 @@ def _data_gradient(s: Shape) -> Work:
     amx = s.bf16 and has_amx()
     if s.strided and s.dilated and s.groups == 1 and not amx:
         return plain(s, s.wide_bytes())
-    if _by_avx2() and s.groups > 1 and s.strided and s.narrow // s.groups <= b:
+    if _by_avx2(s) and s.groups > 1 and s.strided and s.narrow // s.groups <= b:
         return plain(s, s.wide_bytes())
     per_group = min(s.wide, s.narrow) // s.groups
     if amx or (s.strided and (s.groups == 1 or per_group >= 2 * b or group_block(s) == 1)):
@@ -115,7 +119,7 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
 def _in_place_weight_gradient(s: Shape) -> Work:
     """The same for the weight's gradient; every group's channels are padded, there is no im2col."""
     few = s.depthwise and max(s.kernel) <= 3 and not s.dilated
-    if s.groups == 1 and _by_avx2():
+    if _by_avx2(s) and s.groups == 1:
         return onednn_avx2.weight_gradient(s, last=True)
     if s.groups == 1 or few:
         return _weight_gradient(s)
@@ -164,25 +168,27 @@ def _weight_gradient(s: Shape) -> Work:
     if s.groups > 1:
         if group_block(s) < 8:
             return plain_weight_gradient(s)
+        if _by_avx2(s):
+            return onednn_avx2.weight_gradient(s)
         return Work(s.narrow_bytes(), s.weight_bytes(), 0, other=s.wide_bytes())
+    if _by_avx2(s):
+        return onednn_avx2.weight_gradient(s)
     if max(s.kernel) > 14:  # a ViT's patches
         return plain_weight_gradient(s)
-    if _by_avx2():
-        return onednn_avx2.weight_gradient(s)
     if s.volumetric and s.kernel[0] > 1 and s.wide_space[0] <= s.kernel[0] // 2 + 1:
         return plain_weight_gradient(s)  # measured: padding in front and behind that meets in the depth
     weight, block, other = s.weight_bytes(b, b), b, s.wide_bytes(b)
     if not s.simple:
         if s.wide <= 3:
             weight, other = s.weight_bytes(1, b), 0
-        elif s.wide < _few():
-            if s.dilated or (s.volumetric and s.padding):
+        elif s.wide < b:
+            if s.dilated or (s.volumetric and any(s.padding)):
                 return plain_weight_gradient(s)
             weight, block, other = s.weight_bytes(8, 8), 8, s.wide_bytes(8)
         elif s.dilated and (s.volumetric or s.strided):
             return plain_weight_gradient(s)
     others = _batch_threads(s, block) - 1 if block == 16 else 0
-    scratch = others * weight + (8_320 if others else 0)
+    scratch = others * weight + (8_320 if others else 0) + weight_gradient_to_unit_stride(s, block)
     return Work(s.narrow_bytes(block), weight, 0, scratch, other=other)
 
 
@@ -208,7 +214,8 @@ def _shape(
     wide_space, narrow_space, kernel = into[2:], out[2:], tuple(weight.shape[2:])
     if len(kernel) == 1:  # view1d_as_2d
         wide_space, narrow_space, kernel = (1, *wide_space), (1, *narrow_space), (1, *kernel)
-    padding, dilated = max(steps[1]), any(v > 1 for v in steps[2]) and prod(kernel) > 1
+    dilated = any(v > 1 for v in steps[2]) and prod(kernel) > 1
+    padding = (*(0,) * (len(kernel) - len(steps[1])), *steps[1])
     channels = x.shape[0], into[1], out[1]
     kind = groups, prod(steps[0]), padding, dilated, x.element_size(), bf16
     return Shape(*channels, wide_space, narrow_space, kernel, *kind)
@@ -237,6 +244,8 @@ def resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
 def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``aten.convolution.default``."""
     x, weight, bias, stride, padding, dilation, transposed, outpad, groups = args[:9]
+    if not x.numel():  # torch's backend for these makes the result alone
+        return 0
     if not uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
         return slow_convolution.forward(x, weight, result, groups, transposed, stride, padding, dilation)
     last = _works_channels_last(x, weight)
@@ -256,6 +265,8 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``aten.convolution_backward.default``."""
     gradient, x, weight, _, stride, padding, dilation, transposed, outpad, groups, mask = args[:11]
+    if not x.numel():
+        return 0
     if not uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
         return slow_convolution.backward(gradient, x, weight, mask, groups, transposed, stride, padding, dilation)
     last = _works_channels_last(x, weight)
@@ -282,11 +293,10 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _for_the_bias(s: Shape, work: Work) -> int:
-    """Its padded sums; on AVX2 what the threads need that add them up, if they do."""
-    if not work.source:  # an im2col has none
+    if not work.source:  # an im2col has nothing for it
         return 0
-    if _by_avx2():
-        return onednn_avx2.BARRIERS if work.scratch else 0
+    if _by_avx2(s):
+        return onednn_avx2.bias_gradient(s)
     return 12_544 if s.narrow % simd() else 0
 
 

@@ -16,7 +16,8 @@ Arguments = tuple[Any, ...]
 def simd() -> int:
     """Floats in a vector register: the channel block of oneDNN's layouts.
 
-    16 was verified on AVX512; 8 (AVX2) and below (ARM, plain x86) are what oneDNN documents.
+    16 was verified on AVX512 and 8 on AVX2; elsewhere (ARM, plain x86) they are what oneDNN documents. Where the one
+    of ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` is set without the other, oneDNN's are not torch's.
     """
     return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 

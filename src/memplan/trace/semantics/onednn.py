@@ -10,6 +10,9 @@ import torch
 
 from memplan.trace.semantics.layout import padded, simd
 
+MOST_WIDE_BLOCKS = 9
+"""Of the input's channels, that the weight's gradient of a 1x1 kernel takes at a time, roughly (``bcast_blocking``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -26,8 +29,8 @@ class Shape:
     groups: int
     steps: int
     """The strides' product."""
-    most_padding: int
-    """Of any dimension, on one side."""
+    padding: tuple[int, ...]
+    """On one side, of each dimension."""
     dilated: bool
     itemsize: int
     bf16: bool
@@ -36,11 +39,6 @@ class Shape:
     def strided(self) -> bool:
         """Whether it skips positions."""
         return self.steps > 1
-
-    @property
-    def padding(self) -> bool:
-        """Whether there are positions around it."""
-        return self.most_padding > 0
 
     @property
     def depthwise(self) -> bool:
@@ -55,12 +53,13 @@ class Shape:
     @property
     def pointwise(self) -> bool:
         """Whether it is a matrix product over the channels."""
-        return prod(self.kernel) == 1 and not self.padding
+        return prod(self.kernel) == 1 and not any(self.padding)
 
     @property
     def simple(self) -> bool:
-        """Whether the kernels for 1x1 take it, which skip no positions of volumes."""
-        return self.pointwise and not (self.strided and self.volumetric)
+        """Whether the kernels for 1x1 take it: unpadded, of images also strided ones whose size the stride divides."""
+        divided = not self.volumetric and prod(self.narrow_space) * self.steps == prod(self.wide_space)
+        return self.pointwise and (not self.strided or divided)
 
     def wide_bytes(self, block: int = 1) -> int:
         """Bytes of the input, its channels in blocks."""
@@ -90,7 +89,7 @@ class Work:
 
 
 def group_block(s: Shape) -> int:
-    """Block of a grouped convolution whose channels can't be padded; 1: no kernel takes it."""
+    """Block of a grouped convolution whose channels can't be padded; 1: no kernel takes it. 4 are AVX-512's alone."""
     for block in (16, 8, 4) if simd() == 16 else (8,):
         if not (s.wide // s.groups) % block and not (s.narrow // s.groups) % block:
             return block
@@ -102,6 +101,26 @@ def image_scratch(s: Shape, space: Sequence[int], channels: int, halo: bool) -> 
     extra = [(k - 1) // 2 if halo else 0 for k in s.kernel]
     area = prod(n + e for n, e in zip(space, extra, strict=True))
     return torch.get_num_threads() * (area * channels * s.itemsize + 24_576)
+
+
+def to_unit_stride(s: Shape, channels: int) -> int:
+    """An image a thread of a strided 1x1 convolution's input, without what is skipped (``rtus``)."""
+    return torch.get_num_threads() * channels * prod(s.narrow_space) * s.itemsize
+
+
+def divided(blocks: int, most: int) -> int:
+    """Blocks of channels that a 1x1 kernel takes at a time: halved, or else a third, down to so many."""
+    while blocks > most and (blocks % 2 == 0 or blocks % 3 == 0):
+        blocks //= 2 if blocks % 2 == 0 else 3
+    return blocks
+
+
+def weight_gradient_to_unit_stride(s: Shape, block: int) -> int:
+    """`to_unit_stride` in the weight's gradient, which takes some of the input's blocks at a time; 0 where none needs
+    it."""
+    if not (s.simple and s.strided):
+        return 0
+    return to_unit_stride(s, divided(-(-s.wide // block), MOST_WIDE_BLOCKS) * block)
 
 
 def _columns(s: Shape) -> int:
