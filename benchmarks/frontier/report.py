@@ -155,7 +155,7 @@ def _over(name: str, row: Row) -> list[str]:
 
 
 def _slower(name: str, row: Row) -> list[str]:
-    """Whether it takes more time than the peer whose peak it was given, by more than the spread."""
+    """Whether it takes more time than the peer that it stands beside, by more than the spread."""
     times = row.get("beside")
     slower = times is not None and times["quartiles"][0] > 1
     return [f"{name}, {row['method']}: {times['ratio']:.2f} times as long as that peer"] if slower else []
@@ -392,7 +392,8 @@ def full(found: Sequence[Frontier], failed: Sequence[Row] = ()) -> list[str]:
         "in mode `update`) and `buffers` are compared bit by bit with eager's after one step. Gradients that are not "
         "equal are held against float64: `right` where the error (L2, of each parameter) is at most twice that of "
         "eager mode or of torch.compile and 64 eps of the largest gradient. `beside that peer` is the time relative to "
-        "the peer whose peak is the budget, by turns in one process, median and quartiles.",
+        "the peer whose peak is the budget (of so many MB: autocast with checkpoints per block), by turns in one "
+        "process, median and quartiles.",
     ]
     for model in dict.fromkeys(frontier.model for frontier in found):
         rows = [row for frontier in found if frontier.model == model for row in frontier.everything]
