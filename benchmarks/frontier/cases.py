@@ -116,8 +116,8 @@ def modes_of(model: str) -> tuple[Mode, ...]:
 
 
 def peer_cases(model: str, mode: Mode) -> list[Case]:
-    """Every peer; where time is the same as in mode ``fresh``, without the sequential ones and what is compiled, and in
-    bfloat16 where a lossy plan is to be held against them."""
+    """Every peer in mode ``fresh``; in the others eager mode and checkpoints, and autocast where a lossy plan is to be
+    held against it."""
     subject = MODELS[model]()
     lossy = AUTOCAST if (model, mode) in LOSSY_MEGABYTES else ()
     names = peers(subject) if mode == "fresh" else ["eager", *subject.blocks, *lossy]
@@ -163,7 +163,7 @@ def compiled_cases(model: str, mode: Mode, peers_rows: list[Row], smallest: int)
 
 
 def lossy_cases(model: str, mode: Mode, peers_rows: list[Row]) -> list[Case]:
-    """The peaks of the peers in bfloat16, and `LOSSY_MEGABYTES`, for either engine."""
+    """In mode ``fresh`` the peaks of the peers in bfloat16; `LOSSY_MEGABYTES` in all; for either engine."""
     eager = next(row for row in peers_rows if row["method"] == "eager")
     lossy = [row for row in peers_rows if group_of(row["method"]) == "lossy"]
     budgets = {row["method"]: row["total"] for row in lossy if mode == "fresh"}

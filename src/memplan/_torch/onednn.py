@@ -11,7 +11,7 @@ from memplan._torch.eager import no_modes
 
 @functools.cache
 def onednn_computes_in(dtype: torch.dtype) -> bool:
-    """Whether torch gives convolutions and matrix products of this type to oneDNN, on this processor.
+    """Whether torch gives convolutions of this type, and products of bfloat16, to oneDNN on this processor.
 
     Source: aten/src/ATen/native/mkldnn/Utils.h, `mkldnn_bf16_device_check` and `mkldnn_fp16_device_check`.
     """
@@ -22,6 +22,6 @@ def onednn_computes_in(dtype: torch.dtype) -> bool:
         return dtype is torch.float32
     ask = getattr(torch.ops.mkldnn, asked[dtype], None)
     if ask is None:
-        return "AVX512" in torch.backends.cpu.get_cpu_capability()
+        return dtype is torch.bfloat16 and "AVX512" in torch.backends.cpu.get_cpu_capability()
     with no_modes():
         return bool(ask())
