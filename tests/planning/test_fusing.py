@@ -20,7 +20,7 @@ from memplan.planning.fusing import FUSED_SHARE, Fusing
 from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.planner import Planner, Settings
-from memplan.planning.schedule import Schedule
+from memplan.planning.schedule import Schedule, schedule
 from memplan.planning.search import Found, Search
 
 
@@ -135,6 +135,32 @@ def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: py
     assert isinstance(known, Found)
     assert found.peak <= budget
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(whole.graph)
+
+
+@pytest.mark.parametrize("graph", [fusible(residual(6)), fusible(transformer(3))], ids=["residual", "transformer"])
+def test_where_one_op_hides_what_the_others_take_these_are_lowered(
+    monkeypatch: pytest.MonkeyPatch, graph: JointGraph
+) -> None:
+    """Op by op no step takes less than that op does by itself, and in the code it takes nothing beyond its results."""
+    plain = Search(graph)
+    low, across = plain.floor_peak, plain.kept.peak - plain.floor_peak
+    last = max(graph.backward_ops, key=lambda op: op.index)
+    wide = replace(last, scratch=low + int(0.6 * across))
+    hidden = Search(replace(graph, ops=tuple(wide if op is last else op for op in graph.ops)))
+    assert hidden.floor_peak > low + int(0.6 * across)
+
+    def judged(made: Schedule, around: Surroundings) -> Made:
+        return Made(made, levels(schedule(graph, made.choices), around).peak)
+
+    monkeypatch.setattr(fusing, "judged", judged)
+    assert Fusing(hidden).lowest.peak < low + 0.1 * across
+    for share in (0.2, 0.5):
+        budget = low + int(share * across)
+        found, known = Fusing(hidden).within(budget), plain.within(budget)
+        assert found is not None
+        assert found.peak <= budget
+        assert isinstance(known, Found)
+        assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(graph)
 
 
 def test_what_is_known_to_keep_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

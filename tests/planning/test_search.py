@@ -174,5 +174,37 @@ def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_f
         refused = search.within(1)
         assert isinstance(refused, Infeasible)
         assert search.floor_peak == refused.smallest
-        found.add((refused.smallest, search.lowest()))
+        found.add((refused.smallest, search.same_everywhere.floor().choices))
     assert len(found) == 1
+
+
+def test_nearest_to_what_nothing_keeps_against_every_choice() -> None:
+    """By squares of bytes over it: of all choices few come nearer, and what comes as near takes no less time."""
+    seen = 0
+    for seed in range(130):
+        graph = random_graph(seed, 7)
+        one = Search(graph)
+        rows = one.evaluator.rows
+        if not 4 <= rows <= 12 or not one.flat.regular:
+            continue
+        columns = ((np.arange(2**rows)[None, :] >> np.arange(rows)[:, None]) & 1).astype(bool)
+        for share in (0.1, 0.5):
+            budget = int(one.lower_bound - share * (one.kept.peak - one.lower_bound)) - 1
+            found = one.nearest(budget)
+            every = one.evaluator.evaluate(columns, budget, squared=1)
+            (mine,) = one.evaluator.evaluate(one.evaluator.column(found.choices)[:, None], budget, squared=1).excess
+            assert mine <= 1.02 * every.excess.min()
+            made = schedule(graph, found.choices)
+            assert levels(made).peak == found.peak
+            assert made.seconds == pytest.approx(found.seconds, abs=1e-9)
+            assert found.seconds <= every.seconds[every.excess <= every.excess.min()].min() * 1.05 + NEAR
+            seen += 1
+    assert seen > 50
+
+
+@pytest.mark.parametrize("seed", [8, 18, 28])
+def test_nothing_that_comes_near_a_budget_is_lower_than_the_floor(seed: int) -> None:
+    one = Search(random_graph(seed, 30))
+    across = one.kept.peak - one.lower_bound
+    for share in (0.0, 0.05, 0.1, 0.2, 0.5):
+        assert one.floor_peak <= one.nearest(int(one.lower_bound - share * across)).peak

@@ -34,7 +34,8 @@ class Evaluated:
     peak: Ints
     seconds: npt.NDArray[np.float64]
     excess: npt.NDArray[np.float64]
-    """Bytes over the budget, summed over all positions: what tells near misses apart, where the peak alone does not."""
+    """Bytes over the budget (or their squares) summed over all positions: what tells near misses apart, where the peak
+    alone does not."""
     load: npt.NDArray[np.float64]
     """Bytes, summed over all positions: what tells apart how much of the room candidates leave."""
     needed: npt.NDArray[np.bool_]
@@ -51,6 +52,13 @@ class Profile:
     """The most during each slot of the backward pass."""
     update: int
     boundary: int
+
+    def at_least(self, level: int) -> Profile:
+        """With so many bytes at every position, or what there is where that is more."""
+        return Profile(
+            np.maximum(self.forward, level), np.maximum(self.slots, level), max(self.update, level),
+            max(self.boundary, level),
+        )  # fmt: skip
 
 
 class Evaluator:
@@ -88,8 +96,14 @@ class Evaluator:
         away = frozenset({a.value for a in made.forward if a.kind == "store" and a.value is not None})
         return Choices(frozenset(again), frozenset(used), flat.early, flat.held, offload=away)
 
-    def evaluate(self, columns: Columns, budget: int | None = None) -> Evaluated:
-        """Peak, added seconds and excess over the budget of every candidate."""
+    def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
+        """Peak, added seconds and excess over the budget of every candidate.
+
+        Args:
+            columns: the candidates.
+            budget: in bytes; as a profile, one for each position.
+            squared: so many times the bytes over the budget are squared before they are summed.
+        """
         count = columns.shape[1]
         peak, seconds = np.zeros(count, dtype=np.int64), np.zeros(count)
         excess, load = np.zeros(count), np.zeros(count)
@@ -100,7 +114,7 @@ class Evaluator:
             peak[part], seconds[part], load[part] = batch.peak, batch.seconds, batch.load
             needed[:, part] = batch.needed
             if budget is not None:
-                excess[part] = batch.excess(budget)
+                excess[part] = batch.excess(budget, squared)
         return Evaluated(peak, seconds, excess, load, needed)
 
     def profiles(self, columns: Columns) -> list[Profile]:
@@ -134,11 +148,20 @@ class _Levels:
     def load(self) -> npt.NDArray[np.float64]:
         return (self.forward.sum(axis=0) + self.slots.sum(axis=0)).astype(np.float64)
 
-    def excess(self, budget: int) -> npt.NDArray[np.float64]:
-        over = np.maximum(self.update - budget, 0).astype(np.float64)
-        for part in (self.forward, self.slots):
-            over += np.maximum(part - budget, 0).sum(axis=0)
-        return over
+    def excess(self, budget: int | Profile, squared: int) -> npt.NDArray[np.float64]:
+        if isinstance(budget, Profile):
+            update, forward, slots = budget.update, budget.forward[:, None], budget.slots[:, None]
+        else:
+            update = forward = slots = budget
+        total = np.zeros(len(self.seconds))
+        for part in (self.update[None] - update, self.forward - forward, self.slots - slots):
+            over = np.maximum(part, 0)
+            if squared:
+                over = over.astype(np.float64)
+                for _ in range(squared):
+                    over *= over
+            total += over.sum(axis=0)
+        return total
 
 
 def _one_by_one(evaluator: Evaluator, columns: Columns) -> _Levels:

@@ -6,7 +6,7 @@ the generated code decide: over the budget, the search aims lower by as much; wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from memplan.planning.costs import step_seconds
 from memplan.planning.fused import Fused, Part, as_fused, fused, lowering
 from memplan.planning.fused_bytes import fused_timeline
 from memplan.planning.graph import GraphOp, JointGraph
-from memplan.planning.peaks import Surroundings, levels
+from memplan.planning.peaks import Surroundings, base_level, levels
 from memplan.planning.schedule import Choices, Schedule
 from memplan.planning.search import Found, Infeasible, Search
 from memplan.simulation.model import Timeline
@@ -33,8 +33,9 @@ _SEARCHES = 8
 """Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
-_FAR = 0.1
-"""The same share. Where the code of the floor takes so much more than its ops say, these say little about it."""
+_BELOW = 0.3
+"""The least is sought so far below the search's floor, too, for the code may take less than its ops say; and below that
+again, while it does. A share of what is there beyond what is there all the time."""
 _WORTH = 0.005
 """Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
 
@@ -69,6 +70,8 @@ class Fusing:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._known: dict[Choices, Candidate] = {}
+        self._aims: dict[Choices, int] = {}
+        """What was searched for when they were found."""
         self._seconds = step_seconds(search.graph)
 
     @property
@@ -84,73 +87,86 @@ class Fusing:
         return self._known[made.choices]
 
     def within(self, budget: int) -> Candidate | None:
-        """The fastest that keeps the budget, of a few that are looked at; None: not even the floor keeps it."""
+        """The fastest that keeps the budget, of a few that are looked at; None: not even the lowest keep it."""
+        known = self._fastest_known(budget) is not None
+        if not known and isinstance(self._search.within(budget), Infeasible) and not self._can_keep(budget):
+            return None
+        found = self._sought(budget)
+        return self._fastest_known(budget) if found is None and self._can_keep(budget) else found
+
+    @cached_property
+    def lowest(self) -> Candidate:
+        """The least that there is."""
+        return min(self._low(), key=lambda one: one.peak)
+
+    def _low(self) -> Iterator[Candidate]:
+        """What may be the least: which of them is, their code says. The same whatever was measured, and whatever was
+        looked at before, so that a budget that is refused with their least is kept once it is given."""
+        search = self._search.same_everywhere
+        found = search.floor()
+        aim, there = found.peak, base_level(search.graph, found.choices, search.around)
+        yield self._looked_at(found, aim)
+        for _ in range(_AIMS - 1):
+            aim -= int(_BELOW * (aim - there))
+            one = self._looked_at(search.nearest(aim), aim)
+            yield one
+            if one.peak > aim:
+                break
+
+    def _can_keep(self, budget: int) -> bool:
+        return any(one.peak <= budget for one in self._low())
+
+    def _sought(self, budget: int) -> Candidate | None:
+        """The fastest that keeps the budget, by aiming at what may come to it."""
         aims, best, known = Aims(budget, self._room), self._fastest_known(budget), len(self._known)
         aim = aims.first(self._nearest(budget))
         for _ in range(_SEARCHES):
-            found = self._search.within(aim)
-            if best is not None and (isinstance(found, Infeasible) or not self._is_worth(found, best)):
+            found = self._found(aim)
+            if best is not None and not self._is_worth(found, best):
                 break
-            one = self._candidate_of(found, budget)
-            reached = self._op_by_op(one)
+            one = self._looked_at(found, aim)
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if _keeps_all(one) or budget - one.peak <= self._room:
                     break
-            if len(self._known) - known >= _AIMS or (isinstance(found, Infeasible) and best is None):
+            if len(self._known) - known >= _AIMS:
                 break
+            reached = self._reached(one)
             aims = aims.seen(aim, reached, one.peak)
             later = aims.next(aim, reached, one.peak)
             if later is None:
                 break
             aim = later
-        if best is None and self.lowest.peak <= budget:
-            best = self._floor(budget)
         return best
 
-    @cached_property
-    def lowest(self) -> Candidate:
-        """The least that there is: the floor of the search. Where its code takes much more than its ops say, others do
-        with less, and one of them is looked at, too."""
-        floor = self.candidate(replace(self._search.lowest(), joined=True))
-        more = floor.peak - self._op_by_op(floor)
-        if more <= _FAR * self._range:
-            return floor
-        other = self.candidate(replace(self._search.lowest(more // 2), joined=True))
-        return min((floor, other), key=lambda one: one.peak)
+    def _found(self, aim: int) -> Found:
+        """What keeps so many bytes op by op, or comes nearest to them: the code of that may take less."""
+        found = self._search.within(aim)
+        return self._search.nearest(aim) if isinstance(found, Infeasible) else found
 
-    def _floor(self, budget: int) -> Candidate:
-        """The floor; one that is faster by the seconds of this machine where that keeps the budget, too."""
-        lowest = self.lowest
-        if lowest.peak > budget:
-            return lowest
-        found = self._search.floor()
-        if not self._is_worth(found, lowest):
-            return lowest
-        other = self.candidate(replace(found.choices, joined=True))
-        return other if other.peak <= budget else lowest
+    def _looked_at(self, found: Found, aim: int) -> Candidate:
+        one = self.candidate(replace(found.choices, joined=True))
+        self._aims.setdefault(one.schedule.choices, aim)
+        return one
 
-    def _candidate_of(self, found: Found | Infeasible, budget: int) -> Candidate:
-        if isinstance(found, Infeasible):
-            return self._floor(budget)
-        return self.candidate(replace(found.choices, joined=True))
+    def _reached(self, one: Candidate) -> int:
+        """Its peak as the search counts; where that is over what was searched for, that."""
+        peak = levels(one.schedule, self._search.around).peak
+        return min(peak, self._aims.get(one.schedule.choices, peak))
 
     def _fastest_known(self, budget: int) -> Candidate | None:
         fit = (one for one in self.known if one.peak <= budget)
         return min(fit, key=lambda one: one.schedule.seconds, default=None)
-
-    def _op_by_op(self, one: Candidate) -> int:
-        """Its peak as the search counts."""
-        return levels(one.schedule, self._search.around).peak
 
     def _is_worth(self, found: Found, best: Candidate) -> bool:
         """Whether what a search found is so much faster that it is worth a look."""
         return best.schedule.seconds - found.seconds > _WORTH * self._seconds
 
     def _nearest(self, budget: int) -> tuple[int, int] | None:
-        """Of what was looked at for other budgets, the nearest to this one: its peak op by op, and that of its code."""
+        """Of what was looked at for other budgets, the nearest to this one: what it reached, and its peak by its
+        code."""
         nearest = min(self.known, key=lambda one: abs(one.peak - budget), default=None)
-        return None if nearest is None else (self._op_by_op(nearest), nearest.peak)
+        return None if nearest is None else (self._reached(nearest), nearest.peak)
 
     @property
     def _room(self) -> int:

@@ -13,7 +13,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.evaluate import Columns, Evaluated, Evaluator
+from memplan.planning.evaluate import Columns, Evaluated, Evaluator, Profile
 
 Column = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -54,14 +54,16 @@ class Local:
     def __init__(
         self,
         evaluator: Evaluator,
-        budget: int,
+        budget: int | Profile,
         groups: Sequence[Sequence[int]] = (),
         *,
         small: int = 0,
         encodings: bool = True,
+        squared: int = 0,
     ) -> None:
-        """``groups`` are rows of values that may be turned together; what has at most ``small`` bytes is left alone."""
-        self.encodings = encodings
+        """``groups`` are rows of values that may be turned together; what has at most ``small`` bytes is left alone.
+        ``budget`` and ``squared``: see `Evaluator.evaluate`."""
+        self.encodings, self.squared = encodings, squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
         self.drops = len(self.flat.droppable)
         self.row = {int(row): at for at, row in enumerate(self.flat.drop_rows)}
@@ -70,7 +72,10 @@ class Local:
 
     def state(self, column: Column) -> State:
         """What a candidate comes to."""
-        return _at(self.evaluator.evaluate(column[:, None], self.budget), column[:, None], 0)
+        return _at(self._evaluated(column[:, None]), column[:, None], 0)
+
+    def _evaluated(self, columns: Columns) -> Evaluated:
+        return self.evaluator.evaluate(columns, self.budget, squared=self.squared)
 
     # -- moves
 
@@ -138,7 +143,7 @@ class Local:
             moves = [m for m in self.moves(state) if hold.isdisjoint(m[0])]
             if not moves:
                 break
-            found = self.evaluator.evaluate(applied(state.column, moves), self.budget)
+            found = self._evaluated(applied(state.column, moves))
             gain, cost = state.excess - found.excess, found.seconds - state.seconds
             order = [int(k) for k in np.argsort(-gain / np.maximum(cost, TINY), kind="stable") if gain[k] > 0]
             best = self._prefix(state, [moves[k] for k in order]) if order else self._two(state, moves, found)
@@ -158,7 +163,7 @@ class Local:
         if not pairs:
             return None
         columns = applied(state.column, pairs)
-        tried = self.evaluator.evaluate(columns, self.budget)
+        tried = self._evaluated(columns)
         return _at(tried, columns, int(np.lexsort((tried.seconds, tried.excess))[0]))
 
     def _prefix(self, state: State, moves: Sequence[Move]) -> State:
@@ -184,7 +189,7 @@ class Local:
                 if taken.isdisjoint(rows):
                     taken.update(rows)
                     columns[list(rows), at] = bits
-        return self.evaluator.evaluate(columns, self.budget), columns
+        return self._evaluated(columns), columns
 
     # -- improve
 
@@ -196,7 +201,7 @@ class Local:
             moves = self.moves(state)
             if not moves or not state.fits:
                 break
-            found = self.evaluator.evaluate(applied(state.column, moves), self.budget)
+            found = self._evaluated(applied(state.column, moves))
             better = self._several(state, moves, found)
             if better is None and pairs:
                 better = self._pair(state, moves, found)
@@ -215,7 +220,7 @@ class Local:
             moves = self.moves(best)
             if not moves:
                 break
-            found = self.evaluator.evaluate(applied(best.column, moves), self.budget)
+            found = self._evaluated(applied(best.column, moves))
             worth = (best.seconds - found.seconds) / np.maximum(found.excess, 1.0)
             order = [int(k) for k in np.argsort(-worth, kind="stable") if worth[k] > 0 and moves[k][0] not in tried]
             if not order:
@@ -262,7 +267,7 @@ class Local:
         if not pairs:
             return None
         columns = applied(state.column, pairs)
-        tried = self.evaluator.evaluate(columns, self.budget)
+        tried = self._evaluated(columns)
         good = np.flatnonzero((tried.excess == 0) & (tried.seconds < state.seconds - TINY))
         if not len(good):
             return None

@@ -10,7 +10,7 @@ import numpy as np
 
 from memplan.planning.bound import Fractions, Relaxation
 from memplan.planning.dynamic import choose
-from memplan.planning.evaluate import Evaluator
+from memplan.planning.evaluate import Evaluator, Profile
 from memplan.planning.graph import JointGraph
 from memplan.planning.local import Column, Local, State
 from memplan.planning.peaks import Surroundings
@@ -19,6 +19,10 @@ from memplan.planning.segments import Variant, Variants, repeated, segments
 
 SMALL = 64
 """Decisions that a small graph has at most."""
+STEEP = 3
+"""So many times bytes over a budget that is out of reach are squared, to get the highest position down."""
+EVEN = 1
+"""Likewise, to get down all that is high."""
 CLOSE = 1.005
 """A result within so much of its lower bound is not improved further."""
 
@@ -178,14 +182,23 @@ class Search:
         """As `floor`."""
         return self._found(self._cheapest, self._cheapest.peak)
 
-    def lowest(self, above: int = 0) -> Choices:
-        """What reaches the smallest peak, or so many bytes above it, with few seconds by ``steady``: the same whatever
-        was searched for before."""
-        steady = self._steady
-        if not above:
-            return steady.floor().choices
-        found = steady._best(steady._lowest.peak + above) or steady._lowest
-        return steady.evaluator.choices(found.column)
+    def nearest(self, budget: int) -> Found:
+        """What comes nearest to a budget that nothing keeps, over all positions; and of what is nowhere over it by more
+        than that, the fewest seconds found.
+
+        Where the peak of a step cannot be lower, this lowers what else there is.
+        """
+        nearest = self._nearest(budget, [self._lowest.column, self._everything, self.kept.column], EVEN)
+        (profile,) = self.evaluator.profiles(nearest.column[:, None])
+        local = self._local(profile.at_least(budget))
+        state = local.improve(local.state(nearest.column), self.use.rounds, pairs=self.use.pairs)
+        state = local.shake(state, self.use.shakes, pairs=self.use.pairs)
+        return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
+
+    @property
+    def same_everywhere(self) -> Search:
+        """The same by ``steady``, whatever was searched for here before."""
+        return self._steady
 
     def frontier(self, points: int) -> list[Found]:
         """As `frontier`."""
@@ -201,8 +214,10 @@ class Search:
 
     # -- one budget
 
-    def _local(self, budget: int) -> Local:
-        return Local(self.evaluator, budget, self.groups, small=self.small, encodings=self.use.encodings)
+    def _local(self, budget: int | Profile, squared: int = 0) -> Local:
+        return Local(
+            self.evaluator, budget, self.groups, small=self.small, encodings=self.use.encodings, squared=squared
+        )  # fmt: skip
 
     def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
         starts = [*more, self.kept.column]
@@ -304,17 +319,29 @@ class Search:
         """Of the smallest peak, whatever it adds."""
         return self._local(0).state(self._steady._lowest_column)
 
+    def _nearest(self, budget: int, starts: Sequence[Column], squared: int) -> State:
+        """Of what the starts can be repaired to, the one with the least over the budget."""
+        local = self._local(budget, squared)
+        repaired = (local.repair(local.settled(local.state(start)), self.use.rounds) for start in starts)
+        return min(repaired, key=lambda state: (state.excess, state.seconds))
+
+    @property
+    def _everything(self) -> Column:
+        """All made again that can be."""
+        column = np.zeros(self.evaluator.rows, dtype=bool)
+        column[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
+        return column
+
     @cached_property
     def _lowest_column(self) -> Column:
-        """By halving the distance to the lower bound, from the lowest state so far; where that does not get further,
-        from others."""
-        everything = np.zeros(self.evaluator.rows, dtype=bool)
-        everything[: self.drops] = self.flat.bytes[self.flat.drop_rows] > self.small
-        starts = [self.kept.column, everything]
-        zero = self._local(0)
-        best = min((zero.state(start) for start in starts), key=_by_peak)
-        low = self.lower_bound
-        while best.peak - low > best.peak // 1000:
+        """What comes nearest to a little less than the lower bound; then by halving the distance to it, from the lowest
+        state so far; where that does not get further, from others."""
+        starts = [self.kept.column, self._everything]
+        low, zero = self.lower_bound, self._local(0)
+        under = low - (self.kept.peak - low) // 50  # so that what is at the bound already counts, too
+        near = (self._nearest(under, [start], STEEP).column for start in starts)
+        best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
+        while best.peak - low > best.peak // 400:
             budget = low + (best.peak - low) // 2
             tried = self._lower(budget, [best.column, *self._dynamic(budget)], starts)
             best = min(best, tried, key=_by_peak)
