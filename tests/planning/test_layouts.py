@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import memplan
 from memplan import _torch
+from memplan.errors import BudgetError, CompileError
 from memplan.planning import layouts, planner
 from memplan.planning.calls import call_of
 from memplan.planning.capture import Captured, capture
@@ -93,13 +95,38 @@ def test_left_without_convolutions_of_images() -> None:
     assert _relaid(nn.Linear(12, 4), _image()) is None
 
 
-@pytest.mark.parametrize(("times", "taken"), [(0.9, True), (1.05, True), (1.5, False)])
-def test_left_where_it_takes_much_longer(times: float, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("times", "first"), [(0.9, True), (1.05, True), (1.5, False)])
+def test_last_where_it_takes_much_longer(times: float, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = planner.Settings(1 << 30, engine="inductor", costs="roofline")
     study = planner.Planner(Net()).study(call_of((_image(),), {}), settings, key=0)
     own = study.captured.graph
     monkeypatch.setattr(planner, "step_seconds", lambda graph: 1.0 if graph is own else times)
-    assert (study.relaid(settings) is not None) == taken
+    found = [one.captured.relaid for one in study.layouts(settings)]
+    assert found == [first, not first]
+    assert study.layouts(replace(settings, relaid=False)) == [study]
+
+
+@pytest.mark.parametrize("times", [0.9, 1.5])
+@pytest.mark.parametrize(("here", "there"), [(100, 80), (80, 100), (80, None), (None, 80), (None, None)])
+def test_refused_with_the_least_of_both_whichever_is_faster_here(
+    here: int | None, there: int | None, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with that of one where the other cannot be compiled."""
+    settings = planner.Settings(1, engine="inductor", costs="roofline")
+    study = planner.Planner(Net()).study(call_of((_image(),), {}), settings, key=0)
+    own = study.captured.graph
+    monkeypatch.setattr(planner, "step_seconds", lambda graph: 1.0 if graph is own else times)
+
+    def refuse(self: planner.Study, _: planner.Settings) -> None:
+        least = there if self.captured.relaid else here
+        if least is None:
+            raise CompileError("", expected="", do="")
+        raise BudgetError("", expected="", do="", smallest_budget=least)
+
+    monkeypatch.setattr(planner.Study, "_fused", refuse)
+    with pytest.raises(CompileError if here is there else BudgetError) as caught:
+        study.planned(settings)
+    assert getattr(caught.value, "smallest_budget", None) == (None if here is there else 80)
 
 
 def test_keyword_arguments_are_relaid_too() -> None:

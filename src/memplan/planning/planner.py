@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memplan.devices import Device
-from memplan.errors import BudgetError, CompileError
+from memplan.errors import BudgetError, CompileError, MemplanError
 from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
@@ -165,8 +165,9 @@ def planned(model: nn.Module, call: Call, settings: Settings) -> Planned:
 _Kind = tuple[int, bool, bool, Engine]
 
 SLOWER = 1.1
-"""A step in channels last that takes more than so many times what it takes as written, op by op, is left: much of what
-this layout is for (norms and activations that fuse with less traffic) is not in these seconds."""
+"""A step in channels last that takes more than so many times what it takes as written, op by op, is for budgets that
+the latter does not keep: much of what this layout is for (norms and activations that fuse with less traffic) is not in
+these seconds."""
 
 
 @dataclass(frozen=True)
@@ -215,35 +216,33 @@ class Study:
         return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
 
     def _in_either_layout(self, settings: Settings) -> Planned:
-        """The same, for fused kernels: with convolutions in channels last where that fits, or as they are."""
-        relaid = self.relaid(settings) if settings.relaid else None
-        if relaid is None:
-            return self._fused(settings)
+        """The same, for fused kernels, in the first layout in which it fits."""
+        layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
-            same = settings.plan.fingerprint == relaid.captured.graph.fingerprint
-            return (relaid if same else self)._fused(settings)
-        try:
-            return relaid._fused(settings)
-        except CompileError:  # what is written for one layout says nothing of the other
-            return self._fused(settings)
-        except BudgetError as error:
+            layouts = [one for one in layouts if one.captured.graph.fingerprint == settings.plan.fingerprint] or [self]
+        for one in layouts:
             try:
-                return self._fused(settings)
-            except BudgetError as other:
-                raise min(error, other, key=lambda one: one.smallest_budget) from None
+                return one._fused(settings)
+            except (BudgetError, CompileError) as error:  # what is written for one layout says nothing of the other
+                errors.append(error)
+        refused = [error for error in errors if isinstance(error, BudgetError)]
+        raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
 
-    def relaid(self, settings: Settings) -> Study | None:
-        """What is known of the same call with its convolutions in channels last; None where that is not as good or is
-        much slower."""
+    def layouts(self, settings: Settings) -> list[Study]:
+        """For fused kernels: what is known of the call with its convolutions in channels last where that is as good,
+        and of the call as it is. What takes much longer comes last."""
+        if not settings.relaid:
+            return [self]
         if not self._looked:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
                 found = replace(found, graph=_with_costs(found.graph, settings))
-                there, here = (step_seconds(one.graph) or 0.0 for one in (found, self.captured))
-                if settings.plan is not None or there <= SLOWER * here:
-                    self._relaid = Study(self.model, self.call, found, self.plain or self)
-        return self._relaid
+                self._relaid = Study(self.model, self.call, found, self.plain or self)
+        if self._relaid is None:
+            return [self]
+        there, here = (step_seconds(one.captured.graph) or 0.0 for one in (self._relaid, self))
+        return [self._relaid, self] if there <= SLOWER * here else [self, self._relaid]
 
     def _fused(self, settings: Settings) -> Planned:
         fusing, search = self._fusing(settings), self.search(settings)
@@ -285,9 +284,9 @@ class Study:
         """Plans from all kept to the floor."""
         if settings.engine == "graph":
             return self.search(settings).frontier(points)
-        relaid = self.relaid(settings) if settings.relaid else None
-        if relaid is not None:
-            return relaid.frontier(settings, points)
+        first, *_ = self.layouts(settings)
+        if first is not self:
+            return first.frontier(settings, points)
         found, fusing = self.search(settings).frontier(points), self._fusing(settings)
         return [replace(one, peak=fusing.candidate(replace(one.choices, joined=True)).peak) for one in found]
 
