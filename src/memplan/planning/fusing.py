@@ -21,7 +21,7 @@ from memplan.planning.fused_bytes import fused_timeline
 from memplan.planning.graph import GraphOp, JointGraph
 from memplan.planning.peaks import Surroundings, base_level, levels
 from memplan.planning.schedule import Choices, Schedule
-from memplan.planning.search import Found, Infeasible, Search
+from memplan.planning.search import STEEP, Found, Infeasible, Search
 from memplan.simulation.model import Timeline
 
 FUSED_SHARE = 0.1
@@ -33,9 +33,9 @@ _SEARCHES = 8
 """Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
-_BELOW = 0.3
-"""The least is sought so far below the search's floor, too, for the code may take less than its ops say; and below that
-again, while it does. A share of what is there beyond what is there all the time."""
+_UNDER, _BELOW = 0.1, 0.3
+"""The least is sought so far below the search's floor, too: shares of what is there beyond what is there all the
+time."""
 _WORTH = 0.005
 """Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
 
@@ -105,8 +105,12 @@ class Fusing:
         search = self._search.same_everywhere
         found = search.floor()
         aim, there = found.peak, base_level(search.graph, found.choices, search.around)
-        yield self._looked_at(found, aim)
-        for _ in range(_AIMS - 1):
+        floor = self._looked_at(found, aim)
+        yield floor
+        if floor.peak > found.peak:  # where the highest are lower, there is room for what the code takes more
+            under = aim - int(_UNDER * (aim - there))
+            yield self._looked_at(search.nearest(under, STEEP), under)
+        for _ in range(_AIMS - 1):  # where one op takes much by itself, its code may take less than the others'
             aim -= int(_BELOW * (aim - there))
             one = self._looked_at(search.nearest(aim), aim)
             yield one

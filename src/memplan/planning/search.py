@@ -166,6 +166,7 @@ class Search:
         self.known: list[State] = []
         """Good states of earlier searches: starts for the next."""
         self._solved: dict[int, Fractions | None] = {}
+        self._near: dict[tuple[int, int], Found] = {}
 
     def within(self, budget: int) -> Found | Infeasible:
         """As `search`."""
@@ -182,13 +183,19 @@ class Search:
         """As `floor`."""
         return self._found(self._cheapest, self._cheapest.peak)
 
-    def nearest(self, budget: int) -> Found:
+    def nearest(self, budget: int, squared: int = EVEN) -> Found:
         """What comes nearest to a budget that nothing keeps, over all positions; and of what is nowhere over it by more
         than that, the fewest seconds found.
 
-        Where the peak of a step cannot be lower, this lowers what else there is.
+        Where the peak of a step cannot be lower, this lowers what else there is: all that is high (``EVEN``), or the
+        highest first (``STEEP``).
         """
-        nearest = self._nearest(budget, [self._lowest.column, self._everything, self.kept.column], EVEN)
+        if (budget, squared) not in self._near:
+            self._near[budget, squared] = self._as_near(budget, squared)
+        return self._near[budget, squared]
+
+    def _as_near(self, budget: int, squared: int) -> Found:
+        nearest = self._repaired(budget, [self._lowest.column, self._everything, self.kept.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
         state = local.improve(local.state(nearest.column), self.use.rounds, pairs=self.use.pairs)
@@ -319,7 +326,7 @@ class Search:
         """Of the smallest peak, whatever it adds."""
         return self._local(0).state(self._steady._lowest_column)
 
-    def _nearest(self, budget: int, starts: Sequence[Column], squared: int) -> State:
+    def _repaired(self, budget: int, starts: Sequence[Column], squared: int) -> State:
         """Of what the starts can be repaired to, the one with the least over the budget."""
         local = self._local(budget, squared)
         repaired = (local.repair(local.settled(local.state(start)), self.use.rounds) for start in starts)
@@ -339,7 +346,7 @@ class Search:
         starts = [self.kept.column, self._everything]
         low, zero = self.lower_bound, self._local(0)
         under = low - (self.kept.peak - low) // 50  # so that what is at the bound already counts, too
-        near = (self._nearest(under, [start], STEEP).column for start in starts)
+        near = (self._repaired(under, [start], STEEP).column for start in starts)
         best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
         while best.peak - low > best.peak // 400:
             budget = low + (best.peak - low) // 2
