@@ -20,7 +20,7 @@ from memplan.planning.fusing import FUSED_SHARE, Fusing
 from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.planner import Planner, Settings
-from memplan.planning.schedule import Schedule, schedule
+from memplan.planning.schedule import Choices, Schedule, schedule
 from memplan.planning.search import Found, Search
 
 
@@ -184,12 +184,16 @@ def test_the_floor_is_sought_by_seconds_of_fused_kernels_that_are_the_same_every
     assert share["aten.addmm.default"] == 1
 
 
+def _looked_at_for_the_least(one: Fusing) -> list[Choices]:
+    return [low.schedule.choices for low in one._low()]  # pyright: ignore[reportPrivateUsage]
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.1, 0.5))
 def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
     """Also where kernels take other times, as in another process: and whatever the code of each candidate comes to."""
     graph = fusible(transformer(2))
-    seconds = random.Random(seed)
+    search, seconds = Search(graph), random.Random(seed)
 
     def judged(made: Schedule, around: Surroundings) -> Made:
         peak = levels(made, around).peak
@@ -202,7 +206,10 @@ def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fusing, "judged", judged)
         one, other = measured(graph), measured(graph)
+        for share in (0.7, 0.4):
+            one.within(int(search.floor_peak + share * (search.kept.peak - search.floor_peak)))
         assert one.within(1) is None
+        assert _looked_at_for_the_least(one) == _looked_at_for_the_least(other)
         smallest = one.lowest.peak
         found = other.within(smallest)
         assert found is not None

@@ -140,6 +140,22 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
     assert neither or getattr(caught.value, "smallest_budget", None) == 80
 
 
+@pytest.mark.parametrize("refusal", [BudgetError("", smallest_budget=1), CompileError("", expected="", do="")])
+@pytest.mark.parametrize("times", [0.9, 1.5])
+def test_the_other_layout_is_taken_where_the_first_does_not_do(
+    times: float, refusal: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(self: planner.Study, settings: planner.Settings) -> planner.Study:
+        if self is first:
+            raise refusal
+        return self
+
+    _takes(monkeypatch, times)
+    first, other = _study().layouts(SETTINGS)
+    monkeypatch.setattr(planner.Study, "_fused", plan)
+    assert _study().planned(SETTINGS) is other
+
+
 def test_keyword_arguments_are_relaid_too() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -16,7 +16,7 @@ from planning.milp import Rules, plain_graph
 from memplan.planning.graph import JointGraph
 from memplan.planning.peaks import Surroundings, levels
 from memplan.planning.schedule import Choices, recomputable, schedule
-from memplan.planning.search import Found, Heuristics, Infeasible, Search, floor, frontier, search
+from memplan.planning.search import STEEP, Found, Heuristics, Infeasible, Search, floor, frontier, search
 
 NEAR = 1e-4
 """Seconds; the ops of random graphs take 1e-3 and more."""
@@ -208,3 +208,14 @@ def test_nothing_that_comes_near_a_budget_is_lower_than_the_floor(seed: int) -> 
     across = one.kept.peak - one.lower_bound
     for share in (0.0, 0.05, 0.1, 0.2, 0.5):
         assert one.floor_peak <= one.nearest(int(one.lower_bound - share * across)).peak
+
+
+def test_steep_lowers_the_highest_first() -> None:
+    lower = 0
+    for seed in range(8):
+        one = Search(random_graph(seed, 30))
+        budget = int(one.lower_bound - 0.3 * (one.kept.peak - one.lower_bound))
+        steep, even = one.nearest(budget, STEEP), one.nearest(budget)
+        assert steep.peak <= 1.01 * even.peak
+        lower += steep.peak < even.peak
+    assert lower

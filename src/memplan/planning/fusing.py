@@ -34,8 +34,10 @@ _SEARCHES = 8
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
 _UNDER, _BELOW = 0.1, 0.3
-"""The least is sought so far below the search's floor, too: shares of what is there beyond what is there all the
-time."""
+"""The least is sought so far below the search's floor, too: shares of what is there beyond what is there all the time.
+By the second again and again, while the code keeps what was aimed at."""
+_RUNGS = 3
+"""So many times at most."""
 _WORTH = 0.005
 """Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
 
@@ -72,6 +74,8 @@ class Fusing:
         self._known: dict[Choices, Candidate] = {}
         self._aims: dict[Choices, int] = {}
         """What was searched for when they were found."""
+        self._results: dict[int, Found | Infeasible] = {}
+        """What the search found, by what was searched for."""
         self._seconds = step_seconds(search.graph)
 
     @property
@@ -89,7 +93,7 @@ class Fusing:
     def within(self, budget: int) -> Candidate | None:
         """The fastest that keeps the budget, of a few that are looked at; None: not even the lowest keep it."""
         known = self._fastest_known(budget) is not None
-        if not known and isinstance(self._search.within(budget), Infeasible) and not self._can_keep(budget):
+        if not known and isinstance(self._within(budget), Infeasible) and not self._can_keep(budget):
             return None
         found = self._sought(budget)
         return self._fastest_known(budget) if found is None and self._can_keep(budget) else found
@@ -100,8 +104,8 @@ class Fusing:
         return min(self._low(), key=lambda one: one.peak)
 
     def _low(self) -> Iterator[Candidate]:
-        """What may be the least: which of them is, their code says. The same whatever was measured, and whatever was
-        looked at before, so that a budget that is refused with their least is kept once it is given."""
+        """What may be the least: which of them is, their code says. The same whatever seconds were measured, and
+        whatever was looked at before, so that a budget that is refused with their least is kept once it is given."""
         search = self._search.same_everywhere
         found = search.floor()
         aim, there = found.peak, base_level(search.graph, found.choices, search.around)
@@ -109,8 +113,8 @@ class Fusing:
         yield floor
         if floor.peak > found.peak:  # where the highest are lower, there is room for what the code takes more
             under = aim - int(_UNDER * (aim - there))
-            yield self._looked_at(search.nearest(under, STEEP), under)
-        for _ in range(_AIMS - 1):  # where one op takes much by itself, its code may take less than the others'
+            yield self.candidate(replace(search.nearest(under, STEEP).choices, joined=True))
+        for _ in range(_RUNGS):  # where one op takes much by itself, its code may take less than the others'
             aim -= int(_BELOW * (aim - there))
             one = self._looked_at(search.nearest(aim), aim)
             yield one
@@ -128,7 +132,10 @@ class Fusing:
             found = self._found(aim)
             if best is not None and not self._is_worth(found, best):
                 break
+            before = len(self._known)
             one = self._looked_at(found, aim)
+            if found.peak > aim and one.peak > budget and len(self._known) == before:
+                break  # nor will what is aimed at below that be another
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if _keeps_all(one) or budget - one.peak <= self._room:
@@ -145,8 +152,13 @@ class Fusing:
 
     def _found(self, aim: int) -> Found:
         """What keeps so many bytes op by op, or comes nearest to them: the code of that may take less."""
-        found = self._search.within(aim)
+        found = self._within(aim)
         return self._search.nearest(aim) if isinstance(found, Infeasible) else found
+
+    def _within(self, aim: int) -> Found | Infeasible:
+        if aim not in self._results:
+            self._results[aim] = self._search.within(aim)
+        return self._results[aim]
 
     def _looked_at(self, found: Found, aim: int) -> Candidate:
         one = self.candidate(replace(found.choices, joined=True))

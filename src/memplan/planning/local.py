@@ -22,6 +22,8 @@ Move = tuple[tuple[int, ...], tuple[bool, ...]]
 
 TINY = 1e-9
 """Seconds; less is no difference."""
+SAME = 1e-12
+"""Share of an excess; less is how sums of squares are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class State:
     def better(self, other: State) -> bool:
         """Whether it is nearer to the budget, or costs less."""
         if not self.fits or not other.fits:
-            return self.excess < other.excess
+            return self.excess < other.excess * (1 - SAME)
         return self.seconds < other.seconds - TINY
 
 
@@ -145,7 +147,11 @@ class Local:
                 break
             found = self._evaluated(applied(state.column, moves))
             gain, cost = state.excess - found.excess, found.seconds - state.seconds
-            order = [int(k) for k in np.argsort(-gain / np.maximum(cost, TINY), kind="stable") if gain[k] > 0]
+            order = [
+                int(k)
+                for k in np.argsort(-gain / np.maximum(cost, TINY), kind="stable")
+                if gain[k] > SAME * state.excess
+            ]
             best = self._prefix(state, [moves[k] for k in order]) if order else self._two(state, moves, found)
             if best is None or not best.better(state):
                 break

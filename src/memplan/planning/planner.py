@@ -324,6 +324,7 @@ class Study:
     def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
         graph, precision = self.captured.graph, settings.settled
         plain = graph if self.plain is None else self.plain.captured.graph
+        slower = (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(plain) or 0.0)
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
@@ -345,7 +346,7 @@ class Study:
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
-            base_seconds=(step_seconds(graph) or None) if precision.compute else None,
+            base_seconds=(step_seconds(graph) or None) if precision.compute or slower else None,
             cast_copies=cast_copies(made) if precision.compute else 0,
         )
 

@@ -198,8 +198,10 @@ class Search:
         nearest = self._repaired(budget, [self._lowest.column, self._everything, self.kept.column], squared)
         (profile,) = self.evaluator.profiles(nearest.column[:, None])
         local = self._local(profile.at_least(budget))
-        state = local.improve(local.state(nearest.column), self.use.rounds, pairs=self.use.pairs)
-        state = local.shake(state, self.use.shakes, pairs=self.use.pairs)
+        state = local.state(nearest.column)
+        if self.use.improve:
+            state = local.improve(state, self.use.rounds, pairs=self.use.pairs)
+            state = local.shake(state, self.use.shakes, pairs=self.use.pairs)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
 
     @property
@@ -348,7 +350,7 @@ class Search:
         under = low - (self.kept.peak - low) // 50  # so that what is at the bound already counts, too
         near = (self._repaired(under, [start], STEEP).column for start in starts)
         best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
-        while best.peak - low > best.peak // 400:
+        while best.peak - low > best.peak // 400:  # the last steps take as long as the first, and bring next to nothing
             budget = low + (best.peak - low) // 2
             tried = self._lower(budget, [best.column, *self._dynamic(budget)], starts)
             best = min(best, tried, key=_by_peak)
