@@ -163,6 +163,24 @@ def test_where_one_op_hides_what_the_others_take_these_are_lowered(
         assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(graph)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_where_code_takes_more_here_and_there_the_highest_are_lowered(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A tenth more than op by op, in a fifth of the ops: no step can take less than the floor, and one takes that."""
+
+    def judged(made: Schedule, around: Surroundings) -> Made:
+        found = levels(made, around)
+        every = zip((*made.forward, *made.backward), (*found.forward, *found.backward), strict=True)
+        more = (int(1.1 * level) for action, level in every if random.Random(f"{seed} {action.op}").random() > 0.8)
+        return Made(made, max(found.peak, *more))
+
+    monkeypatch.setattr(fusing, "judged", judged)
+    search = Search(fusible(residual(6)))
+    floor = judged(schedule(search.graph, search.floor().choices), search.around)
+    assert Fusing(search).lowest.peak == search.floor_peak < floor.peak
+
+
 def test_what_is_known_to_keep_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fused, lowering = fusing_of(monkeypatch, fusible(transformer(3)), lambda peak: peak % 977)
     found = fused.within(middle(Search(fusible(transformer(3)))))

@@ -119,6 +119,17 @@ def test_last_where_it_takes_much_longer(times: float, first: bool, monkeypatch:
     assert _study().layouts(replace(SETTINGS, relaid=False)) == [_study()]
 
 
+@pytest.mark.parametrize(("times", "base"), [(1.05, None), (3.0, 3.0)])
+def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
+    times: float, base: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside what the step takes as it is written."""
+    _takes(monkeypatch, times)
+    (there,) = (one for one in _study().layouts(SETTINGS) if one.captured.relaid)
+    plan = there._fused(SETTINGS).plan  # pyright: ignore[reportPrivateUsage]
+    assert (plan.step_seconds, plan.base_seconds) == (1.0, base)
+
+
 @pytest.mark.parametrize("times", [0.9, 1.5])
 @pytest.mark.parametrize(("here", "there"), [(100, 80), (80, 100), (80, None), (None, 80), (None, None)])
 def test_refused_with_the_least_of_both_whichever_is_faster_here(

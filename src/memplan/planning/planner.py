@@ -241,8 +241,8 @@ class Study:
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]
-        there, here = (step_seconds(one.captured.graph) or 0.0 for one in (self._relaid, self))
-        return [self._relaid, self] if there <= SLOWER * here else [self, self._relaid]
+        slower = _is_slower(self._relaid.captured.graph, self.captured.graph)
+        return [self, self._relaid] if slower else [self._relaid, self]
 
     def _fused(self, settings: Settings) -> Planned:
         fusing, search = self._fusing(settings), self.search(settings)
@@ -324,7 +324,6 @@ class Study:
     def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
         graph, precision = self.captured.graph, settings.settled
         plain = graph if self.plain is None else self.plain.captured.graph
-        slower = (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(plain) or 0.0)
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
@@ -346,7 +345,7 @@ class Study:
             heuristics=dataclasses.asdict(settings.heuristics),
             optimizer=optimizer_name(settings.optimizer),
             precision=precision,
-            base_seconds=(step_seconds(graph) or None) if precision.compute or slower else None,
+            base_seconds=(step_seconds(graph) or None) if precision.compute or _is_slower(graph, plain) else None,
             cast_copies=cast_copies(made) if precision.compute else 0,
         )
 
@@ -365,6 +364,10 @@ class Study:
             notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "
                          "planned anew")  # fmt: skip
         return tuple(notes)
+
+
+def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:
+    return (step_seconds(graph) or 0.0) > SLOWER * (step_seconds(plain) or 0.0)
 
 
 def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:

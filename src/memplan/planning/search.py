@@ -204,10 +204,12 @@ class Search:
             state = local.shake(state, self.use.shakes, pairs=self.use.pairs)
         return Found(self.evaluator.choices(state.column), state.peak, state.seconds, 0.0, self._notes())
 
-    @property
+    @cached_property
     def same_everywhere(self) -> Search:
         """The same by ``steady``, whatever was searched for here before."""
-        return self._steady
+        if self.steady is None:
+            return self
+        return Search(self.steady, self.surroundings, early=self.early, held=self.held, heuristics=self.heuristics)
 
     def frontier(self, points: int) -> list[Found]:
         """As `frontier`."""
@@ -313,12 +315,6 @@ class Search:
         return self._lowest.peak
 
     @cached_property
-    def _steady(self) -> Search:
-        if self.steady is None:
-            return self
-        return Search(self.steady, self.surroundings, early=self.early, held=self.held, heuristics=self.heuristics)
-
-    @cached_property
     def _cheapest(self) -> State:
         """Of so small a peak, the one with the fewest seconds."""
         return self._best(self._lowest.peak, self._lowest.column) or self._lowest
@@ -326,7 +322,7 @@ class Search:
     @cached_property
     def _lowest(self) -> State:
         """Of the smallest peak, whatever it adds."""
-        return self._local(0).state(self._steady._lowest_column)
+        return self._local(0).state(self.same_everywhere._lowest_column)
 
     def _repaired(self, budget: int, starts: Sequence[Column], squared: int) -> State:
         """Of what the starts can be repaired to, the one with the least over the budget."""
