@@ -33,6 +33,14 @@ def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
     assert pickle.loads(pickle.dumps(error)).smallest_budget == peak
 
 
+def test_what_reads_the_same_is_told_in_bytes() -> None:
+    made = schedule(transformer(2), Choices())
+    peak = levels(made).peak
+    error = budget_error(made, Surroundings(), peak - 1)
+    assert f" ({peak - 1} bytes). Expected at least " in str(error)
+    assert f" ({peak} bytes), the least" in str(error)
+
+
 def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_taken() -> None:
     graph = transformer(2)
     for choices in (Choices(), Choices(early=True), Choices(held=True)):

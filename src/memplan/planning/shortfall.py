@@ -64,11 +64,13 @@ def budget_error(
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     holders = tuple(_holder(trace, storage) for storage in live)
     ways = tuple(sorted(_ways(floor, live, least), key=lambda way: way.bytes))
-    peak = format_bytes(least)
+    peak, asked = format_bytes(least), format_bytes(budget)
+    if peak == asked:
+        peak, asked = f"{peak} ({least} bytes)", f"{asked} ({budget} bytes)"
+    holding = ", ".join(str(holder) for holder in holders[:3])
     return BudgetError(
-        f"The budget is {format_bytes(budget)}",
-        expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes "
-        + ", ".join(str(holder) for holder in holders[:3]),
+        f"The budget is {asked}",
+        expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes {holding}",
         do=f"Give {peak}" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
         smallest_budget=least,
         timeline=predicted or timeline,
