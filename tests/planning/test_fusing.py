@@ -181,6 +181,23 @@ def test_where_code_takes_more_here_and_there_the_highest_are_lowered(
     assert Fusing(search).lowest.peak == search.floor_peak < floor.peak
 
 
+@pytest.mark.parametrize("share", [-0.1, 0.0, 0.1])
+def test_the_frontier_goes_from_all_kept_to_the_least_and_has_only_what_nothing_beats(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    graph = fusible(transformer(3))
+    search, fused, lowering = fusing_of(monkeypatch, graph, lambda peak: int(share * (peak % 100_003) * 100))
+    found = fused.frontier(7)
+    assert found[0].seconds == 0
+    assert found[-1].peak == min(one.peak for one in lowering.made)
+    for one in found:
+        made = schedule(search.graph, one.choices)
+        peak = levels(made).peak
+        assert (one.peak, one.seconds) == (peak + lowering.more(peak), pytest.approx(made.seconds))
+        beaten = (m for m in lowering.made if m.peak <= one.peak and m.schedule.seconds <= one.seconds)
+        assert all((m.peak, m.schedule.seconds) == (one.peak, one.seconds) for m in beaten)
+
+
 def test_what_is_known_to_keep_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fused, lowering = fusing_of(monkeypatch, fusible(transformer(3)), lambda peak: peak % 977)
     found = fused.within(middle(Search(fusible(transformer(3)))))

@@ -273,6 +273,19 @@ def test_random_numbers_are_drawn_in_the_order_of_eager_mode() -> None:
     assert fitted.proof.truth == "reference"
 
 
+def test_the_peak_is_the_same_where_the_step_cannot_be_compiled_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then only what the step as it is rounds is allowed."""
+
+    def uncompiled(*_: Any) -> Any:
+        raise RuntimeError
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(_torch, "compiled_as_eager", lambda _: uncompiled)
+    fitted = at_share(Noisy(), 0.8, torch.randn(64, 32), loss=torch.sum)
+    holds(fitted)
+    assert fitted.proof.truth == "reference"
+
+
 def test_a_plan_goes_back_and_forth_and_keeps_its_engine() -> None:
     torch.manual_seed(0)
     model, (x, y) = Net(), inputs()

@@ -98,6 +98,17 @@ class Fusing:
         found = self._sought(budget)
         return self._fastest_known(budget) if found is None and self._can_keep(budget) else found
 
+    def frontier(self, points: int) -> list[Found]:
+        """Plans from all kept to the least, with what their code takes; none is beaten in both bytes and seconds."""
+        searched = self._search.frontier(points)
+        made = [*(self.candidate(replace(one.choices, joined=True)) for one in searched), self.lowest]
+        fastest, found = float("inf"), list[Found]()
+        for one in sorted(made, key=lambda one: (one.peak, one.schedule.seconds)):
+            if one.schedule.seconds < fastest:
+                fastest = one.schedule.seconds
+                found.append(Found(one.schedule.choices, one.peak, fastest, 0.0))
+        return found[::-1]
+
     @cached_property
     def lowest(self) -> Candidate:
         """The least that there is."""

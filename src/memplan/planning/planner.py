@@ -281,14 +281,13 @@ class Study:
         return there + sum(graph.values[of].own_bytes for of in stay)
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
-        """Plans from all kept to the floor."""
+        """Plans from all kept to the floor; of fused kernels in the first layout."""
         if settings.engine == "graph":
             return self.search(settings).frontier(points)
         first, *_ = self.layouts(settings)
         if first is not self:
             return first.frontier(settings, points)
-        found, fusing = self.search(settings).frontier(points), self._fusing(settings)
-        return [replace(one, peak=fusing.candidate(replace(one.choices, joined=True)).peak) for one in found]
+        return self._fusing(settings).frontier(points)
 
     def search(self, settings: Settings) -> Search:
         """The search that all budgets share."""

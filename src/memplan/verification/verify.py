@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,7 +108,9 @@ def compare(
     found.start(reference, candidate)
     sides = (reference, candidate) if rounding is None else rounding.around(reference, candidate)
     resident = 0, 0
-    with Meter() as meter:
+    with ExitStack() as after, Meter() as meter:
+        for side in sides:  # where one of them fails, nothing of this is left that another try would free
+            after.callback(side.rest)
         for step in range(steps):
             before = RandomState.now()
             for side in sides:
