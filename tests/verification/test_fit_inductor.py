@@ -12,6 +12,7 @@ import pytest
 import torch
 from rewriting.cells import CELLS, Norms, total
 from torch import nn
+from torch._inductor.fx_passes import control_dependencies
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
 from verification.test_fit_cells import BATCH, QUICK, Twice
@@ -58,6 +59,10 @@ def ran(call: Any, model: nn.Module, *given: torch.Tensor) -> list[torch.Tensor]
     return [output.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
 
 
+@pytest.mark.skipif(
+    not hasattr(control_dependencies, "control_deps_autograd"),
+    reason="this torch draws random numbers otherwise in layouts of its choice",
+)
 def test_compiled_as_eager_is_torch_compile_in_its_own_layouts() -> None:
     """What says what rounding is must be `torch.compile` as people run it: it convolves in channels last."""
     model, (x, _) = Net(), inputs()
@@ -236,14 +241,21 @@ def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.
     assert len(compiled) >= 2
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drawn", ["as eager", "otherwise"])
+def test_a_wrong_kernel_is_found(drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `torch.compile` draws other numbers than eager mode, and is far off by that."""
     compiled = inductor.kernels_of
 
     def wrong(part: inductor.Lowerable) -> Any:
         kernels = compiled(part)
         return (lambda given: [one * 1.001 for one in kernels(given)]) if part.backward else kernels
 
+    def otherwise(step: Any) -> Any:
+        return lambda *given, **more: (torch.rand(1), step(*given, **more))[1]
+
     monkeypatch.setattr(inductor, "kernels_of", wrong)
+    if drawn == "otherwise":
+        monkeypatch.setattr(_torch, "compiled_as_eager", otherwise)
     torch.manual_seed(0)
     model, (x, y) = Net(), inputs()
     with pytest.raises(VerificationError, match=r"NOT the same: the gradient of .* from float64"):

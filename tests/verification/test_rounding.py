@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from memplan.verification.differences import Difference
-from memplan.verification.rounding import FACTOR, LOSSY, ROUNDING, SLACK, by_layer, distance, overall, rounded, serious
+from memplan.verification.rounding import (
+    FACTOR,
+    LOSSY,
+    ROUNDING,
+    SLACK,
+    by_layer,
+    distance,
+    is_rounding,
+    overall,
+    rounded,
+    serious,
+)
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -117,3 +128,12 @@ def test_the_table_adds_up_squares() -> None:
     every = [torch.cat([one[name].double() for name in truth]) for one in (truth, found)]
     assert overall(judged, "gradients").relative == pytest.approx(float((every[0] - every[1]).norm() / every[0].norm()))
     assert overall(judged, "outputs").norm == 0
+
+
+@pytest.mark.parametrize(("times", "told"), [(1.0, True), (200.0, True), (50_000.0, False)])
+def test_what_is_much_farther_off_than_the_step_as_it_is_says_nothing_of_rounding(times: float, told: bool) -> None:
+    truth = {"layer.weight": torch.linspace(1, 2, 100, dtype=torch.float64)}
+    own = {name: one * (1 + 1e-6) for name, one in truth.items()}
+    other = {name: one * (1 + times * 1e-6) for name, one in truth.items()}
+    assert is_rounding(rounded("gradients", 0, truth, [own, other], own)) is told
+    assert is_rounding(rounded("gradients", 0, truth, [own], other))

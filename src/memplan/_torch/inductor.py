@@ -271,12 +271,15 @@ def _lowered(part: Lowerable) -> Any:
 @contextmanager
 def _drawn_as_eager() -> Iterator[None]:
     """Random numbers are drawn as in eager mode, by the same kernels from the same state. Where ops that draw cannot be
-    made to wait for each other, none is moved."""
+    made to wait for each other, none is moved; nor are tensors laid out otherwise there, as numbers are drawn in the
+    order of memory, and torch 2.11 does not see to that itself."""
     from torch._inductor import config
     from torch._inductor.fx_passes import control_dependencies
 
-    moved = hasattr(control_dependencies, "control_deps_autograd")
-    with config.patch(fallback_random=True, reorder_for_peak_memory=moved):
+    settings: dict[str, Any] = {"fallback_random": True}
+    if not hasattr(control_dependencies, "control_deps_autograd"):
+        settings |= {"reorder_for_peak_memory": False, "layout_optimization": False}
+    with config.patch(settings):
         yield
 
 
@@ -338,7 +341,7 @@ def _nothing(*_: Any, **__: Any) -> None: ...
 
 def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function under `torch.compile` as it is, in the layouts of its choice, but for random numbers: drawn as in
-    eager mode."""
+    eager mode. (In torch 2.11 that takes the layouts of eager mode, too.)"""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -24,6 +24,9 @@ SLACK = 64
 SANE = 0.1
 """Where the step as it is is farther from float64 than this share of all gradients, float64 did something else: mostly
 it drew other random numbers. Rounding alone can make 0.02 where batch norms of few samples follow one another."""
+ALIKE = 1000.0
+"""And what is so many times as far as the step as it is did something else than that. (`torch.compile` is mostly as
+near as eager mode; where sums cancel out, a hundred times as far was seen.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +125,20 @@ def rounded(
 
 def is_truth(judged: Sequence[Rounded]) -> bool:
     """Whether the step as it is comes so near to float64 that this can say what is right."""
+    own, _, norm = _of_gradients(judged)
+    return own <= SANE * norm
+
+
+def is_rounding(judged: Sequence[Rounded]) -> bool:
+    """Whether the errors of all that a candidate is held against are such that they can say what rounding is."""
+    own, reference, norm = _of_gradients(judged)
+    return reference <= ALIKE * (own + torch.finfo(torch.float32).eps * norm)
+
+
+def _of_gradients(judged: Sequence[Rounded]) -> tuple[float, float, float]:
     gradients = [one for one in judged if one.kind in ("gradients", "parameters")]
-    error, norm = (math.hypot(*(getattr(one, what) for one in gradients)) for what in ("own", "norm"))
-    return error <= SANE * norm
+    own, reference, norm = (math.hypot(*(getattr(one, of) for one in gradients)) for of in ("own", "reference", "norm"))
+    return own, reference, norm
 
 
 @dataclass(frozen=True, slots=True)

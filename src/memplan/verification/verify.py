@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from memplan.verification.rounding import (
     Rounded,
     Tolerance,
     floating,
+    is_rounding,
     is_truth,
     overall,
     rounded,
@@ -171,8 +172,8 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
 
     The rounding of the step as it is is allowed; where the candidate's is larger, also that of `torch.compile`. A model
     that does not run in float64, or draws other random numbers there, is held against the step as it is, and then
-    `torch.compile` says what rounding is; where that does not run either, only the few last places are allowed that
-    anything is.
+    `torch.compile` says what rounding is; where that does not run either, or draws other numbers itself, only the few
+    last places are allowed that anything is.
     """
     truth, compiled = sides.truth, sides.compiled
     assert truth is not None
@@ -190,12 +191,13 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
         return first
     for side in (candidate, truth, compiled):
         side.begin_as(sides.reference)
-    rounding = Rounding(truth, (compiled,))
-    try:
-        return compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
-    except Exception:  # what torch.compile cannot do says nothing of the candidate
-        if first is not None:
-            return first
+    rounding, beside = Rounding(truth, (compiled,)), None
+    with suppress(Exception):  # what torch.compile cannot do says nothing of the candidate
+        beside = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
+    if beside is not None and is_rounding(beside.rounded):  # else torch.compile drew other numbers
+        return beside
+    if first is not None:
+        return first
     for side in (candidate, truth):
         side.begin_as(sides.reference)
     rounding = Rounding(truth)
