@@ -9,7 +9,7 @@ on zeros, and the allocator's own events say what it holds beyond its results. T
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,19 +128,19 @@ def _measure(calls: Sequence[_Call], limit: float) -> None:
             except Exception:  # whatever a kernel objects to: then the formula stands
                 _refused.add(call.place)
             ran.append(call)
-    held = dict(_held(_torch.Profile(profile), len(ran)))
+    held = _held(_torch.Profile(profile), len(ran))
     _known.update((call.place, held[at]) for at, call in enumerate(ran) if call.place not in _refused)
 
 
-def _held(profile: _torch.Profile, calls: int) -> Iterator[tuple[int, int]]:
+def _held(profile: _torch.Profile, calls: int) -> list[int]:
     """By number of a call: its highest level less what is left of it, its results."""
-    for number in range(calls):
-        level = most = 0
-        for _, size, _, mark in profile.events:
-            if mark == str(number):
-                level += size
-                most = max(most, level)
-        yield number, most - level
+    level, most = [0] * calls, [0] * calls
+    for _, size, _, mark in profile.events:
+        if mark:
+            number = int(mark)
+            level[number] += size
+            most[number] = max(most[number], level[number])
+    return [high - left for high, left in zip(most, level, strict=True)]
 
 
 def _zeros(like: Tensor) -> Tensor:
