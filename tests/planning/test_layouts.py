@@ -19,6 +19,7 @@ from memplan.planning.calls import call_of
 from memplan.planning.capture import Captured, capture
 from memplan.planning.precision import EXACT
 
+needs_compiler = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")
 SETTINGS = planner.Settings(1 << 30, engine="inductor", costs="roofline")
 
 
@@ -119,6 +120,7 @@ def test_last_where_it_takes_much_longer(times: float, first: bool, monkeypatch:
     assert _study().layouts(replace(SETTINGS, relaid=False)) == [_study()]
 
 
+@needs_compiler
 @pytest.mark.parametrize(("times", "base"), [(1.05, None), (3.0, 3.0)])
 def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
     times: float, base: float | None, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +184,7 @@ def test_keyword_arguments_are_relaid_too() -> None:
     assert found.graph.values[convolution.args[0].value].stride[1] == 1
 
 
-@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")
+@needs_compiler
 def test_a_pool_whose_gradient_lies_in_order_counts_with_its_copies() -> None:
     class Pooled(nn.Module):
         def __init__(self) -> None:
@@ -198,7 +200,7 @@ def test_a_pool_whose_gradient_lies_in_order_counts_with_its_copies() -> None:
     assert abs(fitted.proof.predicted - fitted.proof.peak) <= 0.01 * fitted.proof.peak
 
 
-@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")
+@needs_compiler
 def test_a_fused_step_in_channels_last_is_the_same_and_predicted() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Net(), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3)), torch.randn(4, 3, 64, 64)

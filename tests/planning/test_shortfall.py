@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -39,6 +40,15 @@ def test_what_reads_the_same_is_told_in_bytes() -> None:
     error = budget_error(made, Surroundings(), peak - 1)
     assert f" ({peak - 1} bytes). Expected at least " in str(error)
     assert f" ({peak} bytes), the least" in str(error)
+
+
+@pytest.mark.parametrize("budget", [0, 7, 1 << 20])
+def test_what_is_to_be_given_is_enough(budget: int) -> None:
+    """As text it may be rounded down."""
+    error = budget_error(schedule(transformer(2), Choices()), Surroundings(), budget)
+    told = re.search(r"Give \S+ \S+ \((\d+) bytes\)", str(error))
+    assert told is not None
+    assert int(told[1]) == error.smallest_budget
 
 
 def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_taken() -> None:

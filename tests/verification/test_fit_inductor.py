@@ -285,17 +285,28 @@ def test_random_numbers_are_drawn_in_the_order_of_eager_mode() -> None:
     assert fitted.proof.truth == "reference"
 
 
-def test_the_peak_is_the_same_where_the_step_cannot_be_compiled_without_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then only what the step as it is rounds is allowed."""
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer": torch.optim.AdamW}, {"optimizer": torch.optim.AdamW, "early": True}]
+)
+def test_the_proof_is_the_same_where_the_step_cannot_be_compiled_without_a_plan(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try begins anew: nothing of one that failed is there in the next, nor missing."""
 
     def uncompiled(*_: Any) -> Any:
         raise RuntimeError
 
-    torch.manual_seed(0)
-    monkeypatch.setattr(_torch, "compiled_as_eager", lambda _: uncompiled)
-    fitted = at_share(Noisy(), 0.8, torch.randn(64, 32), loss=torch.sum)
-    holds(fitted)
-    assert fitted.proof.truth == "reference"
+    found = list[Fitted]()
+    for fails in (False, True):
+        torch.manual_seed(0)
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(_torch, "compiled_as_eager", lambda _: uncompiled)
+            found.append(at_share(Noisy(), 0.8, torch.randn(64, 32), loss=torch.sum, **options))
+        holds(found[-1])
+        assert found[-1].proof.truth == "reference"
+    assert found[0].proof.peak == found[1].proof.peak
+    assert found[0].proof.reference_peak == found[1].proof.reference_peak
 
 
 def test_a_plan_goes_back_and_forth_and_keeps_its_engine() -> None:

@@ -99,9 +99,10 @@ class Fusing:
         return self._fastest_known(budget) if found is None and self._can_keep(budget) else found
 
     def frontier(self, points: int) -> list[Found]:
-        """Plans from all kept to the least, with what their code takes; none is beaten in both bytes and seconds."""
-        searched = self._search.frontier(points)
-        made = [*(self.candidate(replace(one.choices, joined=True)) for one in searched), self.lowest]
+        """Plans from all kept to the least, with what their code takes: of all that were looked at, those that no other
+        beats in both bytes and seconds."""
+        made = [self.candidate(replace(one.choices, joined=True)) for one in self._search.frontier(points)]
+        made += [self.lowest, *self.known]  # in this order: to find the least, others are looked at
         fastest, found = float("inf"), list[Found]()
         for one in sorted(made, key=lambda one: (one.peak, one.schedule.seconds)):
             if one.schedule.seconds < fastest:

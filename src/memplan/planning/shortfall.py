@@ -71,7 +71,7 @@ def budget_error(
     return BudgetError(
         f"The budget is {asked}",
         expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes {holding}",
-        do=f"Give {peak}" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
+        do=f"Give {format_bytes(least)} ({least} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
         smallest_budget=least,
         timeline=predicted or timeline,
         held_by=holders,

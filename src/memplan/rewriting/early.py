@@ -80,6 +80,10 @@ class Early:
         self._patches.close()
         _watching.discard(self)
 
+    def forget(self) -> None:
+        """Take a backward pass that did not end, or was not followed by ``step()``, as one that was not."""
+        self._updated.clear()
+
     def updates(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is updated early."""
         return id(parameter) in self._ids

@@ -14,7 +14,7 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import InputError
 from memplan.planning.losses import default_loss
-from memplan.rewriting.early import update_early
+from memplan.rewriting.early import Early, update_early
 from memplan.trace.spec import Spec
 from memplan.trace.structure import take_apart
 from memplan.verification.measured import Meter, storage_bytes, timed
@@ -79,6 +79,7 @@ class Trial:
         self._tensors: list[torch.Tensor] = []
         """Those of the inputs, keywords and targets."""
         self.update: Any = None
+        self._early: Early | None = None
         parameters = list(self.parameters.values())
         if parameters and updates:
             with self.running():  # a callable may look at the module for names or groups
@@ -86,7 +87,8 @@ class Trial:
             _check_own(made, parameters)
             self.update = made
             if early:
-                weakref.finalize(self, update_early(made).undo)  # what it watches for is not watched any longer
+                self._early = update_early(made)
+                weakref.finalize(self, self._early.undo)  # what it watches for is not watched any longer
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -142,6 +144,13 @@ class Trial:
             for mine, theirs in ((self.parameters, other.parameters), (self.buffers, other.buffers)):
                 for name, tensor in mine.items():
                     tensor.copy_(theirs[name])
+
+    def restart_as(self, other: Trial) -> None:
+        """As `begin_as`, after steps that do not count or did not end: with an optimizer that has updated nothing."""
+        self.begin_as(other)
+        if self._early is not None:
+            self._early.forget()
+        getattr(self.update, "state", {}).clear()
 
     def update_step(self, meter: Meter | None = None) -> None:
         """The optimizer's update, which a meter counts only where the optimizer is the user's."""

@@ -197,17 +197,19 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
         first, truth = None, sides.reference
     if first is not None and (first.same or first.random_streams):
         return first
-    for side in (candidate, truth, compiled):
-        side.begin_as(sides.reference)
+    for side in dict.fromkeys((sides.reference, candidate, truth, compiled)):
+        side.restart_as(sides.reference)
     rounding, beside = Rounding(truth, (compiled,)), None
     with suppress(Exception):  # what torch.compile cannot do says nothing of the candidate
         beside = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
-    if beside is not None and is_rounding(beside.rounded):  # else torch.compile drew other numbers
+    if beside is not None and is_rounding(
+        beside.rounded, exact=truth is not sides.reference
+    ):  # else torch.compile drew other numbers
         return beside
     if first is not None:
         return first
-    for side in (candidate, truth):
-        side.begin_as(sides.reference)
+    for side in dict.fromkeys((sides.reference, candidate, truth)):
+        side.restart_as(sides.reference)
     rounding = Rounding(truth)
     return compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
 
@@ -225,8 +227,8 @@ def compare_lossy(sides: Sides, candidate: Trial, steps: int, *, predicted: int 
     for truth, others in dict.fromkeys(ways):
         if truth is None or (false and truth is sides.truth):
             continue
-        for side in (candidate, truth, *others) if proof or failed else ():
-            side.begin_as(sides.reference)
+        for side in dict.fromkeys((sides.reference, candidate, truth, *others)) if proof or failed else ():
+            side.restart_as(sides.reference)
         rounding = Rounding(truth, others, LOSSY)
         try:
             proof = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
