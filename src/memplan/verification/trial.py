@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -79,13 +80,15 @@ class Trial:
         self._tensors: list[torch.Tensor] = []
         """Those of the inputs, keywords and targets."""
         self.update: Any = None
+        self._begun: dict[Any, Any] = {}
+        """What the optimizer holds before its first update: Adagrad makes its state at once."""
         self._early: Early | None = None
         parameters = list(self.parameters.values())
         if parameters and updates:
             with self.running():  # a callable may look at the module for names or groups
                 made = work.update(parameters)
             _check_own(made, parameters)
-            self.update = made
+            self.update, self._begun = made, _copied(getattr(made, "state", {}))
             if early:
                 self._early = update_early(made)
                 weakref.finalize(self, self._early.undo)  # what it watches for is not watched any longer
@@ -150,7 +153,9 @@ class Trial:
         self.begin_as(other)
         if self._early is not None:
             self._early.forget()
-        getattr(self.update, "state", {}).clear()
+        state = getattr(self.update, "state", {})
+        state.clear()
+        state.update(_copied(self._begun))
 
     def update_step(self, meter: Meter | None = None) -> None:
         """The optimizer's update, which a meter counts only where the optimizer is the user's."""
@@ -194,6 +199,11 @@ class Trial:
         loss.backward()
         tensors, structure = take_apart(output)
         return structure.rebuild([tensor.detach() for tensor in tensors])
+
+
+def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """By parameter, which stays the same, what an optimizer holds."""
+    return {parameter: copy.deepcopy(held) for parameter, held in state.items()}
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -202,9 +202,8 @@ def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: in
     rounding, beside = Rounding(truth, (compiled,)), None
     with suppress(Exception):  # what torch.compile cannot do says nothing of the candidate
         beside = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
-    if beside is not None and is_rounding(
-        beside.rounded, exact=truth is not sides.reference
-    ):  # else torch.compile drew other numbers
+    exact = truth is not sides.reference
+    if beside is not None and is_rounding(beside.rounded, exact=exact):  # else torch.compile drew other numbers
         return beside
     if first is not None:
         return first
