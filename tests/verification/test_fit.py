@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +142,37 @@ def fitted_gpt() -> tuple[Fitted, nn.Module]:
     twin = copy.deepcopy(model)
     eager = step_peak(twin, lambda: loss(twin(x), y), x, y)
     return fit(model, x, targets=y, loss=loss, budget=int(0.7 * eager), pairs=0), twin
+
+
+class Traced(nn.Module):
+    """Notes whether Python's collector is on where it is called on tensors without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor:
+            COLLECTING.append(gc.isenabled())
+        return self.linear(x).relu().square().sin().cos()
+
+
+COLLECTING: list[bool] = []
+
+
+def test_the_collector_is_held_while_the_step_is_traced_and_on_again_afterwards() -> None:
+    COLLECTING.clear()
+    model, data = Traced(), torch.randn(256, 64)
+    gc.enable()
+    fitted = fit(model, data, budget="340 KiB")
+    assert COLLECTING
+    assert not any(COLLECTING)
+    assert gc.isenabled()
+    COLLECTING.clear()
+    fitted.model(data[:200]).sum().backward()  # another size is traced, too
+    assert COLLECTING
+    assert not any(COLLECTING)
+    assert gc.isenabled()
 
 
 def test_undo_gives_the_model_back_as_it_was() -> None:

@@ -28,10 +28,10 @@ from memplan.planning.schedule import recomputable
 
 How = Literal["measured", "roofline"]
 
-LIMIT = 2.0
+LIMIT = 1.5
 """Seconds that measuring takes, more or less: what is not measured by then is estimated."""
-_RUNS = 4
-_ENOUGH = 0.015
+_RUNS = 3
+_ENOUGH = 0.01
 """Seconds: once the runs of an op have taken so long, it is not run again."""
 _BLOCK = 1 << 16
 

@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,28 +90,50 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
     """
     state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = _numpy_state()
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    if not frozen:
-        gc.freeze()  # what was there before is none of our business, and walking it at every step costs most of all
     try:
         with (
+            collector_held(),
             _defaults_kept(),
             _one_process(),
             nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
         ):
             yield
     finally:
-        if not frozen:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
         torch.set_rng_state(state)
         random.setstate(python_state)
         if numpy_state is not None:
             import numpy
 
             numpy.random.set_state(numpy_state)
+
+
+_holding = ContextVar("_holding", default=False)
+"""Whether this is inside `collector_held`, and what is frozen is its."""
+
+
+@contextmanager
+def collector_held() -> Iterator[None]:
+    """Cyclic garbage is collected where that is asked for alone, and only of what was made in here.
+
+    Tracing and compiling make and hold so many objects that Python's collector takes a fifth of their time. What was
+    there before is none of our business, and walking it at every step would cost a third of a second each time.
+    """
+    enabled, inside = gc.isenabled(), _holding.get()
+    frees = not inside and not gc.get_freeze_count()  # what the user froze stays so, and nothing joins it
+    gc.disable()
+    if inside:
+        gc.collect()  # what others in here have left would stay to the end
+    if frees or inside:
+        gc.freeze()
+    token = _holding.set(frees or inside)
+    try:
+        yield
+    finally:
+        _holding.reset(token)
+        if frees:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from memplan.planning.unseen import without_hooks
 from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
 from memplan.trace.model import HOST
+from memplan.trace.session import collector_held
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting import Plans, say
 from memplan.verification.measured import measure_step
@@ -220,7 +221,7 @@ class _Fitting:
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
-        with attributes_kept(self.asked.step), self.asked.under_autocast():
+        with attributes_kept(self.asked.step), self.asked.under_autocast(), collector_held():
             yield
 
     def _planned(self, budget: int) -> Planned:

@@ -19,6 +19,7 @@ from memplan.planning.schedule import Choices, Schedule, schedule
 from memplan.planning.shapes import Shapes, taken_over
 from memplan.planning.validate import validate
 from memplan.rewriting.keys import Keys, UnkeyedError
+from memplan.trace.session import collector_held
 
 _log = logging.getLogger("memplan")
 _MADE = 64
@@ -80,6 +81,7 @@ class Plans:
         except (RecordingError, UsageError) as error:  # the step that was asked for was planned before: not this one
             raise UnkeyedError(str(error)) from error
 
+    @collector_held()
     def _planned(self, call: Call, held: bool) -> Planned | Reused:
         captured = None
         if self.made:
