@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch._C._profiler import _EventType  # the profiler's raw events have no public reader
 
 
+@contextmanager
+def _garbage_left() -> Iterator[None]:
+    """What is garbage before is not freed in here. To collect it first would take a second, with all that is loaded."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
 def allocations(run: Callable[[], Any]) -> list[int]:
     """The allocator's events while ``run()`` runs, in order: bytes, negative where they are released."""
-    gc.collect()
     # not torch.profiler.profile: where it keeps events, it makes an object of each, which takes most of the time
-    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
+    with _garbage_left(), torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profile:
         run()
     events: list[tuple[int, int]] = []
     stack = list(profile.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]  # it ran

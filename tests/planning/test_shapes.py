@@ -9,6 +9,7 @@ import pytest
 import torch
 from networks import SmallGPT, SmallResNet, token_loss
 from torch import Tensor, nn
+from versions import needs_sizes_as_symbols
 
 from memplan.planning import shapes as module
 from memplan.planning.calls import Call, call_of
@@ -60,6 +61,7 @@ def content(captured: Captured) -> Any:
     return values, ops, graph.encodings, graph.outputs, graph.gradients, graph.mutations, constants
 
 
+@needs_sizes_as_symbols
 def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, monkeypatch: Any) -> None:
     shapes = shapes_of(gpt)
     shapes.known(tokens(4, 24))
@@ -85,6 +87,7 @@ def test_a_convolutional_networks_graph_is_the_captured_one(monkeypatch: Any) ->
         assert content(found) == content(capture(model, call))
 
 
+@needs_sizes_as_symbols
 def test_one_size_first_then_another(gpt: nn.Module, monkeypatch: Any) -> None:
     shapes, count = shapes_of(gpt), Counted(monkeypatch)
     shapes.known(tokens(4, 24))
@@ -93,6 +96,7 @@ def test_one_size_first_then_another(gpt: nn.Module, monkeypatch: Any) -> None:
         assert (count.alone, count.symbolic) == (alone, symbolic)
 
 
+@needs_sizes_as_symbols
 def test_sizes_that_torch_takes_for_numbers_are_captured_alone(gpt: nn.Module, monkeypatch: Any) -> None:
     shapes, count = shapes_of(gpt), Counted(monkeypatch)
     shapes.known(tokens(4, 24))

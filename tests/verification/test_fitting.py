@@ -10,6 +10,7 @@ import pytest
 import torch
 from networks import SmallGPT, token_loss
 from torch import Tensor, nn
+from versions import needs_sizes_as_symbols
 
 from memplan import _torch
 from memplan.errors import BudgetError
@@ -179,6 +180,7 @@ def test_the_expected_call_is_not_asked_about_again(plans: Plans) -> None:
     assert plans(call(4, 24), False) is not planned
 
 
+@needs_sizes_as_symbols
 def test_sizes_one_after_another_are_traced_once_and_are_the_step(plans: Plans, monkeypatch: Any) -> None:
     first = plans(call(4, 24), False)
     plans(call(4, 23), False)

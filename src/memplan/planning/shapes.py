@@ -1,7 +1,8 @@
 """Calls that differ in sizes alone: captured once with symbols for the sizes, planned once.
 
 The second call of a kind is traced with symbols for the sizes in which it differs from the first. From then on a graph
-is a matter of numbers; where torch's guards say that other sizes lead to another graph, it is captured by itself.
+is a matter of numbers; where torch's guards say that other sizes lead to another graph, it is captured by itself. (In
+torch 2.11 that is so for every size of a network with attention on the CPU: it asks for the sizes as numbers.)
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.session import collector_held
 
 Step = Callable[[], Any]
 
@@ -100,8 +101,7 @@ class Meter:
 
 def measure_step(step: Step) -> Measured:
     """Run a step once and count what the CPU allocator gave it."""
-    gc.collect()  # garbage of before would be freed meanwhile
-    with Meter() as meter, meter.counting("step"):
+    with collector_held(), Meter() as meter, meter.counting("step"):  # garbage of before would be freed meanwhile
         step()
     return meter.measured("step")
 
@@ -120,13 +120,14 @@ def compare_times(first: Callable[[], float], second: Callable[[], float], pairs
         pairs: how many, after neither was warmed up here.
     """
     taken: list[tuple[float, float]] = []
-    for number in range(pairs):
-        if number % 2:
-            after = second()
-            taken.append((first(), after))
-        else:
-            before = first()
-            taken.append((before, second()))
+    with collector_held():  # between the runs only what they have left is collected
+        for number in range(pairs):
+            if number % 2:
+                after = second()
+                taken.append((first(), after))
+            else:
+                before = first()
+                taken.append((before, second()))
     ratios = [after / before for before, after in taken]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if pairs > 1 else ratios * 3
     medians = [statistics.median(seconds) for seconds in zip(*taken, strict=True)]
