@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from rewriting.cells import CELLS, Norms, total
 from torch import nn
+from torch._functorch import config as autograd_config
+from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import control_dependencies
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
@@ -19,9 +23,11 @@ from verification.test_fit_cells import BATCH, QUICK, Twice
 
 import memplan
 from memplan import _torch
+from memplan._bytes import format_bytes
 from memplan._torch import inductor
 from memplan.errors import BudgetError, CompileError, UsageError, VerificationError
 from memplan.planning import fused, planner
+from memplan.verification import prover
 from memplan.verification.fit import Fitted, _Fitting, fit
 
 pytestmark = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
@@ -73,6 +79,20 @@ def test_compiled_as_eager_is_torch_compile_in_its_own_layouts() -> None:
     with inductor._settings():
         plain = ran(torch.compile(lambda x: 1 * model(x)), model, x)
     assert not all(torch.equal(one, other) for one, other in zip(theirs, plain, strict=True))
+
+
+def test_compiled_as_eager_compiles_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo leaves code to eager mode that it has compiled eight times: then eager would be held against eager."""
+    compiled = list[Any]()
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    for number in range(12):
+        _torch.compiled_as_eager(lambda x, n=number: x * n)(torch.ones(2))
+    assert len(compiled) == 12
 
 
 def test_compiled_as_eager_draws_as_eager() -> None:
@@ -189,6 +209,45 @@ def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: 
     holds(fitted)
     assert layouts == [True, False]
     assert any("convolving in channels last was tried and not taken" in note for note in fitted.notes)
+
+
+def test_where_the_plain_layout_takes_more_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a layout of our choice rounds too much is nothing that the user asked about."""
+
+    def tried(self: _Fitting, planned: Any, budget: int) -> Fitted:
+        raise VerificationError("The planned step is NOT the same: tried in channels last")
+
+    def planned(self: _Fitting, budget: int) -> Any:
+        if not self.settings.relaid:
+            raise BudgetError("The budget is so much", smallest_budget=17)
+        return right(self, budget)
+
+    right = _Fitting._planned
+    monkeypatch.setattr(_Fitting, "_tried", tried)
+    monkeypatch.setattr(_Fitting, "_planned", planned)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU())
+    with pytest.raises(BudgetError) as caught:
+        fit(model, inputs()[0], loss=total, budget="1GB", **GIVEN)
+    assert caught.value.smallest_budget == 17
+
+
+def test_the_budget_that_is_refused_is_the_one_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, (x, y), right = Net(), inputs(), prover.compare_rounded
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(model, x, targets=y, loss=F.cross_entropy, budget=1, engine="inductor", heuristics=QUICK)
+    least = caught.value.smallest_budget
+
+    def pessimist(sides: Any, candidate: Any, steps: int, **more: Any) -> Any:
+        proof = right(sides, candidate, steps, **more)
+        return dataclasses.replace(proof, peak=proof.peak + least)
+
+    monkeypatch.setattr(prover, "compare_rounded", pessimist)
+    with pytest.raises(
+        BudgetError, match=rf"^The budget is {format_bytes(least)}; a plan for it was measured above it"
+    ):
+        fit(model, x, targets=y, loss=F.cross_entropy, budget=least, **GIVEN)
 
 
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -367,6 +426,30 @@ def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: py
     assert fitted.proof.peak <= caught.value.smallest_budget
 
 
+def test_what_is_compiled_meanwhile_in_another_thread_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.ones(4, 8)
+    lowered, theirs = inductor._lowered, list[torch.Tensor]()
+
+    def planned() -> memplan.Plan:
+        return memplan.plan(model, x, loss=torch.sum, budget="1MB", engine="inductor", costs="roofline")
+
+    def compiled() -> torch.Tensor:
+        with inductor_config.patch(fx_graph_cache=False), autograd_config.patch(enable_autograd_cache=False):
+            return torch.compile(lambda x: (x.sin() + len(theirs)).cos())(x)
+
+    def beside(part: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            theirs.append(pool.submit(compiled).result())
+        return lowered(part)
+
+    alone = planned()
+    monkeypatch.setattr(inductor, "_lowered", beside)
+    assert planned() == alone
+    assert len(theirs) == 2
+    for number, one in enumerate(theirs):
+        torch.testing.assert_close(one, (x.sin() + number).cos())
+
+
 def test_without_a_compiler_one_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "cpp_compiler", lambda: None)
     with pytest.raises(UsageError, match="no C\\+\\+ compiler was found"):
@@ -384,6 +467,28 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
         fit(model, torch.ones(4, 8), loss=torch.sum, budget="1MB", **GIVEN)
     assert _torch.call_of_module(model) is None
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+def test_a_compiler_that_fails_later_leaves_the_call_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours of training are not lost to the last batch, which is smaller, and a disk that is full by then."""
+    torch.manual_seed(0)
+    model, (x, y) = Net(), inputs()
+    model.drop.p = 0.0
+    plain = copy.deepcopy(model)
+    fitted = at_share(model, 0.7, x, targets=y, loss=F.cross_entropy)
+    assert fitted.loss is not None
+    for name, size in (("kernels_of", 6), ("code_of", 16)):  # while kernels are made, and while it is planned
+        given, labels = torch.randn(size, 3, 32, 32), torch.arange(size) % 10
+
+        def fails(part: Any, name: str = name) -> Any:
+            raise RuntimeError(f"{name}: out of disk space")
+
+        said = f"a call runs unplanned: The .* pass could not be compiled: .*{name}: out"
+        with monkeypatch.context() as patch:
+            patch.setattr(inductor, name, fails)
+            with pytest.warns(UserWarning, match=said):
+                found = fitted.loss(given, labels)
+        torch.testing.assert_close(found, F.cross_entropy(plain(given), labels))
 
 
 def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,22 +16,26 @@ of ``GraphLowering``, ``write`` and ``load_by_key_path`` of ``torch._inductor.co
 
 from __future__ import annotations
 
+import builtins
 import copy
 import importlib
+import itertools
 import logging
 import operator
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx import traceback
 
-from memplan._torch.patches import patched
+from memplan._torch.patches import here_alone, patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
 from memplan._torch.tensors import is_random, storage_key
 
@@ -39,6 +43,8 @@ Boxed = Callable[[list[Any]], Sequence[Tensor]]
 """Empties the list that it is given, so that what is in it can be freed as it goes."""
 
 _COPY = torch.ops.aten.copy_.default
+_one_at_a_time = threading.RLock()
+"""Around what replaces functions of Inductor's for its time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,7 +239,8 @@ class _Later:
 
 def code_of(part: Lowerable) -> Code:
     """The code of a function, which is written once; none of its kernels is compiled."""
-    return part.code
+    with _one_at_a_time:
+        return part.code
 
 
 def kernels_of(part: Lowerable) -> Boxed:
@@ -247,13 +254,17 @@ def kernels_of(part: Lowerable) -> Boxed:
 def _written(part: Lowerable) -> Code:
     from torch._inductor.graph import GraphLowering
 
-    found = list[_Later]()
+    found, compile_to_module = list[_Later](), GraphLowering.compile_to_module
 
     def instead(self: Any) -> Any:
         found.append(_Later(self.codegen()[0].value, {**self.constants, **self.torchbind_constants}))
         return found[-1]
 
-    with patched(GraphLowering, compile_to_module=instead), _uncached(), kernels_recorded() as record:
+    with (
+        patched(GraphLowering, compile_to_module=here_alone(instead, compile_to_module)),
+        _uncached(),
+        kernels_recorded() as record,
+    ):
         function = _lowered(part)
     return Code("".join(one.text for one in found), record.kernels, function, tuple(found))
 
@@ -311,18 +322,10 @@ def is_of_other_layout(error: AssertionError) -> bool:
 
 def without_kernels(part: Lowerable, code: str) -> Boxed:
     """What `code_of` wrote, to be run on tensors without data: it allocates and frees, its own kernels do nothing."""
-    from torch._inductor import async_compile
-
     if not code:
         return lambda given: part.graph(*given)
-
-    class Idle:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_, **__: None
-
-    found: dict[str, Any] = {}
-    with patched(async_compile, AsyncCompile=Idle):
-        exec(compile(code, "<fused code>", "exec"), found)
+    found: dict[str, Any] = {"__builtins__": vars(builtins) | {"__import__": _import_without_kernels}}
+    exec(compile(code, "<fused code>", "exec"), found)
     found |= {name: _nothing for name, value in found.items() if value is None}
     found |= {
         "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
@@ -333,11 +336,27 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
     return found["call"]
 
 
+class _Idle:
+    """In the place of what compiles kernels: they do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _nothing
+
+
+def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
+    if name == "torch._inductor.async_compile":
+        return SimpleNamespace(AsyncCompile=_Idle)
+    return builtins.__import__(name, *rest, **more)
+
+
 def _reinterpreted(one: Tensor, size: Sequence[int], stride: Sequence[int], offset: int = 0) -> Tensor:
     return one.as_strided(size, stride, one.storage_offset() + offset)
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+_numbers = itertools.count()
 
 
 def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,7 +366,9 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    made: Any = torch.compile(run)
+    # Dynamo counts by code how often something is compiled, and leaves it to eager mode from the ninth time on.
+    code = run.__code__.replace(co_name=f"run_{next(_numbers)}")
+    made: Any = torch.compile(FunctionType(code, run.__globals__, closure=run.__closure__))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _drawn_as_eager(), _untold():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,16 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """What is to be `patched` in for this thread: others, in which the user may compile, call the function itself."""
+    here = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (instead if threading.get_ident() == here else function)(*args, **kwargs)
+
+    return call
 
 
 @contextlib.contextmanager

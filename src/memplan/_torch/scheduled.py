@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from memplan._torch.flops import flop_formula
-from memplan._torch.patches import patched
+from memplan._torch.patches import here_alone, patched
 
 MARK = "memplan "
 """What the stack trace of a marked node begins with; a number follows."""
@@ -110,7 +110,7 @@ def _record_written(record: Record, patches: ExitStack) -> None:
             record.wrote(name, nodes)
             return name
 
-        return define_kernel
+        return here_alone(define_kernel, define)
 
     for backend in (CppScheduling, TritonScheduling):
         patches.enter_context(patched(backend, define_kernel=recording(backend.define_kernel)))
@@ -125,7 +125,7 @@ def _record_called(record: Record, patches: ExitStack) -> None:
         record.calls(node)
         return call(self, node, *rest, **more)
 
-    patches.enter_context(patched(Scheduler, codegen_extern_call=codegen_extern_call))
+    patches.enter_context(patched(Scheduler, codegen_extern_call=here_alone(codegen_extern_call, call)))
 
 
 def _without(kernel: Kernel, called: set[str]) -> Kernel:

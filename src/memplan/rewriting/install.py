@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.errors import RecordingError, TargetError
+from memplan.errors import CompileError, RecordingError, TargetError
 from memplan.planning.calls import Call, call_of
 from memplan.planning.capture import Captured, is_capturing
 from memplan.planning.fused import Fused, fused
@@ -70,7 +70,7 @@ def install(model: nn.Module, planner: Planner) -> Installed:
     Args:
         model: a module, or `memplan.with_loss` of one.
         planner: asked once for each kind of call. It may call the module: that runs as it is, without its own hooks.
-            Where it raises UnkeyedError, such calls run as they are.
+            Where it raises UnkeyedError, or what it answers cannot be compiled, such calls run as they are.
 
     Raises:
         TargetError: the module is planned or compiled already.
@@ -235,7 +235,12 @@ class Installed:
             return _Variant(unplanned=str(error))
         finally:
             _planning.modules = outer
-        return _Variant() if planned is None else _Variant(_engine(planned), planned.captured)
+        if planned is None:
+            return _Variant()
+        try:
+            return _Variant(_engine(planned), planned.captured)
+        except CompileError as error:  # perhaps hours into a training, for its last batch
+            return _Variant(unplanned=str(error))
 
     def _tell_of_alike(self, call: Call, kind: _Kind) -> None:
         """Tell of something that is another in each call: each is planned anew."""

@@ -18,6 +18,7 @@ from memplan.planning.planner import Allow, Engine, Planned, Planner, Settings
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
 from memplan.planning.unseen import without_hooks
+from memplan.rewriting.compiled import compiled
 from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
 from memplan.trace.model import HOST
@@ -151,8 +152,10 @@ class _Fitting:
         while True:
             try:
                 return self._until_it_fits()
-            except (BudgetError, RecordingError) as error:
-                raise failed or error from None  # what is left does not do either
+            except (BudgetError, RecordingError) as error:  # what is left does not do either
+                if failed is None or (isinstance(error, BudgetError) and not self.settings.relaid):
+                    raise  # that a layout of our choice rounds too much is nothing that the user asked about
+                raise failed from None
             except VerificationError as error:
                 tried, less = self._less_than_tried(asked)
                 if less is None:
@@ -237,13 +240,19 @@ class _Fitting:
             with self._tracing():
                 planned = self.planner.planned(self.asked.call, replace(self.settings, budget=budget), key=0)
         except BudgetError as error:
-            raise self._too_little(error) from None
+            raise self._too_little(error, budget) from None
         if self.settings.undecided:  # planned again, and in later calls, it loses what this one does
             self.settings = replace(self.settings, precision=planned.plan.precision)
         return planned
 
-    def _too_little(self, error: BudgetError) -> BudgetError:
-        """The error with what the step takes when it really runs by the smallest plan, or without one."""
+    def _too_little(self, error: BudgetError, budget: int) -> BudgetError:
+        """The error with what the step takes when it really runs by the smallest plan, or without one.
+
+        ``budget``: what was planned for, which is less than what was asked for once that was measured above it.
+        """
+        found, asked = error.found, format_bytes(self.settings.budget)
+        if budget != self.settings.budget:
+            found = f"The budget is {asked}; a plan for it was measured above it, and for {budget} bytes there is none"
         floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
@@ -261,7 +270,7 @@ class _Fitting:
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
         return BudgetError(
-            error.found,
+            found,
             expected=expected,
             do=f"Give {format_bytes(least)} ({least} bytes){ways}",
             smallest_budget=least,
@@ -290,6 +299,8 @@ class _Fitting:
             return self._handed_over(planned, proof, budget, undo)
 
     def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
+        if planned.fused is not None:
+            compiled(planned.fused)  # raises what a call would only be told of
         plans = Plans(self.asked.step, replace(self.settings, budget=budget), self._told)
         plans.expect(planned)
         undo.callback(install(self.asked.step, plans).undo)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from memplan.errors import BudgetError, RecordingError, ScheduleError, UsageError
+from memplan.errors import BudgetError, CompileError, RecordingError, ScheduleError, UsageError
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured
 from memplan.planning.fused import Fused
@@ -65,7 +65,7 @@ class Plans:
 
         Raises:
             BudgetError: none fits.
-            UnkeyedError: such a call cannot be captured.
+            UnkeyedError: such a call cannot be captured, or not be compiled.
         """
         expected = self._expected
         if expected is not None and expected.schedule.choices.held == held:
@@ -78,7 +78,11 @@ class Plans:
             if not held:
                 raise
             raise _with_gradients(error) from None
-        except (RecordingError, UsageError) as error:  # the step that was asked for was planned before: not this one
+        except (
+            RecordingError,
+            UsageError,
+            CompileError,
+        ) as error:  # the step that was asked for was planned before: not this one
             raise UnkeyedError(str(error)) from error
 
     @collector_held()
