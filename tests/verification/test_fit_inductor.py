@@ -193,6 +193,24 @@ def test_an_update_waits_for_all_that_reads_its_parameter() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_under_autocast_it_is_as_near_to_float64_as_autocast_is() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Net(), inputs()
+    model.drop.p = 0.0  # in float64 it would draw other numbers
+    low, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    fitted = at_share(model, 0.85, x, targets=y, loss=F.cross_entropy, autocast="bfloat16")
+    assert fitted.proof.ok
+    assert fitted.loss is not None
+    assert abs(fitted.plan.peak - fitted.proof.peak) <= WITHIN * fitted.proof.peak
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fitted.loss(x, y).backward()
+        F.cross_entropy(low(x), y).backward()
+    F.cross_entropy(wide(x.double()), y).backward()
+    ours, plain, true = ([one.grad for one in net.parameters() if one.grad is not None] for net in (model, low, wide))
+    errors = [torch.stack([(a - b).norm() for a, b in zip(one, true, strict=True)]).norm() for one in (ours, plain)]
+    assert 1e-4 < errors[0] < 2 * errors[1]
+
+
 def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, layouts = _Fitting._tried, list[bool]()
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memplan
+from memplan import _torch
 from memplan.errors import UsageError, VerificationError
 from memplan.planning import quantized, tiers
 from memplan.planning.precision import EXACT, UNSCALED, Precision
@@ -116,6 +117,36 @@ def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
         assert 0 < proofs.overall(proof.rounded, "gradients").relative < 0.6
     assert proofs.loads(proofs.dumps(proof)) == proof
     assert memplan.Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
+@pytest.mark.parametrize("name", [pytest.param("conv", marks=needs_avx512), "transformer", "unet"])
+def test_fused_kernels_in_bfloat16_are_no_farther_off_than_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, Precision("bfloat16"))
+    fitted = fitted_at(0.5, name, engine="inductor")
+    proof, plan = fitted.proof, fitted.plan
+    assert proof.ok
+    assert proof.budget is not None
+    assert proof.peak <= proof.budget
+    assert abs(proof.peak - plan.peak) <= 0.05 * proof.peak
+    assert (plan.precision, plan.grade, proof.grade) == (Precision("bfloat16"), "lossy", "lossy")
+    step, wide, low, x = fitted.loss, cell(name)[0].double(), cell(name)[0], cell(name)[1]
+    assert step is not None
+    ours = gradients(lambda: step(x, labels(x)), fitted.model)
+    true = gradients(lambda: F.cross_entropy(wide(x.double() if x.is_floating_point() else x), labels(x)), wide)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = gradients(lambda: F.cross_entropy(low(x), labels(x)), low)
+    errors = [torch.stack([(a - b).norm() for a, b in zip(one, true, strict=True)]).norm() for one in (ours, plain)]
+    if name != "transformer":  # in float64 dropout draws other numbers
+        assert 0 < errors[0] < 2 * errors[1]
+
+
+def gradients(loss: Any, model: nn.Module) -> list[torch.Tensor]:
+    """Those of a step, in float64."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss().backward()
+    return [one.grad.double() for one in model.parameters() if one.grad is not None]
 
 
 @needs_avx512
@@ -240,6 +271,11 @@ def test_float16_without_a_scaler_is_warned_of() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
     fitted = memplan.fit(model, x, budget="1GB", autocast=torch.float16, pairs=0)
     assert UNSCALED in fitted.notes
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert UNSCALED in memplan.fit(model, x, budget="1GB", pairs=0).notes
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert UNSCALED not in memplan.fit(model, x, budget="1GB", pairs=0).notes
+    assert UNSCALED in memplan.fit(model.half(), x.half(), budget="1GB", pairs=0).notes
 
 
 class Noting:

@@ -124,6 +124,14 @@ def traced(
     return Traced(graph, mode, tuple(written))
 
 
+def decomposition(op: Any) -> Callable[..., Any]:
+    """What Inductor traces in the place of an op; the op itself where there is nothing."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = select_decomp_table().get(op)
+    return op if found is None else found
+
+
 def mark(number: int) -> None:
     """Mark the ops that follow in a function that is `traced`: `Kernel.origins` bear the mark."""
     # As a stack trace: of what a node says of itself, all that rewrites graphs hands that on.

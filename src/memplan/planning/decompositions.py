@@ -13,6 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memplan._torch import inductor
+
+_aten: Any = torch.ops.aten
+_NORMS = (
+    _aten._native_batch_norm_legit_functional.default,
+    _aten.native_layer_norm.default,
+    _aten.native_group_norm.default,
+)
+
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By op, the function that it is replaced by when a step is traced."""
@@ -26,6 +35,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     return {
         **pools.decompositions(),
         **refused.decompositions(),
+        **{op: _norm(op) for op in _NORMS},
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,
         ops.unpack_bits.default: _unpacked,
         ops.threshold_backward_bits.default: _threshold_backward,
@@ -34,6 +44,21 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
         ops.masked_fill_bits.default: lambda x, bits, value: torch.where(_like(bits, x), value, x),
         ops.cross_entropy_backward.default: _cross_entropy_backward,
     }
+
+
+def _norm(op: Any) -> Callable[..., Any]:
+    """A norm as Inductor has it. In mixed precision the CPU's kernels give statistics in the parameters' dtype; torch's
+    decompositions round them to that of the input, whatever has been made for the backward pass."""
+
+    def norm(x: Tensor, *rest: Any) -> Any:
+        traced = inductor.decomposition(op)
+        like = next((one for one in rest if isinstance(one, Tensor)), x)
+        if like.dtype == x.dtype:
+            return traced(x, *rest)
+        result, *statistics = traced(x.to(like.dtype), *rest)  # they compute in that anyway
+        return result.to(x.dtype), *statistics
+
+    return norm
 
 
 def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:

@@ -125,7 +125,7 @@ def fused(of: Schedule) -> Fused:
 
     def forward(*inputs: Tensor) -> list[Tensor]:
         outputs, saved = functions["forward"](list(inputs))
-        return [*outputs, *saved]
+        return [*_as_in(graph, outputs, graph.outputs), *_as_in(graph, saved, of.saved)]
 
     def backward(*given: Tensor) -> list[Tensor]:
         inputs: list[Any] = [None] * len(resident)
@@ -157,6 +157,11 @@ def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     made = tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
     same = all(made.shape[dim] <= 1 or made.stride(dim) == stride[dim] for dim in dims)
     return made if same else tensor
+
+
+def _as_in(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[int]) -> list[Tensor]:
+    """What is handed on, in the dtypes of the graph: the code that reads it is made for these."""
+    return [one.to(getattr(torch, graph.values[of].dtype)) for one, of in zip(tensors, values, strict=True)]
 
 
 def _tangents(graph: JointGraph) -> list[Value]:

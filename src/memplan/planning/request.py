@@ -88,9 +88,17 @@ def request(
     held = settings.held or accumulate > 1
     settings = replace(settings, budget=size, device=card, held=held, allow=allow)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
-    if options.autocast is torch.float16:
+    if torch.float16 in _computes_in(made, options.autocast):
         notes = (*notes, UNSCALED)
     return Request(made, step, call_of(args, keywords), options.autocast, settings, notes)
+
+
+def _computes_in(model: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
+    """The dtypes of the parameters that are trained, and that of the autocast that is asked for, or on."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if autocast is None and torch.is_autocast_enabled(HOST):
+        autocast = torch.get_autocast_dtype(HOST)
+    return found if autocast is None else found | {autocast}
 
 
 def _check_allow(allow: str, settings: Settings) -> None:
