@@ -6,8 +6,12 @@ import copy
 import dataclasses
 import functools
 import importlib
+import os
 import random
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -384,6 +388,27 @@ def test_the_proof_is_the_same_where_the_step_cannot_be_compiled_without_a_plan(
         assert found[-1].proof.truth == "reference"
     assert found[0].proof.peak == found[1].proof.peak
     assert found[0].proof.reference_peak == found[1].proof.reference_peak
+
+
+SECOND = """
+import torch, memplan
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+fitted = memplan.fit(model, torch.randn(32, 64), loss=torch.sum, budget="1GB", engine="inductor", pairs=0)
+assert fitted.proof.ok
+"""
+
+
+def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    found = list[dict[Path, int]]()
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", SECOND], env=environment, check=True, capture_output=True)
+        found.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.so")})
+    first, second = found
+    assert len(first) >= 2  # of the forward and the backward pass
+    assert second == first  # none is new, none was written again
 
 
 def test_a_plan_goes_back_and_forth_and_keeps_its_engine() -> None:
