@@ -91,3 +91,27 @@ def test_kernels_keep_no_constants_of_their_own() -> None:
         TABLE,
     )
     assert not [node for node in traced.graph.graph.nodes if node.op == "get_attr"]
+
+
+NORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "batch": (torch.ops.aten._native_batch_norm_legit_functional.default, (None, None, True, 0.1, 1e-5)),
+    "layer": (torch.ops.aten.native_layer_norm.default, ()),
+    "group": (torch.ops.aten.native_group_norm.default, (4, 6, 35, 2, 1e-5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_have_the_statistics_of_the_kernel_in_mixed_precision(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    op, rest = NORMS[kind]
+    x, weight, bias = torch.randn(4, 6, 5, 7).to(dtype) + 3, torch.rand(6) + 0.5, torch.randn(6)
+    given: tuple[Any, ...] = x, weight, bias, *rest
+    if kind == "batch":
+        given = x, weight, bias, torch.zeros(6), torch.ones(6), *rest[2:]
+    if kind == "layer":
+        given = x, [7], weight[:1].expand(7).contiguous(), bias[:1].expand(7).contiguous(), 1e-5
+    expected, found = op(*given), TABLE[op](*given)
+    for kernel, ours in zip(expected, found, strict=True):
+        assert ours.dtype == kernel.dtype
+        torch.testing.assert_close(ours.reshape(kernel.shape), kernel)

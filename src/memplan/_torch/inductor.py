@@ -124,12 +124,11 @@ def traced(
     return Traced(graph, mode, tuple(written))
 
 
-def decomposition(op: Any) -> Callable[..., Any]:
-    """What Inductor traces in the place of an op; the op itself where there is nothing."""
+def decomposition(op: Any) -> Callable[..., Any] | None:
+    """What Inductor traces in the place of an op; None where it takes the op itself."""
     from torch._inductor.decomposition import select_decomp_table
 
-    found = select_decomp_table().get(op)
-    return op if found is None else found
+    return select_decomp_table().get(op)
 
 
 def mark(number: int) -> None:

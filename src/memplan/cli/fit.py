@@ -114,7 +114,7 @@ class _Files:
     help="Values of the plan to list; 0 for all.")  # fmt: skip
 @click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
-@click.option("--frontier", "frontier_file", metavar="FILE", help="Draw exact plans, down to the floor.")
+@click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of exact plans.")
 @click.option(
     "--peers", is_flag=True,
     help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, and draw them beside.",

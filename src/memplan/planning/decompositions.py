@@ -52,6 +52,8 @@ def _norm(op: Any) -> Callable[..., Any]:
 
     def norm(x: Tensor, *rest: Any) -> Any:
         traced = inductor.decomposition(op)
+        if traced is None:
+            return NotImplemented
         like = next((one for one in rest if isinstance(one, Tensor)), x)
         if like.dtype == x.dtype:
             return traced(x, *rest)

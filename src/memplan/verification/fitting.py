@@ -78,11 +78,8 @@ class Plans:
             if not held:
                 raise
             raise _with_gradients(error) from None
-        except (
-            RecordingError,
-            UsageError,
-            CompileError,
-        ) as error:  # the step that was asked for was planned before: not this one
+        except (RecordingError, UsageError, CompileError) as error:
+            # the step that was asked for was planned before: not this one
             raise UnkeyedError(str(error)) from error
 
     @collector_held()
