@@ -328,6 +328,8 @@ def test_what_it_says_in_a_paragraph() -> None:
         "1 value recomputed, 1 encoded. No plan in this budget adds less than 200 ms (gap 50 ms). The least found to "
         "be enough is 188.0 MiB, no less than 180.0 MiB can be."
     )
+    fused = replace(PLAN, choices=replace(PLAN.choices, fused=True))  # where others were not lowered
+    assert fused.summary.endswith("The least looked at is 188.0 MiB, no less than 180.0 MiB can be.")
     assert PLAN.peak == 252 * MIB
     assert PLAN.gap == pytest.approx(0.0501)
     assert replace(PLAN, lower_bound_seconds=0.3).gap == 0

@@ -205,8 +205,8 @@ class Plan:
         """What it comes to, in a paragraph."""
         before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
-        floor = f"The least found to be enough is {format_bytes(self.floor)}, no less than "
-        floor += f"{format_bytes(self.lower_bound)} can be."
+        least = "The least looked at" if self.choices.fused else "The least found to be enough"
+        floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be."
         if self.changes_nothing:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
