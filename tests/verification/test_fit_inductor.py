@@ -545,6 +545,15 @@ def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         fit(nn.Linear(8, 8), torch.ones(4, 8), loss=torch.sum, budget="1MB", **GIVEN)
 
 
+def test_what_a_killed_process_has_left_in_the_cache_is_to_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(part: Any) -> Any:
+        raise ImportError("/tmp/cache/xf/kernel.so: file too short")
+
+    monkeypatch.setattr(inductor, "kernels_of", fails)
+    with pytest.raises(CompileError, match=r"/tmp/cache/xf/kernel.so: file too short.*Delete that file"):
+        fit(nn.Linear(8, 8), torch.ones(4, 8), loss=torch.sum, budget="1MB", **GIVEN)
+
+
 def test_without_a_directory_for_its_cache_one_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> str:
         raise FileNotFoundError(2, "No such file or directory", "/nowhere")

@@ -62,8 +62,12 @@ def lowering(name: str) -> Iterator[None]:
         raise CompileError(
             f"The {name} pass could not be compiled: {type(error).__name__}: {_reason(error):.300}",
             expected="a step that Inductor can lower, and a compiler that works",
-            do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
+            do=_CUT_SHORT if isinstance(error, ImportError) and "file too short" in str(error) else _LEAVE_OUT,
         ) from error
+
+
+_LEAVE_OUT = "Leave engine out: 'graph' runs torch's own kernels and compiles nothing"
+_CUT_SHORT = "Delete that file: a process that was killed while it compiled has left it in Inductor's cache"
 
 
 def _reason(error: Exception) -> str:
