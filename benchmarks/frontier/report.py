@@ -355,7 +355,7 @@ def _kept(rows: Sequence[Row]) -> list[str]:
     return [
         "",
         f"**{len(rows)} budgets with fused kernels: {exceeded}, largest error of the predicted peak {max(errors):.2%}, "
-        f"gradients within twice eager's rounding in {near}.**",
+        f"gradients right, held against float64, in {near}.**",
     ]
 
 

@@ -94,8 +94,8 @@ def test_kernels_keep_no_constants_of_their_own() -> None:
 
 
 NORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "batch": (torch.ops.aten._native_batch_norm_legit_functional.default, (None, None, True, 0.1, 1e-5)),
-    "layer": (torch.ops.aten.native_layer_norm.default, ()),
+    "batch": (torch.ops.aten._native_batch_norm_legit_functional.default, (True, 0.1, 1e-5)),
+    "layer": (torch.ops.aten.native_layer_norm.default, (1e-5,)),
     "group": (torch.ops.aten.native_group_norm.default, (4, 6, 35, 2, 1e-5)),
 }
 
@@ -108,9 +108,9 @@ def test_norms_have_the_statistics_of_the_kernel_in_mixed_precision(kind: str, d
     x, weight, bias = torch.randn(4, 6, 5, 7).to(dtype) + 3, torch.rand(6) + 0.5, torch.randn(6)
     given: tuple[Any, ...] = x, weight, bias, *rest
     if kind == "batch":
-        given = x, weight, bias, torch.zeros(6), torch.ones(6), *rest[2:]
+        given = x, weight, bias, torch.zeros(6), torch.ones(6), *rest
     if kind == "layer":
-        given = x, [7], weight[:1].expand(7).contiguous(), bias[:1].expand(7).contiguous(), 1e-5
+        given = x, [7], weight[:1].expand(7).contiguous(), bias[:1].expand(7).contiguous(), *rest
     expected, found = op(*given), TABLE[op](*given)
     for kernel, ours in zip(expected, found, strict=True):
         assert ours.dtype == kernel.dtype
