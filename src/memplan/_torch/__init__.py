@@ -5,6 +5,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from memplan._torch.autocast import casts_kept
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
+    clear_cublas_workspaces,
     copied,
     default_device_replaced,
     factories_replaced,
@@ -136,6 +137,7 @@ __all__ = [
     "cast_in",
     "casts_kept",
     "checkpoints_for_cuda",
+    "clear_cublas_workspaces",
     "clipping_seen",
     "compiled_as_eager",
     "copied",

@@ -106,3 +106,8 @@ def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextl
         _snapshot=refusal("_snapshot"),
         _dump_snapshot=refusal("_dump_snapshot"),
     )
+
+
+def clear_cublas_workspaces() -> None:
+    """What cuBLAS keeps to work in goes back to the allocator; the next product takes it anew."""
+    torch._C._cuda_clearCublasWorkspaces()

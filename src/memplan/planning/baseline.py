@@ -10,27 +10,38 @@ import torch
 from torch import nn
 
 from memplan.planning.calls import Call
+from memplan.planning.home import Home
 from memplan.planning.losses import default_loss
 from memplan.planning.updates import Optimizer
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.model import HOST
-from memplan.trace.record import record
+from memplan.trace.record import record_for
 from memplan.trace.spec import like
 from memplan.trace.step import copy_module
 
 
-def baseline(model: nn.Module, call: Call, optimizer: Optimizer | None, *, held: bool) -> Timeline:
+def baseline(
+    model: nn.Module, call: Call, optimizer: Optimizer | None, *, held: bool, home: Home | None = None
+) -> Timeline:
     """Bytes over time of two steps of the model as it is, under the autocast that is on; nothing is allocated.
 
-    ``held``: gradients are there when a step begins, as from the second micro-batch of an accumulation on. What counts
-    is the second step: the optimizer has its state, and gradients are held where they are to be.
+    What counts is the second step: the optimizer has its state, and gradients are held where they are to be.
+
+    Args:
+        model, call: what is called with what.
+        optimizer: a callable of the parameters; None: no update is part of it.
+        held: gradients are there when a step begins, as from the second micro-batch of an accumulation on.
+        home: where it runs; None: on the CPU.
     """
-    around = _autocast()
+    home = home or Home()
+    around = _autocast(home.type)
 
     def build() -> Callable[[], None]:
-        made = copy_module(model)
-        args, kwargs = call.rebuild(tuple(like(tensor) for tensor in call.tensors))
+        made, on_card = copy_module(model), home.card is not None
+        if on_card:
+            made.to(home.type)
+        tensors = (_placed(like(one), home.type) if one.device.type == home.type else like(one) for one in call.tensors)
+        args, kwargs = call.rebuild(tuple(tensors))
         update = None if optimizer is None else optimizer(made.parameters())
 
         def step() -> None:
@@ -46,13 +57,17 @@ def baseline(model: nn.Module, call: Call, optimizer: Optimizer | None, *, held:
 
         return step
 
-    with torch.autocast(HOST, enabled=False):
-        return simulate(record(build, device=HOST))
+    with torch.autocast(home.type, enabled=False):
+        return simulate(record_for(build, home.target))
 
 
-def _autocast() -> Callable[[], AbstractContextManager[Any]]:
+def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    return tensor.detach().to(place).requires_grad_(tensor.requires_grad)
+
+
+def _autocast(place: str) -> Callable[[], AbstractContextManager[Any]]:
     """What turns on the autocast that is on now."""
-    if not torch.is_autocast_enabled(HOST):
+    if not torch.is_autocast_enabled(place):
         return nullcontext
-    dtype = torch.get_autocast_dtype(HOST)
-    return lambda: torch.autocast(HOST, dtype=dtype)
+    dtype = torch.get_autocast_dtype(place)
+    return lambda: torch.autocast(place, dtype=dtype)

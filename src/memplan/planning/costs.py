@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -67,7 +67,7 @@ def with_costs(
         unknown = [key for key in _most_wanted_first(graph, sheet) if key not in known]
         measured = _measured(graph, sheet, unknown, on, limit)
         seconds = _completed(measured | {k: s for k, s in known.items() if k in sheet.works}, sheet.works)
-    return _priced(graph, sheet, {**seconds, **known})
+    return _priced(_with_scratch(graph, sheet, on), sheet, {**seconds, **known})
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
@@ -201,6 +201,13 @@ class _Sheet:
         return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
 
 
+def _with_scratch(graph: JointGraph, sheet: _Sheet, on: str) -> JointGraph:
+    """The graph with what its ops held on a card beside their results when they were timed there."""
+    held = _clock(on).scratch
+    ops = (replace(op, scratch=held.get(sheet.keys.get((op.index, op.target), ""), op.scratch)) for op in graph.ops)
+    return replace(graph, ops=tuple(ops)) if held else graph
+
+
 def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> JointGraph:
     def priced(op: GraphOp) -> GraphOp:
         if op.is_view:
@@ -246,6 +253,8 @@ class _Clock:
     """What was measured on one device with so many threads."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    scratch: dict[str, int] = field(default_factory=dict)
+    """Bytes, of ops on a card: what a call holds beside its results."""
     refused: dict[str, str] = field(default_factory=dict)
 
 
@@ -281,6 +290,8 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
                 clock.refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
             try:
+                if torch.device(on).type != "cpu":
+                    clock.scratch[key] = _held(graph, sheet.timed[key][0].call, on)
                 clock.seconds[key] = sum(_taken(graph, one, on) for one in sheet.timed[key])
             except Exception as error:  # whatever a kernel objects to in made-up arguments
                 clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -309,18 +320,12 @@ def _taken(graph: JointGraph, timed: _Timed, on: str) -> float:
 
 def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
     """Seconds of a call. The least of a few runs: other work on the machine only ever adds to it."""
-    target, args, kwargs = called
-    made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
-    args, kwargs = map_refs(args, made.__getitem__), map_refs(kwargs, made.__getitem__)
-    call: Any = torch.ops
-    for name in target.split("."):
-        call = getattr(call, name)
-    wait = torch.get_device_module(torch.device(on)).synchronize
+    call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
         wait()
         begin = time.perf_counter()
-        call(*args, **kwargs)
+        call()
         wait()
         return time.perf_counter() - begin
 
@@ -329,6 +334,27 @@ def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
         times.append(run())
         spent += times[-1]
     return min(times)
+
+
+def _held(graph: JointGraph, called: codecs.Called, on: str) -> int:
+    """Bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
+    call = _ready(graph, called, on)
+    torch.cuda.reset_peak_memory_stats(on)
+    result = call()
+    beside = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
+    del result  # it was alive when that was asked
+    return beside
+
+
+def _ready(graph: JointGraph, called: codecs.Called, on: str) -> Callable[[], Any]:
+    """A call on made-up tensors."""
+    target, args, kwargs = called
+    made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
+    args, kwargs = map_refs(args, made.__getitem__), map_refs(kwargs, made.__getitem__)
+    call: Any = torch.ops
+    for name in target.split("."):
+        call = getattr(call, name)
+    return lambda: call(*args, **kwargs)
 
 
 def _made_up(value: Value, on: str) -> torch.Tensor:

@@ -129,7 +129,7 @@ class Plan:
     @property
     def peak(self) -> int:
         """Predicted peak of the planned step."""
-        return self.predicted.peak_allocated
+        return self.predicted.peak_reserved
 
     @property
     def grade(self) -> Grade:

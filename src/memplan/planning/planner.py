@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from memplan.errors import BudgetError, CompileError, MemplanError
 from memplan.planning.baseline import baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
+from memplan.planning.card import on_card
 from memplan.planning.codecs import encodings
 from memplan.planning.costs import LIMIT, step_seconds, with_costs
 from memplan.planning.decisions import decide
@@ -23,6 +25,7 @@ from memplan.planning.fused import Fused
 from memplan.planning.fusing import Candidate, Fusing, as_fusible
 from memplan.planning.fusion import UNTOLD, fusion_of
 from memplan.planning.graph import RESIDENT, JointGraph
+from memplan.planning.home import Home
 from memplan.planning.layouts import relaid
 from memplan.planning.lowering import cast_copies, lowered
 from memplan.planning.offload import with_offloads
@@ -41,7 +44,6 @@ from memplan.planning.unfused import unfused
 from memplan.planning.updates import Optimizer, surroundings
 from memplan.planning.validate import validate
 from memplan.simulation.model import Timeline
-from memplan.trace.model import HOST
 
 Engine = Literal["graph", "inductor"]
 """What runs a plan: torch's own kernels one by one, or fused ones that Inductor makes of each half."""
@@ -61,8 +63,10 @@ class Settings:
     """Each parameter is updated in the backward pass, as soon as its gradient is complete."""
     held: bool = False
     """Gradients are there when the step begins."""
+    home: Home = field(default_factory=Home)
+    """Where the step runs."""
     device: Device | None = None
-    """Whose kernels the seconds are of; None: this machine's, measured."""
+    """Whose kernels the seconds are of; None: those that the step runs by, measured."""
     costs: Mapping[str, float] | str | None = None
     """Seconds by op, as an earlier plan measured them (`costs.costs_of`); "roofline": estimates, always the same."""
     heuristics: Heuristics = field(default_factory=Heuristics)
@@ -199,21 +203,44 @@ class Study:
         if settings.engine == "inductor":
             return self._in_either_layout(settings)
         graph, search = self.captured.graph, self.search(settings)
-        around = search.around
+        around, home = search.around, settings.home
         if settings.plan is not None:
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
-            self._check(settings.plan, settings, levels(made, around).peak)
+            self._check(settings.plan, settings, timeline_of(made, around, home).peak_reserved)
+            made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
         else:
-            found = search.within(settings.budget)
+            made, bound = self._within(settings)
+        validate(graph, made, budget=settings.budget, surroundings=around)
+        timeline = timeline_of(made, around, home)
+        bounds = _Bounds(timeline, min(self._floor(settings), timeline.peak_reserved), search.lower_bound, bound)
+        return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
+
+    def _within(self, settings: Settings) -> tuple[Schedule, float]:
+        """The schedule for a budget, and the seconds that none adds less than.
+
+        On a card the allocator holds more than what is alive. By so much less it is planned again.
+        """
+        graph, search, home, target = self.captured.graph, self.search(settings), settings.home, settings.budget
+        around = search.around
+        while True:
+            found = search.within(target)
             made = schedule(graph, found.choices)
             if isinstance(found, Infeasible):
-                raise budget_error(made, around, settings.budget)
-            bound = found.lower_bound_seconds
-        made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
-        validate(graph, made, budget=settings.budget, surroundings=around)
-        timeline = timeline_of(made, around)
-        bounds = _Bounds(timeline, min(search.floor_peak, timeline.peak_allocated), search.lower_bound, bound)
-        return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
+                if timeline_of(made, around, home).peak_reserved <= settings.budget:
+                    return made, 0.0
+                raise budget_error(made, around, settings.budget, home=home)
+            made = with_fewest_pieces(made, partial(_fits, around=around, budget=target))
+            over = timeline_of(made, around, home).peak_reserved - settings.budget
+            if over <= 0:
+                return made, found.lower_bound_seconds
+            target = min(target, levels(made, around).peak) - over
+
+    def _floor(self, settings: Settings) -> int:
+        """Bytes of the smallest plan that was found."""
+        search, home = self.search(settings), settings.home
+        if home.card is None:
+            return search.floor_peak
+        return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around, home).peak_reserved
 
     def _in_either_layout(self, settings: Settings) -> Planned:
         """The same, for fused kernels, in the first layout in which it fits."""
@@ -296,7 +323,9 @@ class Study:
             graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
             if settings.engine == "inductor":
                 graph, steady = as_fusible(graph), steady and as_fusible(steady)
-            around = surroundings(self.model, graph, settings.optimizer, early=settings.early, held=settings.held)
+            around = surroundings(
+                self.model, graph, settings.optimizer, early=settings.early, held=settings.held, home=settings.home
+            )
             self._searches[kind] = Search(
                 graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics,
                 steady=steady,
@@ -315,9 +344,10 @@ class Study:
             return self.plain.eager_peak(settings)
         kind = _kind(settings)
         if kind not in self._eager:
-            timeline = baseline(self.model, self.call, settings.optimizer, held=settings.held)
-            around = self.search(settings).around
-            self._eager[kind] = timeline.steps[-1].peak_allocated + sum(around.others.values())
+            timeline = baseline(self.model, self.call, settings.optimizer, held=settings.held, home=settings.home)
+            others = self.search(settings).around.others
+            beside = sum(size for cause, size in others.items() if cause != "workspace")  # which was recorded, too
+            self._eager[kind] = timeline.steps[-1].peak_reserved + beside
         return self._eager[kind]
 
     def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
@@ -326,7 +356,7 @@ class Study:
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
-            device=HOST if settings.device is None else settings.device.name,
+            device=settings.home.target.name if settings.device is None else settings.device.name,
             budget=settings.budget,
             decisions=(*lowered(made.graph, precision), *decide(made.graph, made)),
             choices=made.choices,
@@ -355,7 +385,8 @@ class Study:
         if settings.settled.compute == "float16":
             notes.append(UNSCALED)
         if settings.device is not None:
-            notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of the CPU's kernels")
+            kernels = "the CPU's kernels" if settings.home.card is None else f"kernels of {settings.home.card.title}"
+            notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
         notes.extend(map(str, self.captured.opaque))
         notes.extend(foreign(self.captured.graph))
         read = dict.fromkeys(self.call.name_of(condition.input) for condition in self.captured.conditions)
@@ -375,22 +406,25 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
 
 
 def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
-    if settings.offload and settings.device is not None and settings.engine == "graph":
-        graph = with_offloads(graph, settings.device)
+    card = settings.device or settings.home.card
+    if settings.offload and card is not None and settings.engine == "graph":
+        graph = with_offloads(graph, card)
+    if settings.home.card is not None:
+        graph = on_card(graph, settings.home.card).graph
     if isinstance(settings.costs, str):
-        return with_costs(graph, device=settings.device, how="roofline")
+        return with_costs(graph, device=card, how="roofline")
     begin = time.perf_counter()
-    if settings.device is None:
+    if card is None:
         graph = with_measured_scratch(graph)
     limit = max(LIMIT - (time.perf_counter() - begin), LIMIT / 2)  # what ran is prepared: to time it takes less
-    return with_costs(graph, device=settings.device, known=settings.costs, limit=limit)
+    return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 
 
 def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:
     """The graph with seconds that are the same wherever it is planned; None where it has these already."""
     if settings.device is not None or isinstance(settings.costs, str):
         return None
-    return with_costs(graph, how="roofline")
+    return with_costs(graph, device=settings.home.card, how="roofline")
 
 
 def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:

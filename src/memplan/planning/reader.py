@@ -16,6 +16,7 @@ from memplan.planning import opaque
 from memplan.planning.casts import CAST
 from memplan.planning.forms import NUMBERS
 from memplan.planning.graph import GraphOp, JointGraph, Kind, Ref, Value, refs
+from memplan.planning.home import blocks
 from memplan.planning.idle import idle_arguments
 from memplan.planning.results import TRAINING_NORM, eager_arguments
 from memplan.trace.semantics.cpu import transient_bytes
@@ -54,6 +55,7 @@ class Reader:
         """Which of the outputs have a tangent, in the order of the tangents."""
         self.on_cpu = True
         """Whether all that it read is there, or stands for what is."""
+        self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
         self._value: dict[Any, Any] = {}
         """By node: the id of its value, or ids for an op with several results."""
         self._owner: dict[int, int] = {}
@@ -68,8 +70,7 @@ class Reader:
     def graph(self) -> JointGraph:
         """Read all nodes: forward before backward, else in order."""
         nodes = list(self.joint.module.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        for node, role in zip(placeholders, self.joint.inputs, strict=True):
+        for node, role in zip(_placeholders(self.joint), self.joint.inputs, strict=True):
             self._placeholder(node, role)
         output = next(node for node in nodes if node.op == "output")
         results = [
@@ -146,12 +147,25 @@ class Reader:
         self.on_cpu &= tensor.device.type in ("cpu", "meta")
         known = looked_into.get(key, self._owner.setdefault(key, number))
         base = known if op is not None else number
-        size = int(tensor.untyped_storage().nbytes()) if known == number else 0
+        size = self._size(tensor) if known == number else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.values.append(
             Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
         )
         return number
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        """Bytes that a tensor's memory takes: on a card in blocks; where a step runs there, in host memory none."""
+        size = int(tensor.untyped_storage().nbytes())
+        if not self._on_card:
+            return size
+        return blocks(size) if tensor.device.type == "cuda" else 0
+
+    def _discarded(self, result: Any) -> int:
+        """The same of a result that nobody reads."""
+        if not isinstance(result, torch.Tensor) or _torch.storage_key(result.untyped_storage()) in self._owner:
+            return 0
+        return self._size(result)
 
     def _placeholder(self, node: Any, role: _torch.Role) -> None:
         if role.kind == "token":
@@ -238,7 +252,7 @@ class Reader:
                 outputs.append(self._add(named[position], "result", tensor, index, looked_into=self._bases(node)))
             else:
                 outputs.append(None)
-                discarded += _own_bytes(tensor, self._owner)
+                discarded += self._discarded(tensor)
         if single:
             self._value[node] = outputs[0]
         for user in getters:
@@ -296,6 +310,10 @@ class Reader:
         return transient_bytes(target, *given, node.meta["val"]) + NUMBERS if found is None else found
 
 
+def _placeholders(joint: _torch.Joint) -> list[Any]:
+    return [node for node in joint.module.graph.nodes if node.op == "placeholder"]
+
+
 def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A node's arguments as fake tensors."""
     return torch.fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
@@ -341,9 +359,3 @@ def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
         expected="what is trained to be a parameter of the model, or of a loss that is a module, or an input",
         do="Register it as a parameter (nn.ParameterList instead of a list), or detach it",
     )
-
-
-def _own_bytes(tensor: Any, owners: Mapping[int, int]) -> int:
-    if not isinstance(tensor, torch.Tensor) or _torch.storage_key(tensor.untyped_storage()) in owners:
-        return 0
-    return int(tensor.untyped_storage().nbytes())

@@ -16,6 +16,7 @@ from memplan.devices import find
 from memplan.devices.model import Device
 from memplan.errors import DeviceError, InputError, TargetError, UnitError, UsageError
 from memplan.planning.calls import Call, call_of
+from memplan.planning.home import Home, home_of
 from memplan.planning.losses import WithLoss
 from memplan.planning.planner import Allow, Engine, Settings
 from memplan.planning.precision import UNSCALED
@@ -40,7 +41,7 @@ class Request:
     @contextmanager
     def under_autocast(self) -> Iterator[None]:
         """The autocast that the step runs under."""
-        with nullcontext() if self.autocast is None else torch.autocast(HOST, dtype=self.autocast):
+        with nullcontext() if self.autocast is None else torch.autocast(self.settings.home.type, dtype=self.autocast):
             yield
 
 
@@ -72,8 +73,8 @@ def request(
     _check_engine(settings.engine)
     _check_early(settings, accumulate, clip_norm)
     _check_allow(allow, settings)
-    size, card, notes = _budget(budget)
-    card = _card(device) or card
+    size, budgeted = _budget(budget)
+    card, notes = _card(device) or budgeted, tuple[str, ...]()
     targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, settings.optimizer, autocast).checked()
     with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
@@ -85,19 +86,33 @@ def request(
     step = made if loss is None else WithLoss(made, loss, len(targets))
     if settings.early:
         _check_apart(step)
-    held = settings.held or accumulate > 1
-    settings = replace(settings, budget=size, device=card, held=held, allow=allow)
+    call = call_of(args, keywords)
+    held, home = settings.held or accumulate > 1, home_of(step, call.tensors)
+    settings = replace(settings, budget=size, device=card, held=held, allow=allow, home=home)
+    settings = replace(settings, offload=settings.offload or home.card is not None)
+    _check_home(settings)
+    if budgeted is not None:
+        notes = (_of_card(budgeted, home),)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
-    if torch.float16 in _computes_in(made, options.autocast):
+    if torch.float16 in _computes_in(made, options.autocast, home.type):
         notes = (*notes, UNSCALED)
-    return Request(made, step, call_of(args, keywords), options.autocast, settings, notes)
+    return Request(made, step, call, options.autocast, settings, notes)
 
 
-def _computes_in(model: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
+def _check_home(settings: Settings) -> None:
+    if settings.home.card is not None and settings.engine != "graph":
+        raise UsageError(
+            f"engine={settings.engine!r}, and the module is on {settings.home.name}",
+            expected="a module on the CPU: what fused kernels take on a card is not known yet",
+            do="Leave engine out: 'graph' runs torch's own kernels, on a card, too",
+        )
+
+
+def _computes_in(model: nn.Module, autocast: torch.dtype | None, place: str) -> set[torch.dtype]:
     """The dtypes of the parameters that are trained, and that of the autocast that is asked for, or on."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    if autocast is None and torch.is_autocast_enabled(HOST):
-        autocast = torch.get_autocast_dtype(HOST)
+    if autocast is None and torch.is_autocast_enabled(place):
+        autocast = torch.get_autocast_dtype(place)
     return found if autocast is None else found | {autocast}
 
 
@@ -193,20 +208,25 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _budget(budget: Any) -> tuple[int, Device | None, tuple[str, ...]]:
+def _of_card(card: Device, home: Home) -> str:
+    """The note on a budget that a card's name stood for."""
+    kernels = "the CPU's kernels, in allocated bytes" if home.card is None else f"the kernels of {home.card.title}"
+    return f"the budget is what {card.title} has, less its context; planned with {kernels}"
+
+
+def _budget(budget: Any) -> tuple[int, Device | None]:
     if budget is None:
         raise UsageError("No budget", expected="bytes, such as '6 GiB', or a card's name", do="Give budget")
     try:
-        return parse_bytes(budget), None, ()
+        return parse_bytes(budget), None
     except UnitError:
         if not isinstance(budget, str):
             raise
     try:
         card = find(budget)
     except DeviceError:
-        return parse_bytes(budget), None, ()  # raises what is wrong with it as a size
-    note = f"the budget is what {card.title} has, less its context; planned with the CPU's kernels, in allocated bytes"
-    return card.usable("high"), card, (note,)
+        return parse_bytes(budget), None  # raises what is wrong with it as a size
+    return card.usable("high"), card
 
 
 def _card(device: str | torch.device | None) -> Device | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from memplan.planning.home import is_on_card
 from memplan.planning.plan import Plan
 from memplan.planning.planner import Allow, Engine, Planner, Settings
 from memplan.planning.request import request
@@ -65,7 +66,7 @@ def plan(
         0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, engine=engine,
         offload=True,
     )  # fmt: skip
-    with undisturbed(), torch.inference_mode(False), torch.enable_grad():
+    with undisturbed(cuda=is_on_card(model)), torch.inference_mode(False), torch.enable_grad():
         asked = request(
             model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
             allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=True,

@@ -9,11 +9,12 @@ import torch
 
 from memplan.planning import opaque
 from memplan.planning.graph import RESIDENT, Kind, Value
+from memplan.planning.home import Home
 from memplan.planning.peaks import ActionBytes, Surroundings
 from memplan.planning.schedule import Action, Schedule
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.model import HOST, Cause, Op, Operand, Phase, Storage, Trace
+from memplan.trace.model import Cause, Op, Operand, Phase, Storage, Trace
 
 _CAUSES: dict[Kind, Cause] = {
     "parameter": "weight",
@@ -24,14 +25,17 @@ _CAUSES: dict[Kind, Cause] = {
 }
 
 
-def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Timeline:
+def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None, home: Home | None = None) -> Timeline:
     """Bytes over time of a planned step, by the simulator that recorded steps go through."""
-    return simulate(trace_of(schedule, surroundings))
+    return simulate(trace_of(schedule, surroundings, home))
 
 
-def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Trace:
-    """A planned step as a Trace: what is resident is built, the schedule is the one step."""
-    return _Tracer(schedule, surroundings or Surroundings()).trace()
+def trace_of(schedule: Schedule, surroundings: Surroundings | None = None, home: Home | None = None) -> Trace:
+    """A planned step as a Trace: what is resident is built, the schedule is the one step.
+
+    ``home``: where it runs; None: on the CPU.
+    """
+    return _Tracer(schedule, surroundings or Surroundings(), home or Home()).trace()
 
 
 @dataclass
@@ -48,8 +52,9 @@ class _Entry:
 
 
 class _Tracer:
-    def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
+    def __init__(self, schedule: Schedule, surroundings: Surroundings, home: Home) -> None:
         self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
+        self.device = home.target.name
         self.bytes = ActionBytes(schedule, surroundings)
         self.parameters_gradients = {
             self.graph.base(gradient): self.graph.values[of].path
@@ -80,11 +85,11 @@ class _Tracer:
         storages = tuple(
             Storage(
                 number, e.bytes, e.cause, e.born, e.died, e.op, e.value.dtype if e.value else "",
-                e.value.shape if e.value else (), HOST, e.name,
+                e.value.shape if e.value else (), self.device, e.name,
             )
             for number, e in enumerate(self.entries)
         )  # fmt: skip
-        return Trace("recorded", HOST, torch.__version__, tuple(self.ops), storages, (), (begin,), self.tick)
+        return Trace("recorded", self.device, torch.__version__, tuple(self.ops), storages, (), (begin,), self.tick)
 
     def _build(self) -> None:
         for value in self.graph.values:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from memplan.errors import InputError, MemplanError
+from memplan.planning.card import libraries
 from memplan.planning.graph import JointGraph, Value
+from memplan.planning.home import Home
 from memplan.planning.peaks import Surroundings
-from memplan.simulation.liveness import simulate
-from memplan.trace.model import HOST, Cause
-from memplan.trace.record import record
+from memplan.simulation.liveness import live_at, simulate
+from memplan.trace.model import Cause
+from memplan.trace.record import record_for
 
 Optimizer = Callable[[Any], Any]
 
@@ -30,7 +32,13 @@ class Update:
 
 
 def surroundings(
-    model: nn.Module, graph: JointGraph, optimizer: Optimizer | None, *, early: bool = False, held: bool = False
+    model: nn.Module,
+    graph: JointGraph,
+    optimizer: Optimizer | None,
+    *,
+    early: bool = False,
+    held: bool = False,
+    home: Home | None = None,
 ) -> Surroundings:
     """What there is beside the graph's values.
 
@@ -41,23 +49,28 @@ def surroundings(
         optimizer: a callable of the parameters; None: no update is counted.
         early: each parameter is updated by itself.
         held: gradients are there when the step begins.
+        home: where the step runs; None: on the CPU.
     """
+    home = home or Home()
     idle, others = _untrained(model, graph), dict[Cause, int]()
     if held:
-        others["parameter_gradient"] = sum(one.numel() * one.element_size() for one in idle)
+        others["parameter_gradient"] = sum(home.taken(one.numel() * one.element_size()) for one in idle)
+    kept = libraries(graph, home)
+    if kept:
+        others["workspace"] = kept
     if optimizer is None:
         return Surroundings(others=others)
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
     shapes = [_shape(value) for value in parameters]
-    own = update_of(optimizer, shapes)
-    all_ = update_of(optimizer, [*shapes, *map(_shape_of, idle)]) if idle else own
+    own = update_of(optimizer, shapes, home)
+    all_ = update_of(optimizer, [*shapes, *map(_shape_of, idle)], home) if idle else own
     others["optimizer_state"] = all_.state - own.state
-    alone = {shape: update_of(optimizer, [shape]) for shape in dict.fromkeys(shapes)} if early else {}
+    alone = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if early else {}
     each = {value.id: alone[_shape(value)].most for value in parameters} if early else {}
     return Surroundings(own.state, (all_ if held else own).most, each, others)
 
 
-def update_of(optimizer: Optimizer, shapes: Sequence[_Shape]) -> Update:
+def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None = None) -> Update:
     """Record the second update of parameters of these shapes, strides and dtypes; nothing is allocated.
 
     Raises:
@@ -66,15 +79,17 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape]) -> Update:
     if not shapes:
         return Update(0, 0)
 
+    home = home or Home()
+
     def build() -> Callable[[], Any]:
-        parameters = [_parameter(shape) for shape in shapes]
+        parameters = [_parameter(shape, home.type) for shape in shapes]
         made = optimizer(parameters)
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         return made.step
 
     try:
-        trace = record(build, device=HOST)
+        trace = record_for(build, home.target)
     except MemplanError as error:
         raise InputError(
             f"the optimizer's update cannot be recorded: {error}",
@@ -83,17 +98,17 @@ def update_of(optimizer: Optimizer, shapes: Sequence[_Shape]) -> Update:
         ) from error
     timeline = simulate(trace)
     begin = trace.steps[1]
-    held = sum(s.bytes for s in trace.storages if s.born <= begin and (s.died is None or s.died > begin))
-    given = sum(s.bytes for s in trace.storages if s.born <= trace.steps[0] and s.cause in _GIVEN)
+    held = sum(home.taken(s.bytes) for s in live_at(trace, begin))
+    given = sum(home.taken(s.bytes) for s in live_at(trace, trace.steps[0]) if s.cause in _GIVEN)
     return Update(held - given, timeline.steps[1].peak_allocated - held)
 
 
 _GIVEN = ("weight", "parameter_gradient")
 
 
-def _parameter(shape: _Shape) -> nn.Parameter:
+def _parameter(shape: _Shape, place: str) -> nn.Parameter:
     sizes, stride, dtype = shape
-    return nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype)))
+    return nn.Parameter(torch.empty_strided(sizes, stride, dtype=getattr(torch, dtype), device=place))
 
 
 def _shape(value: Value) -> _Shape:

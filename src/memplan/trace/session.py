@@ -51,24 +51,25 @@ def choose_target(device: str | torch.device | None) -> Target:
         DeviceError: no such device in the catalogue, or none on this machine.
     """
     if device is None:
-        own = _own_card()
+        own = own_card()
         return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))
     text = str(device).strip().lower()
     if text == HOST:
         return Target(HOST)
     if re.fullmatch(r"cuda(:\d+)?|gpu", text):
-        own = _own_card()
+        own = own_card()
         if own is not None:
             return Target(own.name, own)
     card = find(text)
     return Target(card.name, card)
 
 
-def _own_card() -> Device | None:
-    """This machine's GPU, None where there is none."""
+def own_card(place: torch.device | None = None) -> Device | None:
+    """This machine's GPU, the current one or the one of that name; None where there is none."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    number = torch.cuda.current_device() if place is None or place.index is None else place.index
+    found = torch.cuda.get_device_properties(number)
     return of_properties(found.name, found.total_memory, found.major, found.minor, found.multi_processor_count)
 
 

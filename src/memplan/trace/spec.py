@@ -138,11 +138,11 @@ def realize(value: Any) -> Any:
     return value
 
 
-def like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape, strides and dtype on the CPU: fake under a fake mode, else a copy."""
+def like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of the same shape, strides and dtype, by default on the CPU: fake under a fake mode, else a copy."""
     from memplan import _torch
 
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if not isinstance(made, _torch.FakeTensor) and tensor.device.type != "meta":
         with torch.no_grad():
             made.copy_(tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, DeviceError, MemplanError, RecordingError, VerificationError
+from memplan.errors import BudgetError, MemplanError, RecordingError, VerificationError
 from memplan.planning.losses import WithLoss
 from memplan.planning.plan import Plan
 from memplan.planning.planner import Allow, Engine, Planned, Planner, Settings
@@ -21,7 +21,6 @@ from memplan.planning.unseen import without_hooks
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
-from memplan.trace.model import HOST
 from memplan.trace.session import collector_held
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting import Plans, say
@@ -62,9 +61,10 @@ def fit(
 
     Args:
         model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
-        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
+        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name. Of
+            a module on a CUDA card it bounds what torch's allocator reserves.
         optimizer: a callable of the parameters: its state and its update are part of the step then.
-        device: a card of whose kernels the seconds are to be, instead of this machine's.
+        device: a card of whose kernels the seconds are to be, instead of those that the step runs by.
         allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding; ``"lossy"``: see `plan`.
         engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler makes
             first: faster, and the same but for rounding, which is held against float64.
@@ -92,7 +92,6 @@ def fit(
         model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
     )  # fmt: skip
-    _check_place(asked.step)
     with random_state_kept(), without_hooks(asked.step), torch.inference_mode(False), torch.enable_grad():
         return _Fitting(asked, pairs).run()
 
@@ -357,13 +356,3 @@ def _with_spare(measured: int, predicted: int | None) -> int:
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     made = tensor.detach().clone()
     return made.requires_grad_() if made.is_floating_point() else made
-
-
-def _check_place(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.device.type != HOST:
-            raise DeviceError(
-                f"{name} is on {tensor.device}",
-                expected="a module on the CPU, whose allocations can be measured here",
-                do="Move the model to the CPU, or use memplan.plan alone",
-            )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.planning.home import blocks
 from memplan.trace.session import collector_held
 
 Step = Callable[[], Any]
@@ -106,10 +107,14 @@ def measure_step(step: Step) -> Measured:
     return meter.measured("step")
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages that these tensors look into, each counted once."""
-    sizes = {_torch.storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(sizes.values())
+def storage_bytes(tensors: Iterable[torch.Tensor], place: str = "cpu") -> int:
+    """Bytes of the storages that these tensors look into, each counted once.
+
+    ``place``: on the type of device that counts; on ``cuda`` as the allocator's blocks.
+    """
+    found = {_torch.storage_key(one.untyped_storage()): one for one in tensors if one.device.type == place}
+    sizes = (one.untyped_storage().nbytes() for one in found.values())
+    return sum(map(blocks, sizes)) if place == "cuda" else sum(sizes)
 
 
 def compare_times(first: Callable[[], float], second: Callable[[], float], pairs: int = 5) -> Times:
@@ -134,14 +139,17 @@ def compare_times(first: Callable[[], float], second: Callable[[], float], pairs
     return Times(pairs, medians[0], medians[1], statistics.median(ratios), (low, high))
 
 
-def timed(step: Step) -> float:
-    """Seconds of one run of a step, with Python's collector held back."""
+def timed(step: Step, place: str = "cpu") -> float:
+    """Seconds of one run of a step, with Python's collector held back, until the device ``place`` has done it."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
+    wait = torch.get_device_module(torch.device(place)).synchronize
     try:
+        wait()
         start = time.perf_counter()
         step()
+        wait()
         return time.perf_counter() - start
     finally:
         if enabled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from memplan.planning.plan import Grade, Plan
 from memplan.planning.planner import Planned
 from memplan.planning.request import Request
 from memplan.rewriting.install import Planner, install
-from memplan.verification import room
+from memplan.verification import card, room
 from memplan.verification.fitting import Plans
 from memplan.verification.measured import Meter, storage_bytes
 from memplan.verification.proof import Cut, Proof
@@ -51,6 +51,7 @@ class Prover:
 
     def __init__(self, asked: Request, pairs: int) -> None:
         self._asked, self._step, self._settings, self._pairs = asked, asked.step, asked.settings, pairs
+        self._home = asked.settings.home
 
     def as_it_is(self, plan: Plan) -> Proof:
         """The step beside itself, without a plan: whether it keeps the budget. ``plan`` is any of it."""
@@ -75,11 +76,13 @@ class Prover:
             predicted: what it is to be, in bytes.
             planned: the plan that is in place; None: there is none.
         """
-        return self._measured(planned)[1] if self._has_room(predicted, room.available()) else None
+        return self._measured(planned)[1] if self._has_room(predicted, self._available()) else None
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
         part = self._part(plan)
+        if part is None and self._home.card is not None:
+            return self._on_card(plan, planned, predicted, put_in_place)
         if part is None:
             sides = self._sides(self._asked.call, plan.grade)  # made before the plan is in place: they run without
             put_in_place()
@@ -93,9 +96,23 @@ class Prover:
             cut=Cut(part.samples, part.of, part.needed, part.free, measured),
         )  # fmt: skip
 
+    def _on_card(self, plan: Plan, planned: Planned | None, predicted: int, put_in_place: Callable[[], None]) -> Proof:
+        """The whole step beside itself, and each measured alone: both together share what the allocator holds."""
+        _, before = self._measured(None)
+        with self._same_kernels():
+            sides = self._sides(self._asked.call, plan.grade)
+            put_in_place()
+            proof = self._beside(sides, self._asked.call, planned)
+        del sides
+        resident, peak = self._measured(planned)
+        return replace(
+            proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted,
+            budget=self._settings.budget,
+        )  # fmt: skip
+
     def _for_fewer(self, part: _Part, planned: Planned | None, grade: Grade) -> Proof:
-        sides = self._sides(part.call, grade)
-        with ExitStack() as undo:
+        with self._same_kernels(), ExitStack() as undo:
+            sides = self._sides(part.call, grade)
             if planned is not None:
                 undo.callback(install(self._step, self._planner_of(part, planned)).undo)
             return self._beside(sides, part.call, planned)
@@ -124,23 +141,40 @@ class Prover:
             return compare(sides.reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
         self._warm_up(call, early=self._settings.early)
         candidate = self._trial("candidate", call, early=self._settings.early)
-        candidate.beside = storage_bytes(planned.captured.constants.values())
+        candidate.beside = self._constants(planned)
         if planned.plan.grade == "lossy":
             proof = compare_lossy(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
         elif sides.truth is None:
             proof = compare(sides.reference, candidate, _STEPS, predicted=predicted, budget=budget)
+            if not proof.same and self._home.card is not None:
+                proof = self._but_for_chance(call, sides.reference, candidate) or proof
         else:
             proof = compare_rounded(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
         timed = proof.ok and self._pairs
         return with_times(proof, sides.reference, candidate, self._pairs) if timed else proof
+
+    def _but_for_chance(self, call: Call, reference: Trial, candidate: Trial) -> Proof | None:
+        """The proof of a step that differs from run to run by itself, as kernels add in whatever order threads come:
+        against float64, with the rounding of a second run as what is taken for granted. None where it does not."""
+        again, begin = self._trial("the step run again", call), self._trial("begin", call)
+        for side in (reference, again, candidate):
+            side.restart_as(begin)
+        if compare(reference, again, _STEPS).same:
+            return None
+        sides = Sides(reference, self._trial("float64", call, wide=True), again)
+        for side in (reference, again, candidate):
+            side.restart_as(begin)
+        return compare_rounded(sides, candidate, _STEPS - 1, predicted=None, budget=None)
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
         """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
         early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
         self._warm_up(self._asked.call, early=early, updates=updates)
         trial = self._trial("alone", self._asked.call, early=early, updates=updates)
-        trial.beside = 0 if planned is None else storage_bytes(planned.captured.constants.values())
+        trial.beside = 0 if planned is None else self._constants(planned)
         resident = 0
+        if self._home.card is not None:
+            return self._measured_on_card(trial)
         with Meter() as meter:
             for _ in range(2):
                 trial.prepare()
@@ -149,6 +183,31 @@ class Prover:
                 trial.update_step(meter)
                 trial.rest()
         return resident, resident + meter.measured(trial.name).growth_peak
+
+    def _measured_on_card(self, trial: Trial) -> tuple[int, int]:
+        """The same on a card, where the step finds what the one before has left, or nothing."""
+        found, resident = list[int](), 0
+        others = card.allocated(self._home.name) - trial.resident
+        for _ in range(2):
+            with card.watched(self._home.name, others) as peak:
+                for _ in range(2):
+                    trial.prepare()
+                    trial.gradients_of_step()
+                    resident = trial.resident
+                    trial.update_step()
+                    trial.rest()
+            found.append(peak.reserved)
+        return resident, max(found)
+
+    def _same_kernels(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._home.card is None else card.same_kernels_each_time()
+
+    def _constants(self, planned: Planned) -> int:
+        return storage_bytes(planned.captured.constants.values(), self._home.type)
+
+    def _available(self) -> int | None:
+        """Bytes that are left where the step runs."""
+        return room.available() if self._home.card is None else card.available(self._home.name)
 
     def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
         """Have planned what is still to be planned: that is not to be measured."""
@@ -172,7 +231,7 @@ class Prover:
 
     def _part(self, plan: Plan) -> _Part | None:
         """What the step is compared for; None: for all samples."""
-        free, beside = room.available(), self._other_side(plan)
+        free, beside = self._available(), self._other_side(plan)
         needed = plan.eager_peak + beside
         if self._settings.engine != "graph" or plan.grade == "lossy":
             needed = 2 * plan.eager_peak + 4 * beside  # float64, while the others wait
@@ -181,10 +240,12 @@ class Prover:
         for samples, of, call in room.smaller(self._asked.call):
             try:
                 with attributes_kept(self._step), self._asked.under_autocast():
-                    timeline = baseline(self._step, call, self._settings.optimizer, held=self._settings.held)
+                    timeline = baseline(
+                        self._step, call, self._settings.optimizer, held=self._settings.held, home=self._home
+                    )
             except MemplanError:  # it cannot be called with fewer
                 break
-            if timeline.steps[-1].peak_allocated + beside <= free:
+            if timeline.steps[-1].peak_reserved + beside <= free:
                 return _Part(call, samples, of, needed, free)
         raise UsageError(
             f"The proof runs the step as it is beside the planned one, which takes {format_bytes(needed)}, and "
@@ -195,13 +256,13 @@ class Prover:
 
     def _other_side(self, plan: Plan) -> int:
         """Bytes of a side that waits while the other one runs, and of an optimizer that is not the user's."""
-        trained = storage_bytes(one for one in self._step.parameters() if one.requires_grad)
+        trained = storage_bytes((one for one in self._step.parameters() if one.requires_grad), self._home.type)
         momentum = 0 if self._settings.optimizer is not None else 2 * trained
         return sum(plan.resident.values()) + trained + momentum
 
     def _has_room(self, peak: int, free: int | None) -> bool:
         """Whether the step can run alone. Without updates it runs on the parameters that are there."""
-        there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters())
+        there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters(), self._home.type)
         return free is None or peak - there <= free
 
     def _planner_of(self, part: _Part, planned: Planned) -> Planner:

@@ -81,7 +81,7 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for group in groups.values():
         alone = {id(tensor): tensor for tensor in group}
         if len(alone) == 1 or len({tensor.dtype for tensor in group}) > 1:
-            made.update({key: like(tensor) for key, tensor in alone.items()})
+            made.update({key: like(tensor, tensor.device) for key, tensor in alone.items()})
         else:
             made.update(_of_one_memory(alone))
     return [made[id(tensor)] for tensor in tensors]
@@ -95,11 +95,16 @@ def _of_one_memory(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tenso
     with torch.no_grad():
         part = torch.as_strided(every[0], (end - begin,), (1,), begin).clone()
         return {
-            key: torch.empty(0, dtype=one.dtype)
+            key: torch.empty(0, dtype=one.dtype, device=one.device)
             .set_(part.untyped_storage(), one.storage_offset() - begin, one.shape, one.stride())
             .requires_grad_(one.requires_grad)
             for key, one in tensors.items()
         }
+
+
+def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return whole.clone().untyped_storage()
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -175,7 +180,7 @@ class _Copier:
             storage = tensor.untyped_storage()
             key = _torch.storage_key(storage)
             if key not in self._storages:
-                self._storages[key] = storage.clone()
+                self._storages[key] = _copied(storage, tensor.device)
             made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
         if isinstance(tensor, nn.Parameter):

@@ -112,7 +112,8 @@ class Trial:
     @property
     def resident(self) -> int:
         """Bytes of its parameters, buffers and inputs, and of what is beside them."""
-        return self.beside + storage_bytes([*self.parameters.values(), *self.buffers.values(), *self._tensors])
+        tensors = [*self.parameters.values(), *self.buffers.values(), *self._tensors]
+        return self.beside + storage_bytes(tensors, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -184,7 +185,7 @@ class Trial:
                 self.update.step()
 
         with self.running():
-            taken = timed(step)
+            taken = timed(step, self.device)
         self.rest()
         return taken
 

@@ -1,0 +1,60 @@
+"""What the ops of a graph take on a CUDA card beside their results, by the formulas of recorded steps.
+
+What ran there while it was timed was measured, and that is taken instead (see `costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memplan.devices import Device
+from memplan.planning.chunks import alike
+from memplan.planning.graph import GraphOp, JointGraph, map_refs
+from memplan.planning.home import Home, blocks
+from memplan.trace.semantics import cuda
+from memplan.trace.semantics.extra import Extra
+
+
+@dataclass(frozen=True)
+class OnCard:
+    """A graph for a card."""
+
+    graph: JointGraph
+    """Its ops have the scratch that CUDA's kernels take."""
+    libraries: int
+    """Bytes of workspaces that stay with a library once it was called."""
+
+
+def on_card(graph: JointGraph, device: Device) -> OnCard:
+    """A captured graph with what its ops take on a card.
+
+    Args:
+        graph: of a step whose tensors are on a card.
+        device: the card.
+    """
+    semantics, kept, ops = cuda.semantics(device, lambda: 0, lambda _: True), 0, list[GraphOp]()
+    for op in graph.ops:
+        extras = () if op.is_view else _extras(graph, op, semantics.extras)
+        kept += sum(blocks(extra.bytes) for extra in extras if extra.held)
+        passing = [extra for extra in extras if not extra.held and extra.owner is None]
+        reserves = sum(blocks(extra.bytes) for extra in extras if extra.owner is not None)
+        ops.append(replace(op, scratch=sum(blocks(extra.bytes) for extra in passing) + reserves))
+    return OnCard(replace(graph, ops=tuple(ops)), kept)
+
+
+def libraries(graph: JointGraph, home: Home) -> int:
+    """`OnCard.libraries`; on the CPU none."""
+    return 0 if home.card is None else on_card(graph, home.card).libraries
+
+
+def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:
+    args = map_refs(op.args, lambda value: alike(graph.values[value]))
+    kwargs = map_refs(op.kwargs, lambda value: alike(graph.values[value]))
+    outputs = [None if value is None else alike(graph.values[value]) for value in op.outputs]
+    result = outputs if op.multiple else outputs[0]
+    try:
+        return extras(op.target, tuple(args), dict(kwargs), result, op.phase == "backward")
+    except Exception:  # a formula of a result that nobody reads, and of which nothing is known therefore
+        return ()
