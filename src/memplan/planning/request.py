@@ -249,6 +249,13 @@ def _check_data(model: nn.Module, fake: bool) -> None:
             expected="one that can run",
             do="Make it anew, or use memplan.plan, which runs nothing",
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not fake and tensor.is_meta:
+            raise DeviceError(
+                f"{name} is on meta",
+                expected="a module with data, on the CPU or on a CUDA card",
+                do="Move it by to_empty(device=...) and load its weights, or use memplan.plan, which runs nothing",
+            )
 
 
 def _real(value: Any) -> Any:
