@@ -24,6 +24,7 @@ from memplan.planning.copies import guarded, without_copies
 from memplan.planning.dropout import apart
 from memplan.planning.fuse import fused
 from memplan.planning.graph import GraphOp, JointGraph
+from memplan.planning.home import is_on_card
 from memplan.planning.idle import split
 from memplan.planning.layouts import ChannelsLast, in_order
 from memplan.planning.losses import WithLoss
@@ -211,12 +212,25 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
     dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like)
     try:
-        with place.following(), _capturing_now():
+        with place.following(), _capturing_now(), _without_cudnn(model):
             return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
     except MemplanError:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__
         raise _Untraceable(error, names.get(place.failed_in)) from error
+
+
+@contextmanager
+def _without_cudnn(model: nn.Module) -> Iterator[None]:
+    """On a card, norms and recurrent layers by torch's own kernels: cuDNN's change running statistics unseen, and make
+    what only they can read. Convolutions are cuDNN's all the same when they run."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.enabled
+    try:
+        cudnn.enabled = before and not is_on_card(model)
+        yield
+    finally:
+        cudnn.enabled = before
 
 
 _capturing = threading.local()

@@ -323,10 +323,10 @@ def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
     call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
-        wait()
+        wait(on)
         begin = time.perf_counter()
         call()
-        wait()
+        wait(on)
         return time.perf_counter() - begin
 
     spent, times = run(), list[float]()  # the first run also prepares kernels

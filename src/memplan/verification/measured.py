@@ -146,10 +146,10 @@ def timed(step: Step, place: str = "cpu") -> float:
     gc.disable()
     wait = torch.get_device_module(torch.device(place)).synchronize
     try:
-        wait()
+        wait(place)
         start = time.perf_counter()
         step()
-        wait()
+        wait(place)
         return time.perf_counter() - start
     finally:
         if enabled:

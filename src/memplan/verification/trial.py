@@ -72,7 +72,8 @@ class Trial:
         self.name, self.call, self.early, self._wide = name, call, early, wide
         self.work = replace(work, autocast=None) if wide else work
         self._copy = None if module is None else ModuleCopy(module, shared=not updates, wide=wide)
-        self.device = next((p.device.type for p in self.parameters.values()), "cpu")
+        self._place = next((p.device for p in self.parameters.values()), torch.device("cpu"))
+        self.device = self._place.type
         self.output: Any = None
         self.beside = 0
         """Bytes that are there all the time, beyond what it can see itself."""
@@ -185,7 +186,7 @@ class Trial:
                 self.update.step()
 
         with self.running():
-            taken = timed(step, self.device)
+            taken = timed(step, str(self._place))
         self.rest()
         return taken
 
