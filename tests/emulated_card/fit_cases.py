@@ -220,10 +220,11 @@ def test_running_statistics_are_updated_once() -> None:
     assert torch.backends.cudnn.enabled
     assert fitted.proof.same
     assert fitted.proof.buffers.tensors > 0
-    before = model.norms[0].running_mean.clone()
+    statistics = dict(model.named_buffers())
+    before = statistics["norms.0.running_mean"].clone()
     model(x).sum().backward()
-    assert torch.allclose(model.norms[0].running_mean, 0.9 * before + 0.1 * x.mean(0))
-    assert int(model.norms[0].num_batches_tracked) == 1
+    assert torch.allclose(statistics["norms.0.running_mean"], 0.9 * before + 0.1 * x.mean(0))
+    assert int(statistics["norms.0.num_batches_tracked"]) == 1
 
 
 def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
