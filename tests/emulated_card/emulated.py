@@ -125,7 +125,7 @@ def install(library: ctypes.CDLL) -> Memory:
     memory, cuda = Memory(library, CachingAllocator(AllocatorSettings())), torch.cuda
     properties = SimpleNamespace(
         name=NAME, total_memory=CAPACITY, major=CAPABILITY[0], minor=CAPABILITY[1],
-        multi_processor_count=MULTIPROCESSORS,
+        multi_processor_count=MULTIPROCESSORS, gcnArchName="",
     )  # fmt: skip
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -134,6 +134,9 @@ def install(library: ctypes.CDLL) -> Memory:
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "_exchange_device": lambda _: 0,
+        "_maybe_exchange_device": lambda _: 0,
         "get_device_properties": lambda *_: properties,
         "get_device_capability": lambda *_: CAPABILITY,
         "is_bf16_supported": lambda *_, **__: True,
@@ -159,3 +162,40 @@ def install(library: ctypes.CDLL) -> Memory:
         setattr(cuda, name, answer)
     torch._C._cuda_clearCublasWorkspaces = lambda: None
     return memory
+
+
+def install_inductor() -> None:
+    """Have Inductor write what it fuses for the card in C++, as it does for the CPU, whose memory it is."""
+    import torch
+    from torch._inductor import config, scheduler
+    from torch._inductor.codegen.common import init_backend_registration, register_backend_for_device
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+    from memplan._torch import inductor
+
+    class Wrapper(PythonWrapperCodegen):
+        """Its kernels take no stream."""
+
+        def generate_kernel_call(self, *args: Any, device: Any = None, **more: Any) -> Any:
+            return super().generate_kernel_call(*args, device=torch.device("cpu"), **more)
+
+        @staticmethod
+        def create(*args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            """As that of the class."""
+            return Wrapper() if not args[0] else PythonWrapperCodegen.create(*args)
+
+    init_backend_registration()
+    register_backend_for_device("cuda", CppScheduling, Wrapper)
+
+    def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+    backend: Any = torch._C
+    inductors: Any = scheduler
+    config.cuda_backend = "cpp"
+    inductors.is_gpu = lambda _: False  # or else it is fused as Triton can have it, and C++ cannot
+    inductors.BaseSchedulerNode.is_cpu = lambda _: True
+    inductor.has_triton = lambda: True
+    backend._dynamo.guards._empty_strided_cuda = empty_strided
+    backend._cuda_getCurrentRawStream = lambda _: 0

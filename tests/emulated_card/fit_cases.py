@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memplan
-from memplan.errors import BudgetError, DeviceError, UsageError
+from memplan.errors import BudgetError, DeviceError
 from memplan.planning import costs
 from memplan.verification import card
 
@@ -244,8 +244,3 @@ def test_a_step_on_two_devices_is_refused() -> None:
         memplan.fit(model, torch.randn(2, 4), budget="1 MiB")
     with pytest.raises(DeviceError, match="input 0 on cuda:0"):
         memplan.fit(nn.Linear(4, 4), torch.randn(2, 4, device="cuda"), budget="1 MiB")
-
-
-def test_fused_kernels_are_refused_on_a_card() -> None:
-    with pytest.raises(UsageError, match="engine='inductor', and the module is on cuda:0"):
-        memplan.fit(nn.Linear(4, 4).cuda(), torch.randn(2, 4, device="cuda"), budget="1 MiB", engine="inductor")

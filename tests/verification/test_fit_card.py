@@ -8,6 +8,12 @@ import pytest
 from tests.emulated_card import HERE, needs_emulation, run
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tmp_path_factory.mktemp("card"))
+
+
 @needs_emulation
-def test_steps_on_a_card(tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(HERE / "fit_cases.py", Path(tmp_path_factory.mktemp("card")))
+@pytest.mark.parametrize("cases", ["fit_cases.py", "fused_cases.py"])
+def test_steps_on_a_card(cases: str, folder: Path) -> None:
+    run(HERE / cases, folder)

@@ -43,7 +43,7 @@ from memplan._torch.fake import (
     modules_converted_as_real,
 )
 from memplan._torch.flops import flop_formula
-from memplan._torch.inductor import compiled_as_eager, cpp_compiler
+from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
 from memplan._torch.joint import (
     ConstantChanged,
     Joint,
@@ -134,6 +134,7 @@ __all__ = [
     "called_by_engine",
     "called_for_the_loss",
     "calls_op",
+    "card_compiler_misses",
     "cast_in",
     "casts_kept",
     "checkpoints_for_cuda",

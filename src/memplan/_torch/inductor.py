@@ -8,7 +8,8 @@ Seen in torch 2.11, 2.13 and 2.15: ``torch.fx.experimental.proxy_tensor.make_fx`
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
 (``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
 ``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
-``torch._inductor.cpp_builder.get_cpp_compiler``. Seen in 2.11, 2.13 and 2.14: ``constants`` and ``torchbind_constants``
+``torch._inductor.cpp_builder.get_cpp_compiler``, ``torch.utils._triton.has_triton``. Seen in 2.11, 2.13 and 2.14:
+``constants`` and ``torchbind_constants``
 of ``GraphLowering``, ``write`` and ``load_by_key_path`` of ``torch._inductor.codecache.PyCodeCache``. Seen in 2.13 and
 2.15, and in 2.11 of no use for ops that draw:
 ``preserve_node_ordering`` and ``control_deps_autograd`` in ``torch._inductor.fx_passes.control_dependencies``.
@@ -22,11 +23,13 @@ import importlib
 import itertools
 import logging
 import operator
+import os
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -34,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import traceback
+from torch.utils._triton import has_triton
 
 from memplan._torch.patches import here_alone, patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
@@ -83,10 +87,12 @@ def fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
-def fake_tensor(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any) -> Tensor:
-    """A tensor without data."""
+def fake_tensor(
+    shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any, place: str = "cpu"
+) -> Tensor:
+    """A tensor without data. On a card it takes a torch that has one: other builds abort once it needs a gradient."""
     with mode:
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=place)
 
 
 def traced(
@@ -306,10 +312,12 @@ def _settings() -> Iterator[None]:
     """As `_drawn_as_eager`, and tensors are laid out as traced. No buffer waits for another that could use its memory:
     dead ones are freed. What is made of more than two others and read again is written once: left to each that reads
     it, which Inductor does with up to four, it would keep all of them until then (the sums of a residual stream). Not
-    what is made of two: of nine nets that lowers one, and most move some percent more bytes."""
+    what is made of two: of nine nets that lowers one, and most move some percent more bytes. No CUDA graphs: each keeps
+    a pool of memory to itself."""
     from torch._inductor import config
 
-    settings = {"layout_optimization": False, "allow_buffer_reuse": False, "realize_reads_threshold": 2}
+    settings: dict[str, Any] = {"layout_optimization": False, "allow_buffer_reuse": False, "realize_reads_threshold": 2}
+    settings["triton.cudagraphs"] = False
     with _drawn_as_eager(), config.patch(settings):
         yield
 
@@ -331,28 +339,62 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
     """What `code_of` wrote, to be run on tensors without data: it allocates and frees, its own kernels do nothing."""
     if not code:
         return lambda given: part.graph(*given)
+    found = _read_without_kernels(code)
+
+    def call(given: list[Any]) -> Sequence[Tensor]:
+        with patched(torch.cuda, _DeviceGuard=_no_guard):  # tensors without data have no device to be current
+            return found(given)
+
+    return call
+
+
+@contextmanager
+def _no_guard(_: int) -> Iterator[None]:
+    yield
+
+
+def _read_without_kernels(code: str) -> Boxed:
     found: dict[str, Any] = {"__builtins__": vars(builtins) | {"__import__": _import_without_kernels}}
     exec(compile(code, "<fused code>", "exec"), found)
-    found |= {name: _nothing for name, value in found.items() if value is None}
+    found |= {name: _nothing for name in found if name.startswith("assert_")}
     found |= {
-        "empty_strided_cpu": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+        "empty_strided_cpu": partial(_allocated, "cpu"),
+        "empty_strided_cuda": partial(_allocated, "cuda"),
         "reinterpret_tensor": _reinterpreted,
-        "assert_size_stride": _nothing,
-        "assert_alignment": _nothing,
+        "copy_if_misaligned": lambda one: one,
+        "get_raw_stream": _nothing,
     }
     return found["call"]
 
 
-class _Idle:
-    """In the place of what compiles kernels: they do nothing."""
+def _allocated(place: str, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=place)
 
-    def __getattr__(self, name: str) -> Any:
-        return _nothing
+
+class _Idle:
+    """In the place of a kernel, called itself or by its ``run``, and of what compiles kernels: nothing is done."""
+
+    def __call__(self, *_: Any, **__: Any) -> _Idle:
+        return self
+
+    def __getattr__(self, name: str) -> _Idle:
+        return self
+
+
+_NOT_CALLED = {
+    "torch._inductor.async_compile": SimpleNamespace(AsyncCompile=_Idle),
+    "torch._C": SimpleNamespace(_cuda_getCurrentRawStream=_Idle()),  # other names in there are imported
+    "torch._inductor.runtime.triton_heuristics": SimpleNamespace(start_graph=_Idle(), end_graph=_Idle()),
+    "triton": SimpleNamespace(language=_Idle()),
+    "triton.language": SimpleNamespace(language=_Idle()),
+}
+"""What the code imports to run its kernels, none of which it has to find then: by module."""
 
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
-    if name == "torch._inductor.async_compile":
-        return SimpleNamespace(AsyncCompile=_Idle)
+    instead = _NOT_CALLED.get(name)
+    if instead is not None and all(hasattr(instead, one) for one in rest[2] or ()):
+        return instead
     return builtins.__import__(name, *rest, **more)
 
 
@@ -393,6 +435,24 @@ def _untold() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def card_compiler_misses(place: str) -> str | None:
+    """What Inductor's compiler for cards, Triton, does not find for one of them; None where it works.
+
+    ``place``: as torch calls the card.
+    """
+    if not has_triton():
+        major, minor = torch.cuda.get_device_capability(place)
+        if major < _TRITON_SINCE:
+            return f"the card has compute capability {major}.{minor}, and Triton begins with {_TRITON_SINCE}.0"
+        return "no package triton was found that works"
+    if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))):  # as triton.runtime.build looks for it
+        return None
+    return "no C compiler was found for Triton: gcc, clang, or what the environment's CC names"
+
+
+_TRITON_SINCE = 7
 
 
 def cpp_compiler() -> str | None:

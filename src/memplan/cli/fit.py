@@ -93,7 +93,7 @@ class _Files:
 @click.option("--budget", metavar="SIZE", help="400MiB, 8GB, or a card's name: what it has, less its context.")
 @click.option(
     "--engine", type=click.Choice(["graph", "inductor"]), default="graph", show_default=True,
-    help="What runs the plan: torch's own kernels, or fused ones, which a C++ compiler makes first.",
+    help="What runs the plan: torch's own kernels, or fused ones, made first by a C++ compiler (on a card, by Triton).",
 )  # fmt: skip
 @click.option(
     "--allow", type=click.Choice(["exact", "lossy"]), default="exact", show_default=True,

@@ -5,14 +5,17 @@ What ran there while it was timed was measured, and that is taken instead (see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from memplan.devices import Device
 from memplan.planning.chunks import alike
+from memplan.planning.costs import alone, held_on
 from memplan.planning.graph import GraphOp, JointGraph, map_refs
 from memplan.planning.home import Home, blocks
+from memplan.planning.kernel_calls import KernelCall
 from memplan.trace.semantics import cuda
 from memplan.trace.semantics.extra import Extra
 
@@ -47,6 +50,36 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
 def libraries(graph: JointGraph, home: Home) -> int:
     """`OnCard.libraries`; on the CPU none."""
     return 0 if home.card is None else on_card(graph, home.card).libraries
+
+
+_known: dict[str, dict[str, int | None]] = {}
+"""By card and call: bytes; None where it failed."""
+LIMIT = 3.0
+"""Seconds that measuring may take, more or less."""
+
+
+def measured(place: str, calls: Collection[KernelCall]) -> dict[str, int]:
+    """What calls hold on a card beside what is left of them, in bytes, by their keys: without those that failed there,
+    or that the time did not reach. Each runs once, on zeros, which holds for the process.
+
+    Args:
+        place: as torch calls the card.
+        calls: of torch's own kernels.
+    """
+    known, end = _known.setdefault(place, {}), time.perf_counter() + LIMIT
+    with alone(place):
+        for call in calls:
+            if call.key not in known and time.perf_counter() < end:
+                known[call.key] = _held(place, call)
+    return {call.key: held for call in calls if (held := known.get(call.key)) is not None}
+
+
+def _held(place: str, call: KernelCall) -> int | None:
+    try:
+        args, kwargs = call.on_zeros(place)
+        return held_on(place, lambda: call.run(args, kwargs))
+    except Exception:  # whatever a kernel objects to, too little memory among it: then the formula stands
+        return None
 
 
 def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:

@@ -181,7 +181,7 @@ def _lossy(
     if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
         codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
         size = quantized_bytes(elements)
-        form = Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8")
+        form = Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8", place=value.place)
         held = quantized_piece(elements)
         scratch = 4 * held + 4 * held * (value.dtype != "float32") + 32 * (1 + held // GROUP) + NUMBERS
         above = 4 * held * (codec == "uint8")
@@ -246,7 +246,7 @@ def _encoding(
 
 def _bits(value: Value, id: int, codec: str) -> Value:
     size = packed(prod(value.shape))
-    return Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8")
+    return Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8", place=value.place)
 
 
 def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:

@@ -278,7 +278,7 @@ def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
 def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit: float) -> dict[str, float]:
     """Seconds by signature, as far as the time goes."""
     clock, end = _clock(on), time.perf_counter() + limit
-    with _alone(on):
+    with alone(on):
         for key in keys:
             if key in clock.seconds or key in clock.refused:
                 continue
@@ -291,7 +291,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
                 continue
             try:
                 if torch.device(on).type != "cpu":
-                    clock.scratch[key] = _held(graph, sheet.timed[key][0].call, on)
+                    clock.scratch[key] = held_on(on, _ready(graph, sheet.timed[key][0].call, on))
                 clock.seconds[key] = sum(_taken(graph, one, on) for one in sheet.timed[key])
             except Exception as error:  # whatever a kernel objects to in made-up arguments
                 clock.refused[key] = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -299,7 +299,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
 
 
 @contextmanager
-def _alone(on: str) -> Iterator[None]:
+def alone(on: str) -> Iterator[None]:
     """Nothing that the caller has switched on has a part in what is measured, and his random numbers stay."""
     device = torch.device(on)
     devices = [] if device.type == "cpu" else [device]
@@ -336,9 +336,8 @@ def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
     return min(times)
 
 
-def _held(graph: JointGraph, called: codecs.Called, on: str) -> int:
+def held_on(on: str, call: Callable[[], Any]) -> int:
     """Bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
-    call = _ready(graph, called, on)
     torch.cuda.reset_peak_memory_stats(on)
     result = call()
     beside = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)

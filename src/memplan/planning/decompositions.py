@@ -23,8 +23,11 @@ _NORMS = (
 )
 
 
-def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By op, the function that it is replaced by when a step is traced."""
+def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
+    """By op, the function that it is replaced by when a step is traced.
+
+    ``on_card``: whether it runs on a CUDA card. Which pools are left to torch was measured on CPUs alone.
+    """
     from memplan.planning import (
         kernels,  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
         pools,
@@ -33,7 +36,7 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
     ops: Any = torch.ops.memplan
     return {
-        **pools.decompositions(),
+        **({} if on_card else pools.decompositions()),
         **refused.decompositions(),
         **{op: _norm(op) for op in _NORMS},
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,

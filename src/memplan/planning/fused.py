@@ -120,7 +120,7 @@ def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
 
 def fused(of: Schedule) -> Fused:
     """Trace both halves of a schedule of `as_fused`."""
-    graph, mode, own = of.graph, inductor.fake_mode(), decompositions()
+    graph, mode, own = of.graph, inductor.fake_mode(), decompositions(of.graph.is_on_card)
     functions: dict[str, Any] = {"mark": inductor.mark, "laid_out": laid_out}
     exec(compile(program(of, marked=True), "<memplan fused>", "exec"), functions)
     resident = [value for value in graph.values if value.kind in RESIDENT]
@@ -173,7 +173,7 @@ def _tangents(graph: JointGraph) -> list[Value]:
 
 
 def _fakes(values: Sequence[Value], mode: Any) -> list[Tensor]:
-    return [inductor.fake_tensor(one.shape, one.stride, getattr(torch, one.dtype), mode) for one in values]
+    return [inductor.fake_tensor(one.shape, one.stride, getattr(torch, one.dtype), mode, one.place) for one in values]
 
 
 def _put_together(of: Schedule, first: inductor.Traced, second: inductor.Traced, handed: tuple[int, ...]) -> Fused:

@@ -6,29 +6,22 @@ code's own kernels hold nothing beyond what is allocated for them. So fusion is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from memplan import _torch
 from memplan._torch import inductor
 from memplan.errors import CompileError, MemplanError
+from memplan.planning.called import Called, called_on
 from memplan.planning.fused import Fused, Halves
-from memplan.planning.graph import RESIDENT, JointGraph, Value
+from memplan.planning.graph import RESIDENT, Value
 from memplan.planning.peaks import Surroundings
-from memplan.planning.pools import POOLS
 from memplan.planning.schedule import taken
-from memplan.planning.scratch import measured
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.model import HOST
+from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
-from memplan.trace.semantics import cpu
-from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
-from memplan.trace.session import choose_target
 
 
 def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
@@ -42,39 +35,23 @@ def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surrou
     Raises:
         CompileError: the code calls what nobody knows here.
     """
-    step, semantics = _Step(of, codes, around), _with_scratch(of.schedule.graph)
-    with torch.autocast(HOST, enabled=False):
+    step, called = _Step(of, codes, around), called_on(around.home, of.schedule.graph)
+    with torch.autocast(around.home.type, enabled=False):
         try:
-            return simulate(record_for(step.build, choose_target(HOST), 1, semantics))
+            trace = _recorded(step, called)
+            if called.measure():  # what the code calls was not known before
+                trace = _recorded(step, called)
         except MemplanError as error:
             raise CompileError(
                 f"The code that Inductor wrote cannot be followed without data: {error.found}",
                 expected="code as torch 2.11 to 2.15 write it",
                 do="Leave engine out: 'graph' runs torch's own kernels and compiles nothing",
             ) from error
+    return simulate(trace)
 
 
-def _with_scratch(graph: JointGraph) -> Semantics:
-    """What kernels take on this CPU, and what calls take that stay as they are: that was found out for the graph."""
-    known = dict[tuple[str, str], int]()
-    for op in graph.ops:
-        if op.target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD):
-            key = op.target, op.args[-1]
-            known[key] = max(op.scratch, known.get(key, 0))
-
-    def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
-        name = _AS_TORCHS.get(name, name)
-        opaque = name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD)
-        taken = known.get((name, args[-1]), 0) if opaque else measured(name, args, kwargs)
-        if taken is None:
-            return cpu.SEMANTICS.extras(name, args, kwargs, result, in_backward)
-        return (Extra(taken),) if taken else ()
-
-    return replace(cpu.SEMANTICS, extras=extras)
-
-
-_AS_TORCHS = {str(ours): str(torchs) for torchs, ours in POOLS.items()}
-"""By the name of a kernel of torch's that is called by ours: its own."""
+def _recorded(step: _Step, called: Called) -> Trace:
+    return record_for(step.build, step.around.home.target, 1, called.known)
 
 
 class _Step:
@@ -90,10 +67,10 @@ class _Step:
         values = self.graph.values
         there = {value.id: _made(value) for value in values if value.kind in RESIDENT and not value.is_view}
         self.handed = [_seen(value, there[value.base]) for value in values if value.kind in RESIDENT]
-        self.beside = [_bytes(self.around.held_bytes)]
+        self.beside = [self._bytes(self.around.held_bytes)]
         if self.choices.held:
             trained = [values[of] for of, _ in self.graph.gradients if values[of].kind == "parameter"]
-            self.beside += [_bytes(value.own_bytes) for value in trained]
+            self.beside += [self._bytes(value.own_bytes) for value in trained]
         return self.step
 
     @torch.no_grad()
@@ -106,7 +83,7 @@ class _Step:
             stay += [gradient for value, gradient in given if not self._used_up(value)]
             given.clear()
         if not self.choices.early:
-            _bytes(self.around.update)
+            self._bytes(self.around.update)
         del outputs, stay
 
     def _used_up(self, value: int) -> bool:
@@ -114,17 +91,17 @@ class _Step:
         if not taken(self.graph, self.choices, value):
             return False
         if self.choices.early:
-            _bytes(self.around.update_of.get(value, 0))
+            self._bytes(self.around.update_of.get(value, 0))
         return True
+
+    def _bytes(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.around.home.type)
 
 
 def _made(value: Value) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype))
+    place = HOST if value.place == HOST else "cuda"  # of one card: whichever it is does not matter here
+    return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device=place)
 
 
 def _seen(value: Value, base: Tensor) -> Tensor:
     return base.as_strided(value.shape, value.stride) if value.is_view else base
-
-
-def _bytes(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)

@@ -59,7 +59,7 @@ class Candidate:
     @property
     def peak(self) -> int:
         """Predicted, in bytes."""
-        return self.timeline.peak_allocated
+        return self.timeline.peak_reserved
 
 
 class Fusing:

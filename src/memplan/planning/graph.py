@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import torch
 
+from memplan.trace.model import HOST
+
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
 """Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the
 smaller form of another value (see Encoding), which no op of the graph makes; ``host``: a copy of another value in
@@ -56,6 +58,8 @@ class Value:
     """Of a parameter or buffer its name in the model; of an input or tangent which one it is."""
     hooked: bool = False
     """Of a parameter: it has hooks that run once its gradient was added to ``.grad``, and that may change it."""
+    place: str = HOST
+    """Where it lies, as torch calls it: ``cpu``, ``cuda:0``."""
 
     @property
     def is_view(self) -> bool:
@@ -216,6 +220,11 @@ class JointGraph:
     def irreplaceable(self) -> frozenset[int]:
         """Bases of what ops hold on to (see GraphOp)."""
         return frozenset(self.base(value) for op in self.ops for value in op.holds)
+
+    @cached_property
+    def is_on_card(self) -> bool:
+        """Whether the step runs on a CUDA card: then what is in host memory takes no bytes."""
+        return any(value.place != HOST for value in self.values)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from memplan.planning.graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.home import Home
 from memplan.planning.schedule import Action, Choices, Schedule, taken
 from memplan.trace.model import Cause
 
@@ -22,6 +23,8 @@ class Surroundings:
     """The same for one parameter (its value's id), where each is updated early."""
     others: Mapping[Cause, int] = field(default_factory=dict)
     """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
+    home: Home = field(default_factory=Home)
+    """Where the step runs."""
 
     @property
     def held_bytes(self) -> int:

@@ -203,15 +203,15 @@ class Study:
         if settings.engine == "inductor":
             return self._in_either_layout(settings)
         graph, search = self.captured.graph, self.search(settings)
-        around, home = search.around, settings.home
+        around = search.around
         if settings.plan is not None:
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
-            self._check(settings.plan, settings, timeline_of(made, around, home).peak_reserved)
+            self._check(settings.plan, settings, timeline_of(made, around).peak_reserved)
             made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
         else:
             made, bound = self._within(settings)
         validate(graph, made, budget=settings.budget, surroundings=around)
-        timeline = timeline_of(made, around, home)
+        timeline = timeline_of(made, around)
         bounds = _Bounds(timeline, min(self._floor(settings), timeline.peak_reserved), search.lower_bound, bound)
         return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
 
@@ -220,27 +220,27 @@ class Study:
 
         On a card the allocator holds more than what is alive. By so much less it is planned again.
         """
-        graph, search, home, target = self.captured.graph, self.search(settings), settings.home, settings.budget
+        graph, search, target = self.captured.graph, self.search(settings), settings.budget
         around = search.around
         while True:
             found = search.within(target)
             made = schedule(graph, found.choices)
             if isinstance(found, Infeasible):
-                if timeline_of(made, around, home).peak_reserved <= settings.budget:
+                if timeline_of(made, around).peak_reserved <= settings.budget:
                     return made, 0.0
-                raise budget_error(made, around, settings.budget, home=home)
+                raise budget_error(made, around, settings.budget)
             made = with_fewest_pieces(made, partial(_fits, around=around, budget=target))
-            over = timeline_of(made, around, home).peak_reserved - settings.budget
+            over = timeline_of(made, around).peak_reserved - settings.budget
             if over <= 0:
                 return made, found.lower_bound_seconds
             target = min(target, levels(made, around).peak) - over
 
     def _floor(self, settings: Settings) -> int:
         """Bytes of the smallest plan that was found."""
-        search, home = self.search(settings), settings.home
-        if home.card is None:
+        search = self.search(settings)
+        if settings.home.card is None:
             return search.floor_peak
-        return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around, home).peak_reserved
+        return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around).peak_reserved
 
     def _in_either_layout(self, settings: Settings) -> Planned:
         """The same, for fused kernels, in the first layout in which it fits."""
@@ -401,7 +401,7 @@ def _is_slower(graph: JointGraph, plain: JointGraph) -> bool:
 
 
 def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
-    made = fusion_of(found.fused, found.codes, settings.device)
+    made = fusion_of(found.fused, found.codes, settings.device or settings.home.card)
     return replace(plan, fusion=made, notes=(*plan.notes, *(unfused(made) if made else (UNTOLD,))))
 
 

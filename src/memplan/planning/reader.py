@@ -19,6 +19,7 @@ from memplan.planning.graph import GraphOp, JointGraph, Kind, Ref, Value, refs
 from memplan.planning.home import blocks
 from memplan.planning.idle import idle_arguments
 from memplan.planning.results import TRAINING_NORM, eager_arguments
+from memplan.trace.model import HOST
 from memplan.trace.semantics.cpu import transient_bytes
 
 _KINDS: Mapping[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "input": "input", "tangent": "tangent"}
@@ -149,9 +150,9 @@ class Reader:
         base = known if op is not None else number
         size = self._size(tensor) if known == number else 0
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.values.append(
-            Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
-        )
+        made = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
+        place = str(tensor.device) if tensor.device.type == "cuda" else HOST
+        self.values.append(replace(made, place=place))
         return number
 
     def _size(self, tensor: torch.Tensor) -> int:

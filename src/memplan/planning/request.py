@@ -90,22 +90,13 @@ def request(
     held, home = settings.held or accumulate > 1, home_of(step, call.tensors)
     settings = replace(settings, budget=size, device=card, held=held, allow=allow, home=home)
     settings = replace(settings, offload=settings.offload or home.card is not None)
-    _check_home(settings)
+    _check_compiler(settings)
     if budgeted is not None:
         notes = (_of_card(budgeted, home),)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
     if torch.float16 in _computes_in(made, options.autocast, home.type):
         notes = (*notes, UNSCALED)
     return Request(made, step, call, options.autocast, settings, notes)
-
-
-def _check_home(settings: Settings) -> None:
-    if settings.home.card is not None and settings.engine != "graph":
-        raise UsageError(
-            f"engine={settings.engine!r}, and the module is on {settings.home.name}",
-            expected="a module on the CPU: what fused kernels take on a card is not known yet",
-            do="Leave engine out: 'graph' runs torch's own kernels, on a card, too",
-        )
 
 
 def _computes_in(model: nn.Module, autocast: torch.dtype | None, place: str) -> set[torch.dtype]:
@@ -136,7 +127,19 @@ def _check_engine(engine: str) -> None:
         raise UsageError(
             f"engine={engine!r}", expected=" or ".join(map(repr, get_args(Engine))), do="Leave it out"
         )  # fmt: skip
-    if engine == "graph":
+
+
+def _check_compiler(settings: Settings) -> None:
+    if settings.engine == "graph":
+        return
+    if settings.home.card is not None:
+        missing = _torch.card_compiler_misses(settings.home.name)
+        if missing is not None:
+            raise UsageError(
+                f"engine='inductor' on {settings.home.name}, and {missing}",
+                expected="what torch.compile needs there: Triton, which builds of torch for CUDA bring along",
+                do="Install it, or leave engine out: 'graph' runs torch's own kernels and needs none",
+            )
         return
     try:
         compiler = _torch.cpp_compiler()

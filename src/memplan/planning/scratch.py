@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memplan import _torch
 from memplan.planning.chunks import CONVOLUTION, alike
-from memplan.planning.forms import CHUNKED, NUMBERS, overload
+from memplan.planning.forms import CHUNKED, NUMBERS
 from memplan.planning.graph import GraphOp, JointGraph, map_refs
 from memplan.planning.idle import CONVOLUTION_BACKWARD
+from memplan.planning.kernel_calls import KernelCall
+from memplan.trace.model import HOST
 
 LIMIT = 3.0
 """Seconds that the calls of a graph may take, more or less: the others go by the formulas."""
@@ -28,9 +29,10 @@ PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "
 CONVOLUTIONS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD, CHUNKED])
 REDUCED = frozenset([torch.bfloat16, torch.float16])
 
-_known: dict[tuple[int, str], int] = {}
+_Place = tuple[int, str]
+_known: dict[_Place, int] = {}
 """By threads and call."""
-_refused: set[tuple[int, str]] = set()
+_refused: set[_Place] = set()
 """Those that failed."""
 
 
@@ -53,83 +55,59 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int |
         name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
         args, kwargs: what it is called with; of tensors, shapes, strides and dtypes alone count.
     """
-    name = name.replace(".out", ".default")
-    if not _is_measured(name, args):
+    call = KernelCall.of(name, args, kwargs)
+    if not _is_measured(call):
         return None
-    call = _Call(name, tuple(args), {key: one for key, one in kwargs.items() if key != "out"})
     with _torch.no_modes():
         _measure([call], LIMIT)
-    return _known.get(call.place)
+    return _known.get(_place(call))
 
 
-def _with(op: GraphOp, call: _Call | None) -> GraphOp:
-    found = None if call is None else _known.get(call.place)
+def _with(op: GraphOp, call: KernelCall | None) -> GraphOp:
+    found = None if call is None else _known.get(_place(call))
     return op if found is None else replace(op, scratch=found + NUMBERS)
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A call of an op."""
-
-    name: str
-    args: tuple[Any, ...]
-    """Of tensors, what they are like."""
-    kwargs: Mapping[str, Any]
-
-    @property
-    def key(self) -> str:
-        """What tells it from others."""
-        given = [*map(_text, self.args), *(f"{name}={_text(one)}" for name, one in self.kwargs.items())]
-        return f"{self.name}({', '.join(given)})"
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """Of what is known of it."""
-        return torch.get_num_threads(), self.key
+def _place(call: KernelCall) -> _Place:
+    return torch.get_num_threads(), call.key
 
 
-def _text(part: Any) -> str:
-    if isinstance(part, Tensor):
-        return f"{part.dtype}{list(part.shape)}{list(part.stride())}"
-    return repr(list(part) if isinstance(part, (tuple, list)) else part)
-
-
-def _call_of(graph: JointGraph, op: GraphOp) -> _Call | None:
+def _call_of(graph: JointGraph, op: GraphOp) -> KernelCall | None:
     if op.target not in CONVOLUTIONS | PRODUCTS:
         return None
-    args = map_refs(op.args, lambda value: alike(graph.values[value]))
-    return _Call(op.target, args, op.kwargs) if _is_measured(op.target, args) else None
+    call = KernelCall.of(op.target, map_refs(op.args, lambda value: alike(graph.values[value])), op.kwargs)
+    return call if _is_measured(call) else None
 
 
-def _is_measured(name: str, args: Sequence[Any]) -> bool:
-    return name in CONVOLUTIONS or (name in PRODUCTS and args[0].dtype in REDUCED)
+def _is_measured(call: KernelCall) -> bool:
+    return call.name in CONVOLUTIONS or (call.name in PRODUCTS and call.args[0].dtype in REDUCED)
 
 
-def _size(call: _Call) -> tuple[int, str]:
-    return sum(one.numel() * one.element_size() for one in call.args if isinstance(one, Tensor)), call.key
+def _size(call: KernelCall) -> tuple[int, str]:
+    return call.bytes, call.key
 
 
-def _measure(calls: Sequence[_Call], limit: float) -> None:
+def _measure(calls: Sequence[KernelCall], limit: float) -> None:
     """Run what is not known yet, as far as the time goes; nothing while another profiler runs: torch has one at a
     time."""
-    calls = [call for call in calls if call.place not in _known and call.place not in _refused]
+    calls = [call for call in calls if _place(call) not in _known and _place(call) not in _refused]
     if not calls or _torch.is_profiled():
         return
-    profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[_Call]()
+    profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[KernelCall]()
     with torch.no_grad(), torch.autocast("cpu", enabled=False), profile:
         for call in calls:
             if ran and time.perf_counter() >= end:
                 break
-            args = [_zeros(one) if isinstance(one, Tensor) else one for one in call.args]
+            args, kwargs = call.on_zeros(HOST)
             try:
                 with _torch.marker(str(len(ran))):
-                    result = overload(call.name)(*args, **call.kwargs)
+                    result = call.run(args, kwargs)
                 del result  # outside: what is left of a call are its results
             except Exception:  # whatever a kernel objects to: then the formula stands
-                _refused.add(call.place)
+                _refused.add(_place(call))
             ran.append(call)
     held = _held(_torch.Profile(profile), len(ran))
-    _known.update((call.place, held[at]) for at, call in enumerate(ran) if call.place not in _refused)
+    _known.update((_place(call), held[at]) for at, call in enumerate(ran) if _place(call) not in _refused)
 
 
 def _held(profile: _torch.Profile, calls: int) -> list[int]:
@@ -141,9 +119,3 @@ def _held(profile: _torch.Profile, calls: int) -> list[int]:
             level[number] += size
             most[number] = max(most[number], level[number])
     return [high - left for high, left in zip(most, level, strict=True)]
-
-
-def _zeros(like: Tensor) -> Tensor:
-    reach = 1 + sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
-    flat = torch.zeros(reach if like.numel() else 0, dtype=like.dtype)
-    return flat.as_strided(like.shape, like.stride())

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
 from memplan.planning.decisions import short
-from memplan.planning.home import Home
 from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import Schedule
 from memplan.planning.trace import trace_of
@@ -49,11 +48,7 @@ class Way:
 
 
 def budget_error(
-    floor: Schedule,
-    surroundings: Surroundings,
-    budget: int,
-    predicted: Timeline | None = None,
-    home: Home | None = None,
+    floor: Schedule, surroundings: Surroundings, budget: int, predicted: Timeline | None = None
 ) -> BudgetError:
     """The error that says so.
 
@@ -62,9 +57,8 @@ def budget_error(
         surroundings: what there is beside it.
         budget: bytes that were asked for.
         predicted: what the step holds, where that is not what its single ops hold: fused kernels.
-        home: where the step runs; None: on the CPU.
     """
-    trace = trace_of(floor, surroundings, home)
+    trace = trace_of(floor, surroundings)
     timeline = simulate(trace)
     least = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)

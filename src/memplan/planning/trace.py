@@ -9,7 +9,6 @@ import torch
 
 from memplan.planning import opaque
 from memplan.planning.graph import RESIDENT, Kind, Value
-from memplan.planning.home import Home
 from memplan.planning.peaks import ActionBytes, Surroundings
 from memplan.planning.schedule import Action, Schedule
 from memplan.simulation.liveness import simulate
@@ -25,17 +24,14 @@ _CAUSES: dict[Kind, Cause] = {
 }
 
 
-def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None, home: Home | None = None) -> Timeline:
+def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Timeline:
     """Bytes over time of a planned step, by the simulator that recorded steps go through."""
-    return simulate(trace_of(schedule, surroundings, home))
+    return simulate(trace_of(schedule, surroundings))
 
 
-def trace_of(schedule: Schedule, surroundings: Surroundings | None = None, home: Home | None = None) -> Trace:
-    """A planned step as a Trace: what is resident is built, the schedule is the one step.
-
-    ``home``: where it runs; None: on the CPU.
-    """
-    return _Tracer(schedule, surroundings or Surroundings(), home or Home()).trace()
+def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Trace:
+    """A planned step as a Trace: what is resident is built, the schedule is the one step."""
+    return _Tracer(schedule, surroundings or Surroundings()).trace()
 
 
 @dataclass
@@ -52,9 +48,9 @@ class _Entry:
 
 
 class _Tracer:
-    def __init__(self, schedule: Schedule, surroundings: Surroundings, home: Home) -> None:
+    def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
         self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
-        self.device = home.target.name
+        self.device = surroundings.home.target.name
         self.bytes = ActionBytes(schedule, surroundings)
         self.parameters_gradients = {
             self.graph.base(gradient): self.graph.values[of].path

@@ -59,7 +59,7 @@ def surroundings(
     if kept:
         others["workspace"] = kept
     if optimizer is None:
-        return Surroundings(others=others)
+        return Surroundings(others=others, home=home)
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
     shapes = [_shape(value) for value in parameters]
     own = update_of(optimizer, shapes, home)
@@ -67,7 +67,7 @@ def surroundings(
     others["optimizer_state"] = all_.state - own.state
     alone = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if early else {}
     each = {value.id: alone[_shape(value)].most for value in parameters} if early else {}
-    return Surroundings(own.state, (all_ if held else own).most, each, others)
+    return Surroundings(own.state, (all_ if held else own).most, each, others, home)
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None = None) -> Update:

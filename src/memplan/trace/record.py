@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -20,6 +21,8 @@ from memplan.trace.semantics import cpu, cuda
 from memplan.trace.semantics.extra import Semantics
 from memplan.trace.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
 from memplan.trace.standins import Standins
+
+Known = Callable[[Semantics], Semantics]
 
 
 def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
@@ -50,18 +53,18 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     return record_for(build, choose_target(device), steps)
 
 
-def record_for(build: Build, target: Target, steps: int = 2, semantics: Semantics = cpu.SEMANTICS) -> Trace:
-    """As `record`, for a target that is chosen. ``semantics``: of what runs on the CPU."""
+def record_for(build: Build, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
+    """As `record`, for a target that is chosen. ``known``: its semantics, with what is known besides of its kernels."""
     try:
-        return _Recording(target, "unknown", semantics).run(build, steps)
+        return _Recording(target, "unknown", known).run(build, steps)
     except NothingNamed:
-        return _Recording(target, "everything", semantics).run(build, steps)
+        return _Recording(target, "everything", known).run(build, steps)
     except NamedLate:  # only in a step: then what the building left on the CPU stays there
-        trace = _Recording(target, "named", semantics).run(build, steps)
+        trace = _Recording(target, "named", known).run(build, steps)
     weights = [storage for storage in trace.storages if storage.cause == "weight"]
     if weights and all(storage.device == HOST for storage in weights):
         # no model is on the card: CUDA was not named but derived from a tensor's device, which we had said is "cuda"
-        return _Recording(target, "everything", semantics).run(build, steps)
+        return _Recording(target, "everything", known).run(build, steps)
     return trace
 
 
@@ -71,10 +74,10 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 class _Recording:
     """The parts that record a step, put together."""
 
-    def __init__(self, target: Target, on_card: OnCard, semantics: Semantics) -> None:
+    def __init__(self, target: Target, on_card: OnCard, known: Known) -> None:
         self._target = target
         self._place = Place()
-        self._observer = Observer(self._place, real=False, semantics=semantics)
+        self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode)
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
@@ -86,7 +89,7 @@ class _Recording:
             self._observer.card = self._card
             self._observer.read_apart = self._standins.apart
             stream = lambda: self._observer.ledger.stream  # noqa: E731
-            self._observer.semantics = cuda.semantics(target.card, stream, self._card.holds)
+            self._observer.semantics = known(cuda.semantics(target.card, stream, self._card.holds))
 
     def run(self, build: Build, steps: int) -> Trace:
         """Build and run the step, and return what was seen."""

@@ -66,8 +66,8 @@ def fit(
         optimizer: a callable of the parameters: its state and its update are part of the step then.
         device: a card of whose kernels the seconds are to be, instead of those that the step runs by.
         allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding; ``"lossy"``: see `plan`.
-        engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler makes
-            first: faster, and the same but for rounding, which is held against float64.
+        engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler (for
+            a card, Triton) makes first: faster, and the same but for rounding, which is held against float64.
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
         clip_norm: the global norm that gradients are clipped at, where they are: then no update can be early.

@@ -1,0 +1,123 @@
+"""What torch's kernels hold beside their results where the code of fused kernels calls them.
+
+On the CPU convolutions, and products in fewer bits, are measured as they are met. On a card whatever is called is, in
+one go once it is known: while a step is recorded, nothing can be asked of a card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from memplan import _torch
+from memplan.planning import card, scratch
+from memplan.planning.forms import overload
+from memplan.planning.graph import JointGraph
+from memplan.planning.home import Home
+from memplan.planning.kernel_calls import KernelCall
+from memplan.planning.pools import POOLS
+from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
+
+
+class Called(Protocol):
+    """Torch's kernels in the code of one step."""
+
+    def known(self, semantics: Semantics) -> Semantics:
+        """The semantics of where the step runs, with what is known of these kernels."""
+        ...
+
+    def measure(self) -> bool:
+        """Measure what was called and is not known yet; whether that told something new."""
+        ...
+
+
+def called_on(home: Home, graph: JointGraph) -> Called:
+    """Of a step of this graph."""
+    return OnCPU(graph) if home.card is None else OnCard(graph, home.name)
+
+
+class OnCPU:
+    """Kernels of the CPU."""
+
+    def __init__(self, graph: JointGraph) -> None:
+        self._opaque = _of_opaque_calls(graph)
+
+    def known(self, semantics: Semantics) -> Semantics:
+        """See `Called`."""
+
+        def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+            name = _AS_TORCHS.get(name, name)
+            taken = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else scratch.measured(name, args, kwargs)
+            if taken is None:
+                return semantics.extras(name, args, kwargs, result, in_backward)
+            return (Extra(taken),) if taken else ()
+
+        return replace(semantics, extras=extras)
+
+    def measure(self) -> bool:
+        """See `Called`: all of it is known."""
+        return False
+
+
+class OnCard:
+    """Kernels of a card.
+
+    Args:
+        graph: of the step. Workspaces that stay with a library are counted for it, not for the code.
+        place: as torch calls the card.
+    """
+
+    def __init__(self, graph: JointGraph, place: str) -> None:
+        self._opaque, self._place = _of_opaque_calls(graph), place
+        self._called = dict[str, KernelCall]()
+        self._measured = dict[str, int]()
+
+    def known(self, semantics: Semantics) -> Semantics:
+        """See `Called`."""
+
+        def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+            call = KernelCall.of(name, args, kwargs)
+            taken = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else self._measured.get(call.key)
+            if taken is not None:
+                return (Extra(taken),) if taken else ()
+            if _is_torchs(name):
+                self._called.setdefault(call.key, call)
+            found = semantics.extras(call.name, args, kwargs, result, in_backward)
+            return [extra for extra in found if not extra.held]
+
+        return replace(semantics, extras=extras)
+
+    def measure(self) -> bool:
+        """See `Called`."""
+        self._measured = card.measured(self._place, self._called.values())
+        return bool(self._measured)
+
+
+def _is_torchs(name: str) -> bool:
+    """Whether it is a kernel that can run on made-up tensors: what others wrote may trust its arguments."""
+    return name.startswith("aten.") and name not in _MAKE_OR_COPY and not overload(name).is_view
+
+
+_MAKE_OR_COPY = frozenset(
+    f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default", "copy_.default")
+)
+"""What holds nothing but what it makes."""
+
+
+def _is_opaque(name: str) -> bool:
+    return name in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD)
+
+
+def _of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
+    """What calls take that stay as they are: that was found out for the graph."""
+    known = dict[tuple[str, str], int]()
+    for op in graph.ops:
+        if _is_opaque(op.target):
+            key = op.target, op.args[-1]
+            known[key] = max(op.scratch, known.get(key, 0))
+    return known
+
+
+_AS_TORCHS = {str(ours): str(torchs) for torchs, ours in POOLS.items()}
+"""By the name of a kernel of torch's that is called by ours: its own."""
