@@ -4,7 +4,7 @@
 
 A plan for a budget half way between the floor and what the step takes as it is. Of the engine inductor, what Inductor
 itself needs is told apart: lowering, by which each candidate is judged, and importing it. All steps and both engines
-write benchmarks/results/planning_time.json.
+write benchmarks/results/planning_time.json, and .md, which docs/fit.md has.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 for _path in (str(ROOT), str(ROOT / "src")):
     if _path not in sys.path:
         sys.path.insert(0, _path)
-RESULTS = ROOT / "benchmarks" / "results" / "planning_time.json"
+RESULTS = ROOT / "benchmarks" / "results" / "planning_time"
 
 
-MODELS = ("resnet18", "densenet", "basic_unet", "gpt", "vit")
+STEPS = ("resnet18", "densenet", "basic_unet", "gpt", "vit_s")
 
 
 def halfway(name: str) -> dict[str, Any]:
@@ -75,10 +76,22 @@ def _child(*args: str) -> dict[str, Any]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: a row for each step."""
+    from benchmarks.frontier.models import TITLES
+
+    lines = ["| step | `graph`, s | `inductor`, s | and what Inductor itself needs, s |", "|---|--:|--:|--:|"]
+    found = {(row["step"], row["engine"]): row for row in rows}
+    for name in STEPS:
+        graph, fused = found[name, "graph"], found[name, "inductor"]
+        lines.append(f"| {TITLES[name]} | {graph['own']:.1f} | {fused['own']:.1f} | {fused['inductor']:.1f} |")
+    return lines
+
+
 def main() -> int:
     """Measure all, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--only", choices=STEPS)
     parser.add_argument("--engine", choices=("graph", "inductor"))
     parser.add_argument("--part", choices=("budget", "seconds"), help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
@@ -88,14 +101,15 @@ def main() -> int:
         print(json.dumps(found))
         return 0
     rows = list[dict[str, Any]]()
-    for name in [asked.only] if asked.only else MODELS:
+    for name in [asked.only] if asked.only else STEPS:
         budget = str(_child("--part", "budget", "--only", name)["budget"])
         for engine in [asked.engine] if asked.engine else ("graph", "inductor"):
             found = _child("--part", "seconds", "--only", name, "--engine", engine, "--budget", budget)
             rows.append({"step": name, "engine": engine, **found})
             print(f"{name:12} {engine:9} {found['own']:6.2f} s, and {found['inductor']:6.2f} s that Inductor needs")
     if asked.only is None and asked.engine is None:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        RESULTS.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        RESULTS.with_suffix(".md").write_text("\n".join([*table(rows), ""]), encoding="utf-8")
     return 0
 
 

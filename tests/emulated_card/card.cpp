@@ -175,6 +175,16 @@ at::Tensor& set_whole(at::Tensor& self, at::Storage source) {
   return set_part(self, std::move(source), 0, {count}, {c10::SymInt(1)});
 }
 
+// As a real card's: what is drawn goes to other elements than with bernoulli_, and to others again in float64.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  const auto x = here(input);
+  if (train.has_value() && !*train) return {there(x.clone()), there(at::ones_like(x, x.options().dtype(at::kBool)))};
+  auto drawn = at::empty({x.numel()}, x.options().dtype(at::kBool)).bernoulli_(1 - p);
+  if (x.scalar_type() != at::kDouble) drawn = drawn.flip(0);
+  const auto mask = drawn.view(x.sizes());
+  return {there(x.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p))), there(mask)};
+}
+
 at::Scalar local_scalar(const at::Tensor& self) { return here(self).item(); }
 
 // -- everything else: the CPU's kernel on the same memory
@@ -255,6 +265,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("resize_", &resize_);
   m.impl("set_.source_Storage", &set_whole);
   m.impl("set_.source_Storage_storage_offset", &set_part);
+  m.impl("native_dropout", &native_dropout);
   m.impl("_local_scalar_dense", &local_scalar);
 }
 

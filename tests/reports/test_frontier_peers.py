@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from reports.outcomes import FRONTIER, MIB
 
 from memplan.reports import frontier
@@ -22,9 +23,10 @@ def times(ratio: float) -> Times:
 
 BUDGET = Peer("torch.compile, memory budget 0.5", compiled=True, memory_budget=0.5)
 PEERS = (
-    PeerResult(EAGER, 610 * MIB, times(1.0)),
-    PeerResult(COMPILED, 500 * MIB, times(0.5), compared=False),
-    PeerResult(BUDGET, 400 * MIB, times(1.5), {"a": 0.39, "b": 0.1}),
+    PeerResult(EAGER, 610 * MIB, times(1.0), error=1e-7),
+    PeerResult(COMPILED, 500 * MIB, times(0.5)),
+    PeerResult(BUDGET, 400 * MIB, times(1.5), {"a": 0.39, "b": 0.1}, 0.2),
+    PeerResult(Peer("bfloat16 autocast", autocast=torch.bfloat16), 300 * MIB, times(0.8), error=0.0123),
     PeerResult(Peer("other"), failed="RuntimeError: no \x1b[1m kernels"),
 )
 BESIDE = replace(FRONTIER, peers=PEERS)
@@ -39,7 +41,8 @@ def test_the_table_says_which_gradients_are_wrong_and_what_did_not_run() -> None
         "torch.compile 500.0 MiB 82 % -50 % not compared",
         "torch.compile, memory budget 0.5 400.0 MiB 66 % +50 % WRONG by 39%",
     ]
-    assert rows[3] == "other did not run"
+    assert rows[3] == "bfloat16 autocast 300.0 MiB 49 % -20 % off by 1.23%"
+    assert rows[4] == "other did not run"
     (reason,) = frontier.why_not(BESIDE)
     assert reason.startswith("other did not run: RuntimeError: no ")
     assert "\x1b" not in reason
@@ -52,6 +55,7 @@ def test_the_picture_has_them_beside_the_plans() -> None:
     # eager mode is predicted to take 0.3 s; what others add to it is measured
     assert places["measured: eager"] == [[610, pytest.approx(0.3)]]
     assert places["measured: compiled"] == [[500, pytest.approx(0.15)]]
+    assert places["measured: lossy"] == [[300, pytest.approx(0.24)]]
     assert places["measured: wrong gradients"] == [[400, pytest.approx(0.45)]]
     assert axes.get_xlabel() == "peak (MiB)"
     assert frontier.draw(FRONTIER).axes[0].get_xlabel() == "predicted peak (MiB)"
@@ -59,11 +63,12 @@ def test_the_picture_has_them_beside_the_plans() -> None:
 
 def test_they_are_in_the_json() -> None:
     assert "peers" not in FRONTIER.to_dict()
-    eager, compiled, budget, other = BESIDE.to_dict()["peers"]
+    eager, compiled, budget, autocast, other = BESIDE.to_dict()["peers"]
     assert eager == {
         "name": "eager", "peak": 610 * MIB, "seconds": 0.2, "ratio": 1.0, "quartiles": [1.0, 1.0],
-        "gradients": "right", "wrong": {},
+        "gradients": "right", "error": 1e-7, "wrong": {},
     }  # fmt: skip
     assert compiled["gradients"] == "not compared"
+    assert (autocast["gradients"], autocast["error"], autocast["wrong"]) == ("lossy", 0.0123, {})
     assert (budget["gradients"], budget["wrong"]) == ("wrong", {"a": 0.39, "b": 0.1})
     assert other["failed"].startswith("RuntimeError")

@@ -12,7 +12,7 @@ import torch
 from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, SegformerConfig, SegformerForSemanticSegmentation
 
 from memplan.errors import UsageError
 from memplan.planning.losses import with_loss
@@ -178,3 +178,34 @@ def test_a_hook_on_a_layer_is_refused_by_the_layers_name() -> None:
     model[1].register_forward_hook(lambda *_: None)  # pyright: ignore[reportIndexIssue]
     with pytest.raises(UsageError, match=r"The layer model\.1 has a forward hook"):
         fit(model, x, loss=lambda output: output.sum(), budget="1 MiB")
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_model_of_transformers_that_collects_hidden_states_by_hooks(called_before: bool) -> None:
+    config = SegformerConfig(
+        hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, num_attention_heads=[1] * 4, decoder_hidden_size=8,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config.num_labels = 3
+    model, x = SegformerForSemanticSegmentation(config).train(), torch.randn(2, 3, 64, 64)
+    given = {"labels": torch.randint(3, (2, 64, 64))}
+    if called_before:
+        model(x)
+    twin, before = copy.deepcopy(model), hooks_of(model)
+    budget = budget_between(model, x, kwargs=given)
+    assert hooks_of(model) == before
+    fitted = fit(model, x, kwargs=given, budget=budget, pairs=0)
+    assert fitted.proof.same
+    assert fitted.changed
+    ours, theirs = fitted.model(x, **given), twin(x, **given)
+    ours.loss.backward()
+    theirs.loss.backward()
+    assert torch.equal(ours.loss, theirs.loss)
+    trained_alike(model, twin)
+    fitted.undo()
+    assert torch.equal(model.eval()(x).logits, twin.eval()(x).logits)
+
+
+def hooks_of(model: nn.Module) -> list[Any]:
+    return [list(one._forward_hooks.items()) for one in model.modules()]

@@ -33,9 +33,9 @@ class Block(nn.Module):
 def asked(model: nn.Module, **options: Any) -> Request:
     images, labels = torch.linspace(-1, 1, 16 * 512).reshape(512, 16), torch.arange(512) % 16
     optimizer = options.pop("optimizer", None)
-    given: dict[str, Any] = {"targets": labels, "loss": F.cross_entropy} | options
+    given: dict[str, Any] = {"targets": labels, "loss": F.cross_entropy, "allow": "exact"} | options
     return request(
-        model, (images,), kwargs={}, budget="1 GiB", autocast=None, device=None, allow="exact", clip_norm=None,
+        model, (images,), kwargs={}, budget="1 GiB", autocast=None, device=None, clip_norm=None,
         accumulate=1, settings=Settings(0, optimizer), fake=False, **given,
     )  # fmt: skip
 
@@ -80,6 +80,24 @@ def test_an_optimizer_counts_with_its_state(monkeypatch: pytest.MonkeyPatch) -> 
     (without,) = measure_peers(asked(network()), 1 << 20, pairs=1)
     (adam,) = measure_peers(asked(network(), optimizer=torch.optim.AdamW), 1 << 20, pairs=1)
     assert adam.peak >= without.peak + 2 * sum(one.nbytes for one in network().parameters())
+
+
+def test_where_lossy_plans_are_allowed_autocast_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list[str]()
+    made = peer_trials.peers
+    monkeypatch.setattr(peer_trials, "peers", lambda **given: [p for p in made(**given) if not p.compiled])
+    found = measure_peers(asked(network(0.0), allow="lossy"), 1 << 20, pairs=1, told=names.append)
+    lower = [one for one in found if one.peer.autocast is not None]
+    assert names == [
+        "eager", "checkpoint per block", "bfloat16 autocast", "bfloat16 autocast, checkpoint per block",
+    ]  # fmt: skip
+    for one in lower:
+        assert (one.gradients, one.wrong) == ("lossy", {})
+        assert one.error is not None
+        assert 1e-4 < one.error < 0.05  # bfloat16 rounds by up to 2 ** -8
+    assert max(one.error for one in found[:2] if one.error is not None) < 1e-5
+    assert lower[0].peak < found[0].peak
+    assert not [one for one in measure_peers(asked(network(0.0)), 1 << 20, pairs=1) if one.peer.autocast]
 
 
 @compiles

@@ -10,7 +10,7 @@ import torch
 from snapshots import everything
 from torch import Tensor, nn
 
-from memplan.verification.states import ModuleCopy, RandomState, copies, random_state_kept
+from memplan.verification.states import ModuleCopy, RandomState, attributes_kept, copies, random_state_kept
 
 
 class Many(nn.Module):
@@ -177,3 +177,24 @@ def test_shared_parameters_take_no_memory_and_have_gradients_of_their_own() -> N
     assert weight is not linear.weight
     assert weight.data_ptr() == linear.weight.data_ptr()
     assert everything(model) == before
+
+
+def test_hooks_that_come_meanwhile_go_again_and_handles_still_remove_theirs() -> None:
+    module = nn.Linear(2, 2)
+    calls = list[str]()
+    handle = module.register_forward_hook(lambda *_: calls.append("own"))
+    kept = ModuleCopy(module)
+    with attributes_kept(module):
+        module.register_forward_hook(lambda *_: calls.append("other"))
+    with kept.in_place():
+        module.register_forward_pre_hook(lambda *_: calls.append("in the copy"))
+        module(torch.ones(2))
+    assert calls == ["in the copy", "own"]
+    module(torch.ones(2))
+    assert calls == ["in the copy", "own", "own"]
+    with kept.in_place():
+        module(torch.ones(2))
+    assert calls[3:] == ["in the copy", "own"]
+    handle.remove()
+    module(torch.ones(2))
+    assert len(calls) == 5

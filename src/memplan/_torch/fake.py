@@ -32,6 +32,7 @@ DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
 
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+_CPU = torch.device("cpu")
 
 # In place, elementwise, never resizing: with operands of the result's own shape there is nothing to propagate.
 _IN_PLACE = frozenset(
@@ -262,6 +263,8 @@ class FakeMode(FakeTensorMode):
         self._inside = False
         self._memo = _Memo()
         self.replacements: Replacements | None = None
+        self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
+        """Around an op that makes a tensor on a card: what says that it lies there."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -282,6 +285,10 @@ class FakeMode(FakeTensorMode):
                     return replaced.instead.get(func, func.decompose)(*args, **kwargs)
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
             return self.dispatch(func, types, args, kwargs)
+        device = kwargs.get("device")
+        if self.going is not None and device is not None and torch.device(device).type == "cuda":
+            with self.going(torch.device(device)):
+                return self.__torch_dispatch__(func, types, args, {**kwargs, "device": _CPU})
         self._inside = True
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:

@@ -6,7 +6,9 @@ Seen in torch 2.11, 2.13 and 2.15: ``torch.fx.experimental.proxy_tensor.make_fx`
 ``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
 ``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
-(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``), ``set_stack_trace`` and
+(``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``; of code for a card
+``empty_strided_cuda``, ``copy_if_misaligned``, ``get_raw_stream`` which is ``torch._C._cuda_getCurrentRawStream``,
+``device``, ``torch.cuda._DeviceGuard``, ``start_graph`` and ``end_graph``), ``set_stack_trace`` and
 ``preserve_node_meta`` in ``torch.fx.traceback``, ``torch._inductor.exc`` and
 ``torch._inductor.cpp_builder.get_cpp_compiler``, ``torch.utils._triton.has_triton``. Seen in 2.11, 2.13 and 2.14:
 ``constants`` and ``torchbind_constants``
@@ -330,6 +332,11 @@ def _uncached() -> Iterator[None]:
         yield
 
 
+def is_of_compiler(error: Exception) -> bool:
+    """Whether Triton, or what Inductor puts around its kernels, failed to make one that runs on this card."""
+    return type(error).__module__.startswith(("triton.", "torch._inductor."))
+
+
 def is_of_other_layout(error: AssertionError) -> bool:
     """Whether the code found that an op returned something else than what it was written for."""
     return "expected size" in str(error)  # as assert_size_stride says it
@@ -342,7 +349,8 @@ def without_kernels(part: Lowerable, code: str) -> Boxed:
     found = _read_without_kernels(code)
 
     def call(given: list[Any]) -> Sequence[Tensor]:
-        with patched(torch.cuda, _DeviceGuard=_no_guard):  # tensors without data have no device to be current
+        guard = here_alone(_no_guard, torch.cuda._DeviceGuard)  # tensors without data have no device to be current
+        with patched(torch.cuda, _DeviceGuard=guard):
             return found(given)
 
     return call
@@ -363,6 +371,7 @@ def _read_without_kernels(code: str) -> Boxed:
         "reinterpret_tensor": _reinterpreted,
         "copy_if_misaligned": lambda one: one,
         "get_raw_stream": _nothing,
+        "device": lambda type, index=None: torch.device(type),  # of one card, whichever it is
     }
     return found["call"]
 
@@ -447,7 +456,7 @@ def card_compiler_misses(place: str) -> str | None:
         if major < _TRITON_SINCE:
             return f"the card has compute capability {major}.{minor}, and Triton begins with {_TRITON_SINCE}.0"
         return "no package triton was found that works"
-    if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc"))):  # as triton.runtime.build looks for it
+    if os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang"))):  # as triton.runtime.build looks for it
         return None
     return "no C compiler was found for Triton: gcc, clang, or what the environment's CC names"
 

@@ -22,6 +22,8 @@ class OwnState:
     parameters: dict[str, Any]
     buffers: dict[str, Any]
     attributes: dict[str, Any]
+    hooks: dict[str, dict[int, Any]]
+    """By table, which stays where it is: handles that remove hooks refer to it."""
 
     @property
     def parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -62,7 +64,8 @@ def own_state(module: nn.Module) -> OwnState:
     """What a module holds now."""
     own = vars(module)
     attributes = {name: value for name, value in own.items() if name not in _FIXED}
-    return OwnState(dict(own["_parameters"]), dict(own["_buffers"]), attributes)
+    hooks = {name: dict(own[name]) for name in _HOOKS}
+    return OwnState(dict(own["_parameters"]), dict(own["_buffers"]), attributes, hooks)
 
 
 def set_own_state(module: nn.Module, state: OwnState) -> None:
@@ -71,6 +74,10 @@ def set_own_state(module: nn.Module, state: OwnState) -> None:
     for name, new in zip(_TENSORS, (state.parameters, state.buffers), strict=True):
         _become(own[name], new)
     _become(own, state.attributes, _FIXED)
+    for name, hooks in state.hooks.items():
+        if dict(own[name]) != hooks:
+            own[name].clear()
+            own[name].update(hooks)
 
 
 def _become(old: dict[str, Any], new: dict[str, Any], fixed: tuple[str, ...] = ()) -> None:

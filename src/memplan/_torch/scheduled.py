@@ -6,7 +6,9 @@ Recorded as the code is written, since the code itself does not say. Seen in tor
 ``torch._inductor.dependencies.WeakDep``; ``define_kernel`` of ``torch._inductor.codegen.cpp.CppScheduling`` and
 ``torch._inductor.codegen.triton.TritonScheduling``; ``torch._inductor.ir.MultiOutput``, and ``origins``,
 ``origin_node``, ``op_overload`` and ``python_kernel_name`` of what is in ``torch._inductor.ir``;
-``torch._inductor.virtualized.V``.
+``torch._inductor.virtualized.V``. Seen in 2.11, 2.13 and 2.14: ``_codegen_mix_order_reduction`` and
+``_generate_kernel_code_for_mix_order_reduction`` of ``torch._inductor.codegen.simd.SIMDScheduling``, and
+``saved_partial_accumulate``, ``numels`` and ``rsplit_size`` of the kernel that the latter gives.
 """
 
 from __future__ import annotations
@@ -78,6 +80,11 @@ class Record:
         """One of torch's is called."""
         self._add(lambda: _torchs(node))
 
+    def sums_up(self, kernel: Any) -> None:
+        """Torch's kernels follow one that was written, for what it reduces along the other dimension."""
+        for partial in getattr(kernel, "saved_partial_accumulate", ()):
+            self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
+
     def _add(self, made: Any) -> None:
         try:
             kernel = made()
@@ -95,6 +102,7 @@ def kernels_recorded() -> Iterator[Record]:
         try:
             _record_written(record, patches)
             _record_called(record, patches)
+            _record_second_passes(record, patches)
         except (ImportError, AttributeError):
             record.give_up()
         yield record
@@ -126,6 +134,48 @@ def _record_called(record: Record, patches: ExitStack) -> None:
         return call(self, node, *rest, **more)
 
     patches.enter_context(patched(Scheduler, codegen_extern_call=here_alone(codegen_extern_call, call)))
+
+
+def _record_second_passes(record: Record, patches: ExitStack) -> None:
+    """A kernel of Triton's that reduces along both dimensions leaves one of the two in parts, in a workspace: torch's
+    kernels add these up, by lines that are written without a node of the scheduler's."""
+    from torch._inductor.codegen.simd import SIMDScheduling
+
+    generate = getattr(SIMDScheduling, "_generate_kernel_code_for_mix_order_reduction", None)
+    whole = getattr(SIMDScheduling, "_codegen_mix_order_reduction", None)
+    if generate is None or whole is None:
+        return
+    written = list[Any]()
+
+    def generate_and_keep(*args: Any, **more: Any) -> Any:
+        found = generate(*args, **more)
+        written.append(found[0])
+        return found
+
+    def whole_and_sums(*args: Any, **more: Any) -> Any:
+        written.clear()
+        found = whole(*args, **more)
+        record.sums_up(written[-1] if written else None)  # before that, others were tried out
+        return found
+
+    patches.enter_context(
+        patched(
+            SIMDScheduling,
+            _generate_kernel_code_for_mix_order_reduction=here_alone(generate_and_keep, generate),
+            _codegen_mix_order_reduction=here_alone(whole_and_sums, whole),
+        )
+    )
+
+
+_PARTS = 4
+"""Bytes of an element of such a workspace: float32."""
+
+
+def _second_pass(kernel: Any, reduction: str) -> Kernel:
+    columns = int(kernel.numels["r0_"])
+    parts = -(-int(kernel.numels["x"]) // int(kernel.rsplit_size)) * columns
+    name = {"min": "amin.default", "max": "amax.default"}.get(reduction, f"{reduction}.dim_IntList")
+    return Kernel(f"aten.{name}", False, _PARTS * (2 * parts + columns), ())  # the parts are written, too
 
 
 def _without(kernel: Kernel, called: set[str]) -> Kernel:

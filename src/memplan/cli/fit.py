@@ -114,10 +114,11 @@ class _Files:
     help="Values of the plan to list; 0 for all.")  # fmt: skip
 @click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
-@click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of exact plans.")
+@click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of plans.")
 @click.option(
     "--peers", is_flag=True,
-    help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, and draw them beside.",
+    help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, with --allow lossy "
+    "autocast, too, and draw them beside.",
 )  # fmt: skip
 @click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
 def command(
@@ -309,14 +310,15 @@ def _frontier(
         engine=options.get("engine", "graph"), offload=not isinstance(made, nn.Module),
     )  # fmt: skip
     asked = request(
-        made, described.options.inputs, **call, budget=options["budget"], allow="exact", clip_norm=None,
-        accumulate=options.get("accumulate", 1), settings=settings, fake=True,
+        made, described.options.inputs, **call, budget=options["budget"], allow=options.get("allow", "exact"),
+        clip_norm=None, accumulate=options.get("accumulate", 1), settings=settings, fake=True,
     )  # fmt: skip
     with asked.under_autocast():
-        study = Planner(asked.step).study(asked.call, asked.settings)
-        found = study.frontier(asked.settings, _POINTS)
+        planner = Planner(asked.step)
+        study = planner.study(asked.call, asked.settings, key=0)
+        found = planner.frontier(asked.call, asked.settings, _POINTS, key=0)
         eager = study.eager_peak(asked.settings)
-    points = tuple(Point(one.peak, one.seconds) for one in found)
+    points = tuple(Point(one.peak, one.seconds, str(one.precision) if one.precision.lossy else "") for one in found)
     seconds = step_seconds(study.captured.graph) or None
     beside = measure_peers(asked, eager) if peers else ()
     return Frontier(given.target, points, eager, seconds, asked.settings.budget, beside)

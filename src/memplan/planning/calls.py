@@ -221,6 +221,13 @@ _PURE = ("make_inputs_require_grads", "make_inputs_require_grad")
 """Hooks of transformers and peft that only say that an output needs a gradient."""
 
 
+_MADE_BY = ("torch.nn.utils.", "transformers.utils.output_capturing")
+"""Modules whose hooks are no more than a part of forward(): the second collects hidden states for what is returned,
+as long as the call lasts."""
+
+
 def is_transparent(hook: Any) -> bool:
-    """Whether a hook has no effect but on what passes it: torch's own, that compute a weight, and the like."""
-    return type(hook).__module__.startswith("torch.nn.utils.") or getattr(hook, "__name__", "") in _PURE
+    """Whether a hook has no effect but on what passes it, or on what the call returns: torch's own, that compute a
+    weight, and the like."""
+    made_by = getattr(hook, "__module__", "") or type(hook).__module__
+    return made_by.startswith(_MADE_BY) or getattr(hook, "__name__", "") in _PURE

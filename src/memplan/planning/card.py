@@ -5,10 +5,11 @@ What ran there while it was timed was measured, and that is taken instead (see `
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from memplan.devices import Device
 from memplan.planning.chunks import alike
@@ -39,6 +40,9 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
     """
     semantics, kept, ops = cuda.semantics(device, lambda: 0, lambda _: True), 0, list[GraphOp]()
     for op in graph.ops:
+        if op.target.startswith("memplan."):  # ours say themselves what they hold
+            ops.append(op)
+            continue
         extras = () if op.is_view else _extras(graph, op, semantics.extras)
         kept += sum(blocks(extra.bytes) for extra in extras if extra.held)
         passing = [extra for extra in extras if not extra.held and extra.owner is None]
@@ -52,34 +56,34 @@ def libraries(graph: JointGraph, home: Home) -> int:
     return 0 if home.card is None else on_card(graph, home.card).libraries
 
 
-_known: dict[str, dict[str, int | None]] = {}
-"""By card and call: bytes; None where it failed."""
-LIMIT = 3.0
-"""Seconds that measuring may take, more or less."""
+_known: dict[tuple[str, bool, bool], dict[str, int | None]] = {}
+"""By card, with cuDNN's switches, and call: bytes; None where it failed."""
 
 
-def measured(place: str, calls: Collection[KernelCall]) -> dict[str, int]:
-    """What calls hold on a card beside what is left of them, in bytes, by their keys: without those that failed there,
-    or that the time did not reach. Each runs once, on zeros, which holds for the process.
+def known(place: str) -> dict[str, int | None]:
+    """What was measured on a card in this process, by `KernelCall.key`. How cuDNN chooses is part of the question."""
+    cudnn = torch.backends.cudnn
+    return _known.setdefault((place, cudnn.benchmark, cudnn.deterministic), {})
+
+
+def measure(place: str, calls: Iterable[KernelCall]) -> None:
+    """Measure what calls hold on a card beside what is left of them: each runs once, on zeros, however long that takes,
+    so that one candidate is not held against another's formulas.
 
     Args:
         place: as torch calls the card.
         calls: of torch's own kernels.
     """
-    known, end = _known.setdefault(place, {}), time.perf_counter() + LIMIT
+    found = known(place)
     with alone(place):
         for call in calls:
-            if call.key not in known and time.perf_counter() < end:
-                known[call.key] = _held(place, call)
-    return {call.key: held for call in calls if (held := known.get(call.key)) is not None}
-
-
-def _held(place: str, call: KernelCall) -> int | None:
-    try:
-        args, kwargs = call.on_zeros(place)
-        return held_on(place, lambda: call.run(args, kwargs))
-    except Exception:  # whatever a kernel objects to, too little memory among it: then the formula stands
-        return None
+            try:
+                args, kwargs = call.on_zeros(place)
+                found[call.key] = held_on(place, lambda a=args, k=kwargs, one=call: one.run(a, k))
+            except torch.OutOfMemoryError:  # there may be room another time
+                continue
+            except Exception:  # whatever a kernel objects to: then the formula stands
+                found[call.key] = None
 
 
 def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:

@@ -28,6 +28,13 @@ from memplan.planning.schedule import recomputable
 
 How = Literal["measured", "roofline"]
 
+NEEDS_SEEDS = frozenset(
+    f"aten.{name}_backward.default"
+    for kind in ("efficient", "flash", "cudnn")
+    for name in (f"_scaled_dot_product_{kind}_attention", f"_{kind}_attention_forward", f"_{kind}_attention")
+)
+"""What reads the state of a forward pass's random numbers where that lies, in host memory (attention_backward.cu, by
+`data_ptr`): on a card it is not run on made-up tensors."""
 LIMIT = 1.5
 """Seconds that measuring takes, more or less: what is not measured by then is estimated."""
 _RUNS = 3
@@ -284,6 +291,9 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
                 continue
             if time.perf_counter() >= end:
                 clock.refused[key] = "the time for measuring was up"  # planning anew has to cost nothing
+                continue
+            if torch.device(on).type != "cpu" and key.partition("(")[0] in NEEDS_SEEDS:
+                clock.refused[key] = "it reads the seeds of its forward pass"
                 continue
             if sheet.works[key].foreign:
                 # A collective waits for other processes, and a kernel of others may trust its arguments.

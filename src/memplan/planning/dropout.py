@@ -9,6 +9,7 @@ from __future__ import annotations
 from memplan.planning.forms import NUMBERS
 from memplan.planning.graph import GraphOp, JointGraph, Ref
 from memplan.planning.rebuild import Rebuild
+from memplan.trace.model import HOST
 
 DROPOUT = "aten.native_dropout.default"
 MASK = "memplan.dropout_mask.default"
@@ -36,9 +37,12 @@ def _take_apart(rebuild: Rebuild, op: GraphOp) -> None:
     assert mask is not None
     scale = 0.0 if p == 1 else 1 / (1 - p)
     shared = {"kwargs": {}, "multiple": False, "random": False, "discarded": 0}
-    rebuild.add(op, target=MASK, args=(read, p), outputs=(mask,), makes=(mask,), scratch=0, **shared | {"random": True})
     value = rebuild.values[result]
     size = value.bytes  # the mask as the result's dtype, or the product before it is scaled
+    drawn = 0 if value.place == HOST else size  # on a card the product is made and let go
+    rebuild.add(
+        op, target=MASK, args=(read, p), outputs=(mask,), makes=(mask,), scratch=drawn, **shared | {"random": True}
+    )
     if value.dtype not in _WHOLE:
         rebuild.add(
             op, target=HALF, args=(read, Ref(mask), scale), outputs=(result,), makes=(result,), scratch=size, **shared

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from memplan._torch import inductor
 from memplan.errors import CompileError, MemplanError
-from memplan.planning.called import Called, called_on
 from memplan.planning.fused import Fused, Halves
+from memplan.planning.fused_calls import Kernels, kernels_on
 from memplan.planning.graph import RESIDENT, Value
 from memplan.planning.peaks import Surroundings
 from memplan.planning.schedule import taken
@@ -35,12 +35,12 @@ def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surrou
     Raises:
         CompileError: the code calls what nobody knows here.
     """
-    step, called = _Step(of, codes, around), called_on(around.home, of.schedule.graph)
+    step, kernels = _Step(of, codes, around), kernels_on(around.home, of.schedule.graph)
     with torch.autocast(around.home.type, enabled=False):
         try:
-            trace = _recorded(step, called)
-            if called.measure():  # what the code calls was not known before
-                trace = _recorded(step, called)
+            trace = _recorded(step, kernels)
+            if kernels.measure():  # what the code calls was not known before
+                trace = _recorded(step, kernels)
         except MemplanError as error:
             raise CompileError(
                 f"The code that Inductor wrote cannot be followed without data: {error.found}",
@@ -50,8 +50,8 @@ def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surrou
     return simulate(trace)
 
 
-def _recorded(step: _Step, called: Called) -> Trace:
-    return record_for(step.build, step.around.home.target, 1, called.known)
+def _recorded(step: _Step, kernels: Kernels) -> Trace:
+    return record_for(step.build, step.around.home.target, 1, kernels.known)
 
 
 class _Step:

@@ -15,7 +15,7 @@ from memplan.planning.forms import overload
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class Operand:
     """What tells the cost of an operand from that of another."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class KernelCall:
 
     name: str
     args: tuple[Any, ...]
-    """With Like in place of tensors, at any depth."""
+    """With Operand in place of tensors, at any depth."""
     kwargs: Mapping[str, Any]
 
     @classmethod
@@ -55,7 +55,7 @@ class KernelCall:
             args, kwargs: of tensors, shapes, strides and dtypes alone count.
         """
         given = tuple(args), {key: one for key, one in kwargs.items() if key != "out"}
-        return cls(name.replace(".out", ".default"), *_torch.tree_map(_like, given))
+        return cls(name.replace(".out", ".default"), *_torch.tree_map(_operand, given))
 
     @property
     def key(self) -> str:
@@ -66,23 +66,23 @@ class KernelCall:
     @property
     def bytes(self) -> int:
         """Of its operands."""
-        return sum(one.bytes for one in self.args if isinstance(one, Like))
+        return sum(one.bytes for one in self.args if isinstance(one, Operand))
 
     def on_zeros(self, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What to call it with: zeros on a device."""
         given = self.args, dict(self.kwargs)
-        return _torch.tree_map(lambda one: one.zeros(place) if isinstance(one, Like) else one, given)
+        return _torch.tree_map(lambda one: one.zeros(place) if isinstance(one, Operand) else one, given)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Its results."""
         return overload(self.name)(*args, **kwargs)
 
 
-def _like(part: Any) -> Any:
-    return Like(tuple(part.shape), tuple(part.stride()), part.dtype) if isinstance(part, Tensor) else part
+def _operand(part: Any) -> Any:
+    return Operand(tuple(part.shape), tuple(part.stride()), part.dtype) if isinstance(part, Tensor) else part
 
 
 def _text(part: Any) -> str:
     if isinstance(part, (tuple, list)):
         return f"[{', '.join(map(_text, part))}]"
-    return str(part) if isinstance(part, Like) else repr(part)
+    return str(part) if isinstance(part, Operand) else repr(part)

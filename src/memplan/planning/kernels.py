@@ -186,7 +186,7 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
     """As the CPU's kernel, which draws the whole mask at once and then multiplies by mask and scale."""
     if train is False:
         return input, torch.ones_like(input, dtype=torch.bool)
-    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p)
+    mask = _dropout_mask(input, p)
     for piece, flags in _pieces(input, mask):
         _ATEN.mul_.Scalar(piece.mul_(flags), 0.0 if p == 1 else 1 / (1 - p))
     return input, mask
@@ -201,13 +201,16 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
     (torch.Tag.nondeterministic_seeded,),
 )
 def _dropout_mask(self: Tensor, p: float) -> Tensor:
-    """What native_dropout draws on the CPU."""
+    """What native_dropout draws. On CUDA it gives the numbers to other elements than bernoulli_ does (Dropout.cu: those
+    of a thread to neighbours), so it draws itself, and what it multiplies is let go."""
+    if self.is_cuda:
+        return _ATEN.native_dropout(self, p, True)[1]
     return torch.empty_like(self, dtype=torch.bool).bernoulli_(1 - p)
 
 
 @define("dropout(Tensor self, Tensor mask, float scale) -> Tensor", lambda self, mask, scale: torch.empty_like(self))
 def _dropped_out(self: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """What native_dropout makes of its mask on the CPU."""
+    """What native_dropout makes of its mask."""
     return _ATEN.mul_.Scalar(self.mul(mask), scale)
 
 

@@ -38,7 +38,7 @@ from memplan.planning.schedule import Choices, Schedule, schedule, taken, with_f
 from memplan.planning.scratch import with_measured_scratch
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
-from memplan.planning.tiers import fastest, with_lossy_way
+from memplan.planning.tiers import Reached, fastest, frontier, with_lossy_way
 from memplan.planning.trace import timeline_of
 from memplan.planning.unfused import unfused
 from memplan.planning.updates import Optimizer, surroundings
@@ -139,6 +139,11 @@ class Planner:
             if settings.allow == "lossy" or settings.plan is not None or captured is not None:
                 raise
             raise with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings) from None
+
+    def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
+        """Plans from all kept to the floor, in each precision that is allowed (planning.tiers). ``key``: as for
+        `planned`."""
+        return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
         """What is known of a kind of call in one precision, whatever the budget."""

@@ -130,6 +130,7 @@ def _check_engine(engine: str) -> None:
 
 
 def _check_compiler(settings: Settings) -> None:
+    """Raises UsageError where fused kernels are asked for, and what makes them is not there."""
     if settings.engine == "graph":
         return
     if settings.home.card is not None:

@@ -29,10 +29,10 @@ PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "
 CONVOLUTIONS = frozenset([CONVOLUTION, CONVOLUTION_BACKWARD, CHUNKED])
 REDUCED = frozenset([torch.bfloat16, torch.float16])
 
-_Place = tuple[int, str]
-_known: dict[_Place, int] = {}
+_Key = tuple[int, str]
+_known: dict[_Key, int] = {}
 """By threads and call."""
-_refused: set[_Place] = set()
+_refused: set[_Key] = set()
 """Those that failed."""
 
 
@@ -55,20 +55,22 @@ def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int |
         name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
         args, kwargs: what it is called with; of tensors, shapes, strides and dtypes alone count.
     """
+    if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # most are not: looking closer takes time
+        return None
     call = KernelCall.of(name, args, kwargs)
     if not _is_measured(call):
         return None
     with _torch.no_modes():
         _measure([call], LIMIT)
-    return _known.get(_place(call))
+    return _known.get(_key(call))
 
 
 def _with(op: GraphOp, call: KernelCall | None) -> GraphOp:
-    found = None if call is None else _known.get(_place(call))
+    found = None if call is None else _known.get(_key(call))
     return op if found is None else replace(op, scratch=found + NUMBERS)
 
 
-def _place(call: KernelCall) -> _Place:
+def _key(call: KernelCall) -> _Key:
     return torch.get_num_threads(), call.key
 
 
@@ -90,7 +92,7 @@ def _size(call: KernelCall) -> tuple[int, str]:
 def _measure(calls: Sequence[KernelCall], limit: float) -> None:
     """Run what is not known yet, as far as the time goes; nothing while another profiler runs: torch has one at a
     time."""
-    calls = [call for call in calls if _place(call) not in _known and _place(call) not in _refused]
+    calls = [call for call in calls if _key(call) not in _known and _key(call) not in _refused]
     if not calls or _torch.is_profiled():
         return
     profile, end, ran = _torch.memory_profile(), time.perf_counter() + limit, list[KernelCall]()
@@ -104,10 +106,10 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
                     result = call.run(args, kwargs)
                 del result  # outside: what is left of a call are its results
             except Exception:  # whatever a kernel objects to: then the formula stands
-                _refused.add(_place(call))
+                _refused.add(_key(call))
             ran.append(call)
     held = _held(_torch.Profile(profile), len(ran))
-    _known.update((_place(call), held[at]) for at, call in enumerate(ran) if _place(call) not in _refused)
+    _known.update((_key(call), held[at]) for at, call in enumerate(ran) if _key(call) not in _refused)
 
 
 def _held(profile: _torch.Profile, calls: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +89,49 @@ class _Contest:
             return None
         slower = slower_blocks(self._known[EXACT].captured.graph, self._known[low].captured.graph, low.compute)
         return replace(low, apart=slower) if slower else None
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A plan of a frontier."""
+
+    peak: int
+    """Predicted bytes."""
+    seconds: float
+    """What it adds to the step as it is written; below 0 where computing in fewer bits is faster."""
+    precision: Precision
+
+
+def frontier(
+    study: Callable[[Settings], Study], model: nn.Module, settings: Settings, points: int
+) -> tuple[Reached, ...]:
+    """Plans from all kept to the floor, in each precision that is allowed: those that no other beats in both bytes and
+    seconds, the largest peak first.
+
+    Args:
+        study: what is known of the call in a precision that is settled.
+        model: the step.
+        settings: whatever the budget.
+        points: plans in each precision, at most.
+    """
+    found, base = list[Reached](), step_seconds(study(replace(settings, precision=EXACT)).captured.graph)
+    for precision in tiers(model, settings) if settings.undecided else [settings.settled]:
+        settled = replace(settings, precision=precision)
+        try:
+            one = study(settled)
+            plans = one.frontier(settled, points)
+        except MemplanError:
+            if not precision.lossy:
+                raise
+            continue  # not everything runs in fewer bits
+        more = step_seconds(one.captured.graph) - base if precision.lossy else 0.0
+        found += [Reached(plan.peak, plan.seconds + more, precision) for plan in plans]
+    fastest, best = float("inf"), list[Reached]()
+    for one in sorted(found, key=lambda one: (one.peak, one.seconds)):
+        if one.seconds < fastest:
+            fastest = one.seconds
+            best.append(one)
+    return tuple(best[::-1])
 
 
 def with_lossy_way(

@@ -130,7 +130,10 @@ class Watch:
     def changes(self) -> list[str]:
         """Names of the attributes that are not what they were."""
         return [
-            f"{name}.{key}" if name else key for name, kept in self._attributes.items() for key in kept.changed_keys()
+            f"{name}.{key}" if name else key
+            for name, kept in self._attributes.items()
+            for key in kept.changed_keys()
+            if not (key in _HOOKS and _only_transparent(kept.inside, kept.value, key))
         ]
 
     def has_changed(self, attribute: str) -> bool:
@@ -149,6 +152,13 @@ class Watch:
         for _, before, _, put in self._random:
             put(before)
         torch.set_rng_state(self._torch)
+
+
+def _only_transparent(before: dict[Any, _Kept] | None, now: dict[str, Any], table: str) -> bool:
+    """Whether nothing but transparent hooks has come to a module's table of hooks, and none has gone."""
+    known = {} if before is None else before[table].inside or {}
+    came = [hook for number, hook in now[table].items() if number not in known]
+    return known.keys() <= now[table].keys() and all(map(is_transparent, came))
 
 
 def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
@@ -176,12 +186,18 @@ def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
     return format_frame(found)
 
 
+_INSTALLED = "_output_capturing_hooks_installed"
+"""Set by transformers when a model's first call that needs hidden states installs (transparent) hooks for them."""
+
+
 def computed(module: nn.Module) -> frozenset[str]:
-    """Attributes that torch's own modules compute from parameters in each forward: weight norm's weight."""
+    """Attributes that are no state: what torch's own modules compute from parameters in each forward (weight norm's
+    weight), and that transparent hooks are there."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
-    return frozenset(str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
+    names = (str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks)
+    return frozenset({_INSTALLED, *names})
 
 
 class _Kept:

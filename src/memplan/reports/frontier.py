@@ -25,6 +25,7 @@ FORMATS = (".png", ".svg", ".pdf")
 _LOOKS = {
     "eager": {"marker": "s", "color": "tab:red"},
     "compiled": {"marker": "^", "color": "tab:purple"},
+    "lossy": {"marker": "v", "color": "tab:green"},
     "wrong gradients": {"marker": "x", "color": "red"},
 }
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
@@ -37,7 +38,9 @@ class Point:
     peak: int
     """Predicted bytes."""
     seconds: float
-    """What it adds to the step, predicted."""
+    """What it adds to the step, predicted; below 0 where computing in fewer bits is faster."""
+    lost: str = ""
+    """What it computes and saves in fewer bits, where it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,10 @@ class Frontier:
         data: dict[str, Any] = {
             "eager_peak": self.eager_peak,
             "step_seconds": self.step_seconds,
-            "points": [{"peak": point.peak, "seconds": point.seconds} for point in self.points],
+            "points": [
+                {"peak": point.peak, "seconds": point.seconds, **({"lost": point.lost} if point.lost else {})}
+                for point in self.points
+            ],
         }
         return data | ({"peers": [peer.to_dict() for peer in self.peers]} if self.peers else {})
 
@@ -78,6 +84,8 @@ def table(frontier: Frontier, page: Page) -> Table:
     if frontier.step_seconds:
         shares = tuple(f"{100 * point.seconds / frontier.step_seconds:.1f} %" for point in points)
         columns.append(Column("of the step", shares, right=True, drop=1))
+    if any(point.lost for point in points):
+        columns.append(Column("lossy by", tuple(point.lost for point in points)))
     names = ["" for _ in points]
     if points:
         names[-1] = "the floor"
@@ -119,9 +127,9 @@ def _added(one: PeerResult) -> str:
 def _gradients(one: PeerResult) -> str:
     if one.failed is not None:
         return "did not run"
-    if not one.compared:
-        return "not compared"
-    return "right" if one.worst is None else f"WRONG by {one.worst:.0%}"
+    if one.gradients == "lossy":
+        return f"off by {one.error:.2%}"
+    return one.gradients if one.worst is None else f"WRONG by {one.worst:.0%}"
 
 
 def check_drawable(path: str) -> None:
@@ -151,8 +159,10 @@ def draw(frontier: Frontier) -> Figure:
     base = frontier.step_seconds or 0.0
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    peaks = [point.peak / unit for point in frontier.points]
-    axes.plot(peaks, [base + point.seconds for point in frontier.points], "o-", label="planned")
+    for lossy, label in ((False, "planned"), (True, "planned, lossy")):
+        points = [point for point in frontier.points if bool(point.lost) is lossy]
+        if points:
+            axes.plot([p.peak / unit for p in points], [base + p.seconds for p in points], "o-", label=label)
     axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label="without a plan")
     for name, look in _LOOKS.items():
         places = [(one.peak / unit, _height(one, base)) for one in shown if _kind(one) == name]

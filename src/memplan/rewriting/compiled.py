@@ -28,8 +28,11 @@ def _kernels(part: Part) -> inductor.Boxed:
     def run(given: list[Any]) -> Sequence[Tensor]:
         try:
             return function(given)
-        except AssertionError as error:
-            if not inductor.is_of_other_layout(error):
+        except Exception as error:
+            if inductor.is_of_compiler(error):  # Triton compiles the launcher, and tries out forms, in the first run
+                with lowering(part.name):
+                    raise
+            if not isinstance(error, AssertionError) or not inductor.is_of_other_layout(error):
                 raise
             found = "; ".join(str(error).splitlines()[:2])
             raise CompileError(

@@ -23,6 +23,7 @@ from memplan.trace.session import Build, Target, check_steps, choose_target, loc
 from memplan.trace.standins import Standins
 
 Known = Callable[[Semantics], Semantics]
+"""Of a device's semantics, the same with what is known besides of its kernels."""
 
 
 def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
@@ -88,6 +89,7 @@ class _Recording:
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
             self._observer.read_apart = self._standins.apart
+            self._mode.going = self._card.going_where_named
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = known(cuda.semantics(target.card, stream, self._card.holds))
 

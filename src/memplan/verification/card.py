@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,6 +46,15 @@ def watched(place: str, others: int) -> Iterator[CardPeak]:
     yield found
     torch.cuda.synchronize(place)
     found.reserved = torch.cuda.max_memory_reserved(place) - others
+
+
+def growth(step: Callable[[], object], place: str) -> int:
+    """Bytes that a step allocates at its peak above what was allocated when it began."""
+    before = allocated(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    step()
+    torch.cuda.synchronize(place)
+    return torch.cuda.max_memory_allocated(place) - before
 
 
 _SHARE = 0.9

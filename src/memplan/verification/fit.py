@@ -23,8 +23,8 @@ from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
 from memplan.trace.session import collector_held
 from memplan.trace.structure import take_apart
+from memplan.verification.alone import growth
 from memplan.verification.fitting import Plans, say
-from memplan.verification.measured import measure_step
 from memplan.verification.proof import Proof
 from memplan.verification.prover import Prover
 from memplan.verification.states import ModuleCopy, attributes_kept, copies, random_state_kept
@@ -331,7 +331,7 @@ class _Fitting:
             def backward() -> None:
                 step.loss(output, *args[cut:]).backward()
 
-            return measure_step(backward).growth_peak
+            return growth(backward, self.settings.home)
 
     def _differs(self, proof: Proof) -> MemplanError:
         return VerificationError(

@@ -12,6 +12,8 @@ from memplan.verification.rounding import FACTOR, SANE, SLACK, distance
 
 SAME_LOSS = 1e-3
 """Two losses this close, relative to the larger, came of the same random numbers."""
+SAME_LOSSY = 1e-2
+"""The same of a step that computes in fewer bits, of which a rounding is up to 4e-3."""
 _ROUNDING = SLACK * torch.finfo(torch.float32).eps
 
 
@@ -51,9 +53,10 @@ class GradientErrors:
         return found
 
 
-def same_numbers(loss: float, true: float) -> bool:
-    """Whether a step and the one in float64 drew the same random numbers, as far as their losses tell."""
-    return abs(loss - true) <= SAME_LOSS * max(abs(loss), abs(true))
+def same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
+    """Whether a step and the one in float64 drew the same random numbers, as far as their losses tell. ``lossy``: the
+    step computes in fewer bits."""
+    return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))
 
 
 def gradient_errors(

@@ -5,19 +5,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import isfinite
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.errors import UsageError
+from memplan.planning.home import Home
 from memplan.planning.losses import default_loss
 from memplan.planning.request import Request
+from memplan.planning.tiers import lower_precision
 from memplan.planning.unseen import without_hooks
-from memplan.verification import room
+from memplan.verification.alone import available, measured_alone
 from memplan.verification.gradients import GradientErrors, gradient_errors, same_numbers
-from memplan.verification.measured import Meter, Times, compare_times
+from memplan.verification.measured import Times, compare_times
 from memplan.verification.peers import COMPILED, EAGER, Peer, as_peer, blocks_of, peers
 from memplan.verification.states import random_state_kept
 from memplan.verification.trial import Trial, Work
@@ -38,8 +41,8 @@ class PeerResult:
     """Beside eager mode, in alternating pairs."""
     wrong: Mapping[str, float] = field(default_factory=dict)
     """The parameters whose gradient is wrong, with its error as a share of its norm."""
-    compared: bool = True
-    """Whether the gradients were held against float64."""
+    error: float | None = None
+    """Of all gradients together against float64, as a share of their norm; None: they were not compared."""
     failed: str | None = None
     """Why it did not run."""
 
@@ -47,6 +50,18 @@ class PeerResult:
     def worst(self) -> float | None:
         """The largest error among the gradients that are wrong, as a share of its norm."""
         return max(self.wrong.values(), default=None)
+
+    @property
+    def compared(self) -> bool:
+        """Whether the gradients were held against float64."""
+        return self.error is not None
+
+    @property
+    def gradients(self) -> Literal["not compared", "wrong", "lossy", "right"]:
+        """What holding them against float64 told."""
+        if not self.compared:
+            return "not compared"
+        return "wrong" if self.wrong else "lossy" if self.peer.group == "lossy" else "right"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: bytes and seconds."""
@@ -59,7 +74,8 @@ class PeerResult:
             "seconds": None if times is None else times.after,
             "ratio": None if times is None else times.ratio,
             "quartiles": None if times is None else list(times.quartiles),
-            "gradients": "not compared" if not self.compared else "wrong" if self.wrong else "right",
+            "gradients": self.gradients,
+            "error": self.error if self.error is None or isfinite(self.error) else None,
             "wrong": {name: error if error == error and error != float("inf") else None
                       for name, error in self.wrong.items()},
         }  # fmt: skip
@@ -78,7 +94,8 @@ class _Seen:
 def measure_peers(
     asked: Request, eager_peak: int, *, pairs: int = 3, told: Callable[[str], None] = lambda _: None
 ) -> tuple[PeerResult, ...]:
-    """Run a step as it is, checkpointed per block, by `torch.compile` and under its memory budgets.
+    """Run a step as it is, checkpointed per block, by `torch.compile` and under its memory budgets; where lossy plans
+    are allowed, under autocast, too.
 
     Each runs on copies of what the module holds, in this process; parameters, gradients and random state stay.
 
@@ -91,7 +108,7 @@ def measure_peers(
     Raises:
         UsageError: there is too little memory to run the step as it is, and in float64.
     """
-    _check_room(eager_peak)
+    _check_room(eager_peak, asked.settings.home)
     with random_state_kept(), without_hooks(asked.step), torch.inference_mode(False), torch.enable_grad():
         try:
             return tuple(_Peers(asked, pairs).run(told))
@@ -99,8 +116,8 @@ def measure_peers(
             torch.compiler.reset()
 
 
-def _check_room(eager_peak: int) -> None:
-    free, needed = room.available(), 3 * eager_peak
+def _check_room(eager_peak: int, home: Home) -> None:
+    free, needed = available(home), 3 * eager_peak
     if free is not None and needed > free:
         raise UsageError(
             f"The peers run the step as it is, and in float64, which takes about {format_bytes(needed)}, and "
@@ -114,7 +131,7 @@ class _Peers:
     """One call of `measure_peers`."""
 
     def __init__(self, asked: Request, pairs: int) -> None:
-        self._asked, self._pairs = asked, pairs
+        self._asked, self._pairs, self._home = asked, pairs, asked.settings.home
         self._blocks = blocks_of(asked.step)
         args, kwargs = asked.call.rebuild(asked.call.tensors)
         optimizer, held = asked.settings.optimizer, asked.settings.held
@@ -126,8 +143,8 @@ class _Peers:
         """Every peer, eager mode first."""
         reference = self._trial(EAGER)
         beside, found = list[GradientErrors](), list[PeerResult]()
-        random = _seen(reference).random
-        for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS):
+        random = self._seen(reference).random
+        for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS, autocast=self._lower()):
             told(peer.name)
             torch.compiler.reset()
             try:
@@ -139,19 +156,27 @@ class _Peers:
 
     def _one(self, peer: Peer, reference: Trial, random: bool, beside: list[GradientErrors]) -> PeerResult:
         trial = self._trial(peer)
-        seen, true = _seen(trial), self._in_float64(peer, random)
-        wrong, compared = dict[str, float](), False
-        if true is not None and (not random or same_numbers(seen.loss, true.loss)):
-            errors, compared = gradient_errors(seen.gradients, true.gradients), True
+        seen, true = self._seen(trial), self._in_float64(peer, random)
+        wrong, error = dict[str, float](), None
+        if true is not None and (not random or same_numbers(seen.loss, true.loss, lossy=peer.group == "lossy")):
+            errors = gradient_errors(seen.gradients, true.gradients)
+            error = errors.relative
             if peer in (EAGER, COMPILED):  # the others are held against these two
                 beside.append(errors)
-            wrong = errors.over(*beside)
-        return PeerResult(peer, _peak(trial), compare_times(reference.seconds, trial.seconds, self._pairs), wrong,
-                          compared)  # fmt: skip
+            wrong = {} if peer.group == "lossy" else errors.over(*beside)
+        _, peak = measured_alone(trial, self._home)
+        return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
+
+    def _lower(self) -> torch.dtype | None:
+        """What autocast computes in, where that may be."""
+        settings = self._asked.settings
+        if settings.allow == "exact" or self._asked.autocast is not None:
+            return None
+        return getattr(torch, lower_precision(settings.device, self._home.type))
 
     def _trial(self, peer: Peer) -> Trial:
         step = self._asked.step
-        call = step if peer == EAGER else as_peer(step, peer, self._blocks)
+        call = step if peer == EAGER else as_peer(step, peer, self._blocks, self._home.type)
         return Trial(peer.name, call, step, self._work, updates=self._work.optimizer is not None)
 
     def _in_float64(self, peer: Peer, random: bool) -> _Seen | None:
@@ -175,28 +200,18 @@ class _Peers:
         ]
         args, kwargs = self._asked.call.rebuild(tensors)
         work = replace(self._work, inputs=args, kwargs=kwargs, optimizer=None, autocast=None)
-        return _seen(Trial("float64", as_peer(step, of), step, work, updates=False))
+        return self._seen(Trial("float64", as_peer(step, of), step, work, updates=False))
 
+    def _seen(self, trial: Trial) -> _Seen:
+        torch.manual_seed(_SEED)
+        trial.prepare()
+        before = self._random_state()
+        trial.gradients_of_step()
+        random = not torch.equal(before, self._random_state())
+        with torch.no_grad():
+            loss = float(default_loss(trial.output))
+        return _Seen(trial.gradients, loss, random)
 
-def _seen(trial: Trial) -> _Seen:
-    torch.manual_seed(_SEED)
-    trial.prepare()
-    before = torch.get_rng_state()
-    trial.gradients_of_step()
-    random = not torch.equal(before, torch.get_rng_state())
-    with torch.no_grad():
-        loss = float(default_loss(trial.output))
-    return _Seen(trial.gradients, loss, random)
-
-
-def _peak(trial: Trial) -> int:
-    """Of its second step: an optimizer makes its state in the first."""
-    resident = 0
-    with Meter() as meter:
-        for _ in range(2):
-            trial.prepare()
-            trial.gradients_of_step(meter)
-            resident = trial.resident
-            trial.update_step(meter)
-            trial.rest()
-    return resident + meter.measured(trial.name).growth_peak
+    def _random_state(self) -> torch.Tensor:
+        """Of the generator that the step draws from."""
+        return torch.get_rng_state() if self._home.card is None else torch.cuda.get_rng_state(self._home.name)

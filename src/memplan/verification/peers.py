@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,17 +41,23 @@ EAGER = Peer("eager")
 COMPILED = Peer("torch.compile", compiled=True)
 
 
-def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS) -> tuple[Peer, ...]:
-    """All that compute in the step's own precision, eager mode first.
+def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS, autocast: torch.dtype | None = None) -> tuple[Peer, ...]:
+    """All that compute in the step's own precision, eager mode first; then those under autocast.
 
     Args:
         blocks: whether there are any to checkpoint.
         budgets: values of ``activation_memory_budget``.
+        autocast: in what; None: without those.
     """
     checkpoints = (Peer("checkpoint per block", checkpointed=True),) if blocks else ()
     both = (Peer("torch.compile, checkpoint per block", checkpointed=True, compiled=True),) if blocks else ()
     tried = (Peer(f"torch.compile, memory budget {share}", compiled=True, memory_budget=share) for share in budgets)
-    return EAGER, *checkpoints, COMPILED, *both, *tried
+    exact = EAGER, *checkpoints, COMPILED, *both, *tried
+    if autocast is None:
+        return exact
+    low = f"{str(autocast).removeprefix('torch.')} autocast"
+    again = (replace(one, name=f"{low}, {one.name}", autocast=autocast) for one in (*checkpoints, COMPILED))
+    return *exact, Peer(low, autocast=autocast), *again
 
 
 def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = (), device: str = "cpu") -> Any:

@@ -19,8 +19,9 @@ from memplan.planning.planner import Planned
 from memplan.planning.request import Request
 from memplan.rewriting.install import Planner, install
 from memplan.verification import card, room
+from memplan.verification.alone import available, measured_alone
 from memplan.verification.fitting import Plans
-from memplan.verification.measured import Meter, storage_bytes
+from memplan.verification.measured import storage_bytes
 from memplan.verification.proof import Cut, Proof
 from memplan.verification.states import attributes_kept, random_state_kept
 from memplan.verification.trial import Trial, Work
@@ -76,7 +77,7 @@ class Prover:
             predicted: what it is to be, in bytes.
             planned: the plan that is in place; None: there is none.
         """
-        return self._measured(planned)[1] if self._has_room(predicted, self._available()) else None
+        return self._measured(planned)[1] if self._has_room(predicted, available(self._home)) else None
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
@@ -168,42 +169,13 @@ class Prover:
         self._warm_up(self._asked.call, early=early, updates=updates)
         trial = self._trial("alone", self._asked.call, early=early, updates=updates)
         trial.beside = 0 if planned is None else self._constants(planned)
-        resident = 0
-        if self._home.card is not None:
-            return self._measured_on_card(trial)
-        with Meter() as meter:
-            for _ in range(2):
-                trial.prepare()
-                trial.gradients_of_step(meter)
-                resident = trial.resident
-                trial.update_step(meter)
-                trial.rest()
-        return resident, resident + meter.measured(trial.name).growth_peak
-
-    def _measured_on_card(self, trial: Trial) -> tuple[int, int]:
-        """The same on a card, where the step finds what the one before has left, or nothing."""
-        found, resident = list[int](), 0
-        others = card.allocated(self._home.name) - trial.resident
-        for _ in range(2):
-            with card.watched(self._home.name, others) as peak:
-                for _ in range(2):
-                    trial.prepare()
-                    trial.gradients_of_step()
-                    resident = trial.resident
-                    trial.update_step()
-                    trial.rest()
-            found.append(peak.reserved)
-        return resident, max(found)
+        return measured_alone(trial, self._home)
 
     def _same_kernels(self) -> AbstractContextManager[None]:
         return nullcontext() if self._home.card is None else card.same_kernels_each_time()
 
     def _constants(self, planned: Planned) -> int:
         return storage_bytes(planned.captured.constants.values(), self._home.type)
-
-    def _available(self) -> int | None:
-        """Bytes that are left where the step runs."""
-        return room.available() if self._home.card is None else card.available(self._home.name)
 
     def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
         """Have planned what is still to be planned: that is not to be measured."""
@@ -227,7 +199,7 @@ class Prover:
 
     def _part(self, plan: Plan) -> _Part | None:
         """What the step is compared for; None: for all samples."""
-        free, beside = self._available(), self._other_side(plan)
+        free, beside = available(self._home), self._other_side(plan)
         needed = plan.eager_peak + beside
         if self._settings.engine != "graph" or plan.grade == "lossy":
             needed = 2 * plan.eager_peak + 4 * beside  # float64, while the others wait

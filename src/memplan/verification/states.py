@@ -37,7 +37,7 @@ class ModuleCopy:
         states = [_torch.own_state(part) for part in self._parts]
         tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
         self._states = [
-            _torch.OwnState(*own, {name: copier.attribute(value) for name, value in s.attributes.items()})
+            _torch.OwnState(*own, {name: copier.attribute(value) for name, value in s.attributes.items()}, s.hooks)
             for own, s in zip(tensors, states, strict=True)
         ]
 

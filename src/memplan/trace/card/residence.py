@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -97,6 +97,12 @@ class Card:
             yield
         finally:
             self._destination = before
+
+    def going_where_named(self, device: torch.device) -> AbstractContextManager[None]:
+        """As `going`, where the step itself names the device."""
+        found = wanted(device)
+        self.name()
+        return self.going(found)
 
     def call(self, kind: Any) -> None:
         """Note a call that matters to the allocator, as an event of its own."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from memplan import _torch
 from memplan.planning import card, scratch
+from memplan.planning.costs import NEEDS_SEEDS
 from memplan.planning.forms import overload
 from memplan.planning.graph import JointGraph
 from memplan.planning.home import Home
@@ -20,7 +21,7 @@ from memplan.planning.pools import POOLS
 from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
 
 
-class Called(Protocol):
+class Kernels(Protocol):
     """Torch's kernels in the code of one step."""
 
     def known(self, semantics: Semantics) -> Semantics:
@@ -32,7 +33,7 @@ class Called(Protocol):
         ...
 
 
-def called_on(home: Home, graph: JointGraph) -> Called:
+def kernels_on(home: Home, graph: JointGraph) -> Kernels:
     """Of a step of this graph."""
     return OnCPU(graph) if home.card is None else OnCard(graph, home.name)
 
@@ -44,7 +45,7 @@ class OnCPU:
         self._opaque = _of_opaque_calls(graph)
 
     def known(self, semantics: Semantics) -> Semantics:
-        """See `Called`."""
+        """See `Kernels`."""
 
         def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
             name = _AS_TORCHS.get(name, name)
@@ -56,7 +57,7 @@ class OnCPU:
         return replace(semantics, extras=extras)
 
     def measure(self) -> bool:
-        """See `Called`: all of it is known."""
+        """See `Kernels`: all of it is known."""
         return False
 
 
@@ -70,39 +71,50 @@ class OnCard:
 
     def __init__(self, graph: JointGraph, place: str) -> None:
         self._opaque, self._place = _of_opaque_calls(graph), place
-        self._called = dict[str, KernelCall]()
-        self._measured = dict[str, int]()
+        self._unknown = dict[str, KernelCall]()
 
     def known(self, semantics: Semantics) -> Semantics:
-        """See `Called`."""
+        """See `Kernels`."""
+        measured = card.known(self._place)
 
         def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
             call = KernelCall.of(name, args, kwargs)
-            taken = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else self._measured.get(call.key)
+            taken = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else measured.get(call.key)
             if taken is not None:
                 return (Extra(taken),) if taken else ()
-            if _is_torchs(name):
-                self._called.setdefault(call.key, call)
+            if call.key not in measured and _runs_alone(call.name):
+                self._unknown[call.key] = call
             found = semantics.extras(call.name, args, kwargs, result, in_backward)
             return [extra for extra in found if not extra.held]
 
         return replace(semantics, extras=extras)
 
     def measure(self) -> bool:
-        """See `Called`."""
-        self._measured = card.measured(self._place, self._called.values())
-        return bool(self._measured)
+        """See `Kernels`."""
+        unknown, self._unknown = self._unknown, {}
+        if unknown:
+            card.measure(self._place, unknown.values())
+        return bool(unknown)
 
 
-def _is_torchs(name: str) -> bool:
-    """Whether it is a kernel that can run on made-up tensors: what others wrote may trust its arguments."""
-    return name.startswith("aten.") and name not in _MAKE_OR_COPY and not overload(name).is_view
+def _runs_alone(name: str) -> bool:
+    """Whether it is a kernel that can run on made-up tensors on the card: what others wrote may trust its arguments,
+    and what reads host memory, too, goes by its formula."""
+    if not name.startswith("aten.") or name in NEEDS_SEEDS or name in _MAKE or name in _READ_HOST:
+        return False
+    return not overload(name).is_view
 
 
-_MAKE_OR_COPY = frozenset(
-    f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default", "copy_.default")
-)
+_MAKE = frozenset(f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default"))
 """What holds nothing but what it makes."""
+_READ_HOST = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("_to_copy.default", "copy_.default", "index.Tensor", "index_put.default", "index_put_.default"),
+        "_index_put_impl_.default",
+    )
+)
+"""Copies between host and card, and indices that may lie in host memory: what they hold hangs on that."""
 
 
 def _is_opaque(name: str) -> bool:
