@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from memplan.planning import planner, tiers
 from memplan.planning.calls import call_of
 from memplan.planning.graph import JointGraph
 from memplan.planning.lowering import blocks
-from memplan.planning.planner import Planner, Settings
-from memplan.planning.precision import EXACT, UNSCALED, Precision
+from memplan.planning.planner import Engine, Planner, Settings
+from memplan.planning.precision import EXACT, UNSCALED, Precision, Save
 from memplan.planning.search import Heuristics
 
+ENGINES = get_args(Engine)
 QUICK = Heuristics(shakes=1, rounds=8)
 
 
@@ -142,3 +144,70 @@ def test_blocks_that_are_slower_in_fewer_bits_compute_as_they_are_written(monkey
     assert told
     assert not [layer for layer in told if layer is not None and layer in plan.precision.apart]
     assert memplan.Plan.from_json(plan.to_json()) == plan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def test_fused_kernels_have_the_same_kinds_to_choose_from() -> None:
+    kinds = {engine: list(tiers.tiers(net(), Settings(1, engine=engine, allow="lossy"))) for engine in ENGINES}
+    assert kinds["inductor"][:2] == [EXACT, Precision("bfloat16")]
+    assert {*kinds["graph"]} == {*kinds["inductor"]} - {Precision("bfloat16")}
+
+
+@pytest.mark.parametrize("save", ["bfloat16", "int8"])
+def test_fused_kernels_save_in_fewer_bits(save: Save) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)
+    settings = Settings(1 << 30, engine="inductor", allow="lossy", precision=Precision("", save), costs="roofline")
+    planner, call = Planner(model), call_of((x,), {})
+    floor = planner.study(call, settings, key=0).search(settings).floor_peak
+    plan = planner.planned(call, replace(settings, budget=int(1.01 * floor)), key=0).plan
+    assert plan.count("encode") > 0
+    fitted = memplan.fit(model, x, budget=plan.peak + 64, plan=plan, engine="inductor", allow="lossy", pairs=0)
+    assert fitted.proof.same
+    assert fitted.proof.peak <= plan.peak + 64
+    assert abs(plan.peak - fitted.proof.peak) <= 0.001 * fitted.proof.peak
+
+
+def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What each kind takes is made up."""
+    looked = list[Precision]()
+
+    class Study:
+        def __init__(self, settings: Settings) -> None:
+            self.precision = settings.settled
+            self.captured = SimpleNamespace(graph=None)
+
+        def search(self, _: Settings) -> Any:
+            return SimpleNamespace(floor_peak=100 if self.precision.save == "bfloat16" else 200)
+
+        def planned(self, settings: Settings) -> Any:
+            looked.append(self.precision)
+            least = {"exact": 120, "bfloat16": 90, "int8": 80}[self.precision.save]
+            if settings.budget < least:
+                raise BudgetError("too little", expected="more", do="Give it", smallest_budget=least)
+            again = 0.0 if settings.budget > 150 else 0.5
+            return SimpleNamespace(plan=SimpleNamespace(total_seconds=1.0 + again, seconds=again, precision=EXACT))
+
+    monkeypatch.setattr(tiers, "step_seconds", lambda _: 1.0)
+    monkeypatch.setattr(tiers._Contest, "mixed", lambda _: None)
+
+    def asked(budget: int, engine: Engine) -> set[str]:
+        looked.clear()
+        study: Any = Study
+        tiers.fastest(study, net(), Settings(budget, engine=engine, allow="lossy"))
+        return {one.save for one in looked}
+
+    assert asked(200, "inductor") == {"exact"}  # nothing is made again
+    assert asked(130, "inductor") == {"exact", "bfloat16", "int8"}
+    assert asked(95, "inductor") == {"exact", "bfloat16"}  # op by op the other is far from fitting
+    assert asked(95, "graph") == {"bfloat16", "exact", "int8"}

@@ -7,6 +7,7 @@ code's own kernels hold nothing beyond what is allocated for them. So fusion is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,6 +78,7 @@ class _Step:
     def step(self) -> None:
         """What the engine does, and who receives the gradients."""
         outputs, saved = self.halves.forward(list(self.handed))
+        summed = self._summed()
         tangents = [_made(value) for value in self.tangents]
         stay: list[Tensor] = [one for one, value in zip(tangents, self.tangents, strict=True) if value.held]
         for given in self.halves.backward(list(self.handed), saved, tangents):
@@ -84,7 +86,14 @@ class _Step:
             given.clear()
         if not self.choices.early:
             self._bytes(self.around.update)
-        del outputs, stay
+        del outputs, stay, summed
+
+    def _summed(self) -> list[Tensor]:
+        """Where no loss is given, the outputs' sums are it: these numbers, and the gradient of all."""
+        if any(value.held for value in self.tangents):
+            return []
+        sums = [_number(value) for value in self.tangents]
+        return [*sums, _number(self.tangents[0])] if sums else []
 
     def _used_up(self, value: int) -> bool:
         """Whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
@@ -101,6 +110,11 @@ class _Step:
 def _made(value: Value) -> Tensor:
     place = HOST if value.place == HOST else "cuda"  # of one card: whichever it is does not matter here
     return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device=place)
+
+
+def _number(value: Value) -> Tensor:
+    """One of its dtype, where it lies."""
+    return _made(replace(value, shape=(), stride=()))
 
 
 def _seen(value: Value, base: Tensor) -> Tensor:

@@ -20,6 +20,10 @@ from memplan.planning.shortfall import Way
 if TYPE_CHECKING:
     from memplan.planning.planner import Planned, Settings, Study
 
+_MUCH = 0.05
+"""Share of a step's time that goes into making values again, beyond which keeping them in fewer bits may be faster."""
+_FAR = 1.25
+"""Times the budget. Fused, a step has been seen to take 15 % less than the least op by op."""
 WORTH_IT = 0.98
 """A plan that loses more has to take this share of the time of one that loses less, or less than that."""
 
@@ -38,7 +42,8 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
     """
     contest = _Contest(study, settings)
     for precision in tiers(model, settings):
-        contest.enter(precision)
+        if contest.may_gain(precision):
+            contest.enter(precision)
     mixed = contest.mixed()
     if mixed is not None and mixed not in settings.without:
         contest.enter(mixed)
@@ -59,6 +64,13 @@ class _Contest:
         self.best: Planned | None = None
         self.lacking = list[BudgetError]()
 
+    def may_gain(self, precision: Precision) -> bool:
+        """Whether it is worth a look. Of fused kernels each is lowered, which takes seconds: what saves in fewer bits
+        is looked at where nothing fits so far, or much is made again."""
+        if self._settings.engine == "graph" or precision.save == "exact" or self.best is None:
+            return True
+        return self.best.plan.seconds > _MUCH * self._seconds
+
     def enter(self, precision: Precision) -> None:
         """Plan in a precision, and keep the plan where it is worth what it loses."""
         settled = replace(self._settings, precision=precision)
@@ -66,6 +78,8 @@ class _Contest:
             one = self._known[precision] = self._study(settled)
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * self._seconds:
                 return  # whatever is chosen, that much it takes
+            if self._is_hopeless(one, settled):
+                return
             planned = one.planned(settled)
         except BudgetError as error:
             error.precision = precision
@@ -78,6 +92,13 @@ class _Contest:
         taken = planned.plan.total_seconds or 0.0
         if self.best is None or taken < WORTH_IT * self._seconds:
             self.best, self._seconds = planned, taken
+
+    def _is_hopeless(self, study: Study, settled: Settings) -> bool:
+        """Whether it is far from fitting op by op: of fused kernels several candidates would be lowered to be sure.
+        Where nothing else has told what it lacks, they are."""
+        if self._settings.engine == "graph" or settled.settled.save == "exact" or not self.lacking:
+            return False
+        return study.search(settled).floor_peak > _FAR * settled.budget
 
     def mixed(self) -> Precision | None:
         """The best one's lower precision, or any other, without the blocks that take longer in it; None where none
@@ -165,11 +186,10 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     under_autocast = any(torch.is_autocast_enabled(one) for one in ("cpu", "cuda"))
     compute = "" if under_autocast else lower_precision(settings.device, device)
     every = [EXACT]
-    if settings.engine == "graph":
-        every += [Precision(compute, "bfloat16"), Precision(compute, "int8")] if compute else []
-        every += [Precision("", "bfloat16"), Precision("", "int8")]
-    elif compute:
-        every.append(Precision(compute))  # Inductor has no kernels for what is encoded
+    if settings.engine == "inductor" and compute:
+        every.append(Precision(compute))
+    every += [Precision(compute, "bfloat16"), Precision(compute, "int8")] if compute else []
+    every += [Precision("", "bfloat16"), Precision("", "int8")]
     yield from (one for one in every if one not in settings.without)
 
 
