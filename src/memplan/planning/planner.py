@@ -269,7 +269,7 @@ class Study:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
-                found = replace(found, graph=_with_costs(found.graph, settings))
+                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # many ops are the same
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]
@@ -410,7 +410,8 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
     return replace(plan, fusion=made, notes=(*plan.notes, *(unfused(made) if made else (UNTOLD,))))
 
 
-def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
+def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> JointGraph:
+    """``limit``: seconds that measuring may take."""
     card = settings.device or settings.home.card
     if settings.offload and card is not None and settings.engine == "graph":
         graph = with_offloads(graph, card)
@@ -421,7 +422,7 @@ def _with_costs(graph: JointGraph, settings: Settings) -> JointGraph:
     begin = time.perf_counter()
     if card is None:
         graph = with_measured_scratch(graph)
-    limit = max(LIMIT - (time.perf_counter() - begin), LIMIT / 2)  # what ran is prepared: to time it takes less
+    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # what ran is prepared: to time it takes less
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 
 
