@@ -182,7 +182,9 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   auto drawn = at::empty({x.numel()}, x.options().dtype(at::kBool)).bernoulli_(1 - p);
   if (x.scalar_type() != at::kDouble) drawn = drawn.flip(0);
   const auto mask = drawn.view(x.sizes());
-  return {there(x.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p))), there(mask)};
+  double scale = p == 1 ? 0.0 : 1 / (1 - p);
+  if (x.scalar_type() != at::kDouble && p != 1) scale = 1.0f / static_cast<float>(1 - p);  // as Dropout.cu computes it
+  return {there(x.mul(mask).mul_(scale)), there(mask)};
 }
 
 at::Scalar local_scalar(const at::Tensor& self) { return here(self).item(); }

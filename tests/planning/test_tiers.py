@@ -211,3 +211,26 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
     assert asked(130, "inductor") == {"exact", "bfloat16", "int8"}
     assert asked(95, "inductor") == {"exact", "bfloat16"}  # op by op the other is far from fitting
     assert asked(95, "graph") == {"bfloat16", "exact", "int8"}
+    with pytest.raises(BudgetError) as error:
+        asked(60, "inductor")
+    assert error.value.smallest_budget == 90  # of what is far from fitting, the least op by op was looked at
+
+
+def test_a_frontier_has_its_exact_plans_whatever_beats_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Study:
+        def __init__(self, settings: Settings) -> None:
+            self.lossy = settings.settled.lossy
+            self.captured = SimpleNamespace(graph=0.5 if self.lossy else 1.0)
+
+        def frontier(self, settings: Settings, points: int) -> Any:
+            sizes = (100, 60) if self.lossy else (200, 150, 120)
+            return [SimpleNamespace(peak=size, seconds=0.1 * at) for at, size in enumerate(sizes)]
+
+    monkeypatch.setattr(tiers, "step_seconds", lambda graph: graph)
+    study: Any = Study
+    found = tiers.frontier(study, net(), Settings(1, engine="inductor", allow="lossy"), 3)
+    assert [one.peak for one in found if not one.precision.lossy] == [200, 150, 120]
+    assert [(one.peak, one.seconds) for one in found if one.precision.lossy] == [(100, -0.5), (60, -0.4)]
+    assert [one.peak for one in found] == [200, 150, 120, 100, 60]
+    exact = tiers.frontier(study, net(), Settings(1, engine="inductor"), 3)
+    assert [one.peak for one in exact] == [200, 150, 120]

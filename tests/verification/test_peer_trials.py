@@ -100,6 +100,20 @@ def test_where_lossy_plans_are_allowed_autocast_runs_too(monkeypatch: pytest.Mon
     assert not [one for one in measure_peers(asked(network(0.0)), 1 << 20, pairs=1) if one.peer.autocast]
 
 
+def test_autocast_with_lost_gradients_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, other = Peer("bfloat16 autocast", autocast=torch.bfloat16), Peer("x", True, autocast=torch.bfloat16)
+    only(monkeypatch, EAGER, plain, other)
+    made = peer_trials.as_peer
+
+    def lost(call: Any, peer: Peer, *rest: Any) -> Any:
+        run = made(call, peer, *rest)
+        return run if peer != other else lambda *args, **kwargs: 3 * run(*args, **kwargs)
+
+    monkeypatch.setattr(peer_trials, "as_peer", lost)
+    _, right, wrong = measure_peers(asked(network(0.0)), 1 << 20, pairs=1)
+    assert (right.gradients, wrong.gradients) == ("lossy", "wrong")
+
+
 @compiles
 def test_the_trap_of_memory_budgets_with_dropout_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, EAGER, peer_trials.COMPILED, Peer("budget", compiled=True, memory_budget=0.3))

@@ -21,7 +21,7 @@ from memplan.planning.calls import Call, Flat, Returned
 from memplan.planning.casts import cast_once
 from memplan.planning.chunks import chunked
 from memplan.planning.copies import guarded, without_copies
-from memplan.planning.dropout import apart
+from memplan.planning.dropout import DROPOUT, apart
 from memplan.planning.fuse import fused
 from memplan.planning.graph import GraphOp, JointGraph
 from memplan.planning.home import is_on_card
@@ -396,6 +396,8 @@ def _with_overwrites(graph: JointGraph) -> JointGraph:
 def _with_forms(op: GraphOp, graph: JointGraph) -> GraphOp:
     """The op with what it can do in place, where its first result is the first that it makes."""
     if not op.makes or op.outputs[0] != op.makes[0]:
+        return op
+    if op.target == DROPOUT and graph.is_on_card:  # what is drawn there is drawn by the kernel itself
         return op
     over = forms.overwrites(op.target, op.args, op.kwargs, graph.values, op.makes[0])
     if not over:

@@ -78,12 +78,16 @@ def measure(place: str, calls: Iterable[KernelCall]) -> None:
     with alone(place):
         for call in calls:
             try:
-                args, kwargs = call.on_zeros(place)
-                found[call.key] = held_on(place, lambda a=args, k=kwargs, one=call: one.run(a, k))
+                found[call.key] = _held(place, call)
             except torch.OutOfMemoryError:  # there may be room another time
                 continue
             except Exception:  # whatever a kernel objects to: then the formula stands
                 found[call.key] = None
+
+
+def _held(place: str, call: KernelCall) -> int:
+    args, kwargs = call.on_zeros(place)
+    return held_on(place, lambda: call.run(args, kwargs))
 
 
 def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:

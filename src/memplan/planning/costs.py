@@ -31,7 +31,7 @@ How = Literal["measured", "roofline"]
 NEEDS_SEEDS = frozenset(
     f"aten.{name}_backward.default"
     for kind in ("efficient", "flash", "cudnn")
-    for name in (f"_scaled_dot_product_{kind}_attention", f"_{kind}_attention_forward", f"_{kind}_attention")
+    for name in (f"_scaled_dot_product_{kind}_attention", f"_{kind}_attention")
 )
 """What reads the state of a forward pass's random numbers where that lies, in host memory (attention_backward.cu, by
 `data_ptr`): on a card it is not run on made-up tensors."""

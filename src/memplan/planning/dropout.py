@@ -6,8 +6,10 @@ random numbers are drawn in the same place, and the result is the same bit for b
 
 from __future__ import annotations
 
+import numpy as np
+
 from memplan.planning.forms import NUMBERS
-from memplan.planning.graph import GraphOp, JointGraph, Ref
+from memplan.planning.graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.rebuild import Rebuild
 from memplan.trace.model import HOST
 
@@ -29,13 +31,23 @@ def apart(graph: JointGraph) -> JointGraph:
     return rebuild.finished()
 
 
+def scale_of(p: float, value: Value) -> float:
+    """What native_dropout multiplies by: on a card in the precision that its kernel computes in (Dropout.cu: 1 - p is
+    rounded first, and then its inverse)."""
+    if p == 1:
+        return 0.0
+    if value.place == HOST or value.dtype == "float64":
+        return 1 / (1 - p)
+    return float(np.float32(1) / np.float32(1 - p))
+
+
 def _take_apart(rebuild: Rebuild, op: GraphOp) -> None:
     read, p = op.args[0], op.args[1]
     result, mask = op.outputs
     assert isinstance(read, Ref)
     assert result is not None
     assert mask is not None
-    scale = 0.0 if p == 1 else 1 / (1 - p)
+    scale = scale_of(p, rebuild.values[result])
     shared = {"kwargs": {}, "multiple": False, "random": False, "discarded": 0}
     value = rebuild.values[result]
     size = value.bytes  # the mask as the result's dtype, or the product before it is scaled

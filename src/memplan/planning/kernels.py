@@ -186,7 +186,7 @@ def _native_dropout_(input: Tensor, p: float, train: bool | None) -> tuple[Tenso
     """As the CPU's kernel, which draws the whole mask at once and then multiplies by mask and scale."""
     if train is False:
         return input, torch.ones_like(input, dtype=torch.bool)
-    mask = _dropout_mask(input, p)
+    mask = torch.empty_like(input, dtype=torch.bool).bernoulli_(1 - p)
     for piece, flags in _pieces(input, mask):
         _ATEN.mul_.Scalar(piece.mul_(flags), 0.0 if p == 1 else 1 / (1 - p))
     return input, mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,13 +28,15 @@ WORTH_IT = 0.98
 """A plan that loses more has to take this share of the time of one that loses less, or less than that."""
 
 
-def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Settings) -> Planned:
-    """The fastest plan within the budget, by its predicted time, exact or lossy.
+def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Settings, *, sure: bool = True) -> Planned:
+    """The fastest plan within the budget, by its predicted time, exact or lossy; of fused kernels, of those that are
+    looked at.
 
     Args:
         study: what is known of the call in a precision that is settled.
         model: the step.
         settings: without a precision.
+        sure: where nothing fits, what was far from fitting is looked at, too, so that the error tells the least.
 
     Raises:
         BudgetError: no plan fits, whatever is lost; the one that lacks the least.
@@ -47,6 +49,8 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
     mixed = contest.mixed()
     if mixed is not None and mixed not in settings.without:
         contest.enter(mixed)
+    if contest.best is None and sure:
+        contest.enter_lowest_left_out()
     if contest.best is None and not contest.lacking:
         raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
     if contest.best is None:
@@ -63,6 +67,8 @@ class _Contest:
         self._seconds = float("inf")
         self.best: Planned | None = None
         self.lacking = list[BudgetError]()
+        self._left_out = list[tuple[int, Precision]]()
+        """What is far from fitting, with its least op by op."""
 
     def may_gain(self, precision: Precision) -> bool:
         """Whether it is worth a look. Of fused kernels each is lowered, which takes seconds: what saves in fewer bits
@@ -71,14 +77,21 @@ class _Contest:
             return True
         return self.best.plan.seconds > _MUCH * self._seconds
 
-    def enter(self, precision: Precision) -> None:
-        """Plan in a precision, and keep the plan where it is worth what it loses."""
+    def enter_lowest_left_out(self) -> None:
+        """Plan after all in that precision, of those left out, that takes the least op by op."""
+        if self._left_out:
+            self.enter(min(self._left_out, key=lambda one: one[0])[1], anyhow=True)
+
+    def enter(self, precision: Precision, *, anyhow: bool = False) -> None:
+        """Plan in a precision, and keep the plan where it is worth what it loses. ``anyhow``: however far from fitting
+        it is."""
         settled = replace(self._settings, precision=precision)
         try:
             one = self._known[precision] = self._study(settled)
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * self._seconds:
                 return  # whatever is chosen, that much it takes
-            if self._is_hopeless(one, settled):
+            if not anyhow and self._is_hopeless(one, settled):
+                self._left_out.append((one.search(settled).floor_peak, precision))
                 return
             planned = one.planned(settled)
         except BudgetError as error:
@@ -126,8 +139,8 @@ class Reached:
 def frontier(
     study: Callable[[Settings], Study], model: nn.Module, settings: Settings, points: int
 ) -> tuple[Reached, ...]:
-    """Plans from all kept to the floor, in each precision that is allowed: those that no other beats in both bytes and
-    seconds, the largest peak first.
+    """Plans from all kept to the floor, in each precision that is allowed, the largest peak first: the exact ones that
+    no exact one beats in both bytes and seconds, and the lossy ones that none beats at all.
 
     Args:
         study: what is known of the call in a precision that is settled.
@@ -147,12 +160,18 @@ def frontier(
             continue  # not everything runs in fewer bits
         more = step_seconds(one.captured.graph) - base if precision.lossy else 0.0
         found += [Reached(plan.peak, plan.seconds + more, precision) for plan in plans]
+    exact = _unbeaten(one for one in found if not one.precision.lossy)
+    lossy = (one for one in _unbeaten(found) if one.precision.lossy)
+    return tuple(sorted((*exact, *lossy), key=lambda one: (-one.peak, one.seconds)))
+
+
+def _unbeaten(found: Iterable[Reached]) -> list[Reached]:
     fastest, best = float("inf"), list[Reached]()
     for one in sorted(found, key=lambda one: (one.peak, one.seconds)):
         if one.seconds < fastest:
             fastest = one.seconds
             best.append(one)
-    return tuple(best[::-1])
+    return best
 
 
 def with_lossy_way(
@@ -163,7 +182,9 @@ def with_lossy_way(
     if settings.budget < least:
         return error
     try:
-        plan = fastest(study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT))).plan
+        plan = fastest(
+            study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT)), sure=False
+        ).plan
     except MemplanError:  # none does, or nothing of it runs in fewer bits
         return error
     taken = "" if plan.total_seconds is None else f", {format_seconds(plan.total_seconds)} a step predicted"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memplan.verification.rounding import FACTOR, SANE, SLACK, distance
+from memplan.verification.rounding import LOSSY as _LOSSY
 
 SAME_LOSS = 1e-3
 """Two losses this close, relative to the larger, came of the same random numbers."""
@@ -37,17 +38,19 @@ class GradientErrors:
         """Whether others can be held against it."""
         return all(error <= SANE for error in self.errors.values())
 
-    def over(self, *beside: GradientErrors) -> dict[str, float]:
+    def over(self, *beside: GradientErrors, lossy: bool = False) -> dict[str, float]:
         """The parameters whose error is over the bound, each with its error as a share of its own gradient's norm.
 
         The bound is `rounding.FACTOR` times the largest error of the steps beside it, of those that are sane, and
-        `rounding.SLACK` eps of the largest gradient. Where the gradient is no more than rounding, the error is given as
-        a share of the largest.
+        `rounding.SLACK` eps of the largest gradient; where the step computes in fewer bits (``lossy``), what
+        `rounding.LOSSY` allows. Where the gradient is no more than rounding, the error is given as a share of the
+        largest.
         """
         steps, found = [step for step in beside if step.sane], dict[str, float]()
         for name, error in self.errors.items():
             allowed = max((step.errors.get(name, 0.0) for step in steps), default=0.0)
-            if not error <= FACTOR * allowed + _ROUNDING:  # a nan is over it, too
+            bound = _LOSSY.allowed(allowed, 1.0, torch.float32) if lossy else FACTOR * allowed + _ROUNDING
+            if not error <= bound:  # a nan is over it, too
                 norm = self.norms.get(name, 0.0)
                 found[name] = error / norm if norm > _ROUNDING else error
         return found

@@ -142,7 +142,8 @@ class _Peers:
     def run(self, told: Callable[[str], None]) -> Sequence[PeerResult]:
         """Every peer, eager mode first."""
         reference = self._trial(EAGER)
-        beside, found = list[GradientErrors](), list[PeerResult]()
+        beside = {lossy: list[GradientErrors]() for lossy in (False, True)}
+        found = list[PeerResult]()
         random = self._seen(reference).random
         for peer in peers(blocks=bool(self._blocks), budgets=BUDGETS, autocast=self._lower()):
             told(peer.name)
@@ -154,16 +155,17 @@ class _Peers:
                 found.append(PeerResult(peer, failed=f"{type(error).__name__}: {first}"))
         return found
 
-    def _one(self, peer: Peer, reference: Trial, random: bool, beside: list[GradientErrors]) -> PeerResult:
+    def _one(self, peer: Peer, reference: Trial, random: bool, beside: dict[bool, list[GradientErrors]]) -> PeerResult:
         trial = self._trial(peer)
         seen, true = self._seen(trial), self._in_float64(peer, random)
         wrong, error = dict[str, float](), None
         if true is not None and (not random or same_numbers(seen.loss, true.loss, lossy=peer.group == "lossy")):
             errors = gradient_errors(seen.gradients, true.gradients)
             error = errors.relative
-            if peer in (EAGER, COMPILED):  # the others are held against these two
-                beside.append(errors)
-            wrong = {} if peer.group == "lossy" else errors.over(*beside)
+            lossy = peer.group == "lossy"
+            if peer in (EAGER, COMPILED) or (lossy and not peer.checkpointed and not peer.compiled):
+                beside[lossy].append(errors)  # the others are held against these: autocast against plain autocast
+            wrong = errors.over(*beside[lossy], lossy=lossy)
         _, peak = measured_alone(trial, self._home)
         return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
 
