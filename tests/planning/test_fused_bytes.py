@@ -99,6 +99,9 @@ def most(trace: memplan.Trace) -> int:
 @pytest.mark.parametrize("path", CODES, ids=lambda path: path.stem)
 def test_code_for_a_card_is_followed_to_the_byte(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, sizes = path.read_text(encoding="utf-8"), GIVEN[path.stem.partition("_")[0]]
+    installed = tuple(map(int, torch.__version__.split(".")[:2]))
+    if installed < (2, 13) and tuple(map(int, path.stem.split("_")[2:])) > installed:
+        pytest.skip("newer code imports what this torch has not")
     guards: Any = getattr(torch._C, "_dynamo").guards  # noqa: B009
     for owner, name in ((utils, "assert_tensor_metadata"), (guards, "assert_size_stride_grouped")):
         if not hasattr(owner, name):  # newer than this torch
