@@ -25,11 +25,6 @@ class OwnState:
     hooks: dict[str, dict[int, Any]]
     """By table, which stays where it is: handles that remove hooks refer to it."""
 
-    @property
-    def parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The three, in the order of the fields."""
-        return self.parameters, self.buffers, self.attributes
-
 
 def pre_hooks(module: nn.Module) -> list[Any]:
     """A module's own forward pre-hooks. Seen in torch 2.11 and 2.13: ``_forward_pre_hooks``."""
