@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import gc
 import importlib
 import itertools
 import logging
@@ -291,7 +292,10 @@ def _lowered(part: Lowerable) -> Any:
 
     graph = copy.deepcopy(part.graph)  # lowering rewrites it
     with _settings(), V.set_fake_mode(part.mode), tracing(TracingContext(part.mode)):
-        return compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
+        made = compile_fx_inner(graph, list(part.examples), is_backward=part.backward)
+    del graph
+    gc.collect()  # it leaves millions of objects in cycles, and while we plan Python's collector is held
+    return made
 
 
 @contextmanager

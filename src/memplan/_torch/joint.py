@@ -81,7 +81,9 @@ def corrected_mode(
         name = names.get(func) or names.setdefault(func, str(func))
         if name in instead:
             with mode:
-                return instead[name](args, kwargs or {})
+                result = instead[name](args, kwargs or {})
+            if result is not NotImplemented:
+                return result
         if values is not None and func is READ_SCALAR:
             value = values.read(func, args)
             if value is not None:
@@ -129,7 +131,7 @@ def joint_graph(
         module: called with positional arguments; what it takes and returns are tensors.
         inputs: of any values.
         results: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
-        instead: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
+        instead: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result`` or NotImplemented.
         conditional: whether values of small integer inputs may be read, where they have any; else only such that
             follow from constants may.
         fake: ``(mode, number, input) -> fake tensor``, where it is not to be one of the same sizes.

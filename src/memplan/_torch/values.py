@@ -93,6 +93,8 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute for real what an op makes, where all that it takes is known."""
+        if type(result) is FakeTensor and not result._has_symbolic_sizes_strides and result.numel() > LARGEST:
+            return  # most ops, and what one changes in place is as large
         fakes = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         if not isinstance(func, torch._ops.OpOverload) or _has_symbols((args, kwargs)):
             return

@@ -34,6 +34,7 @@ from memplan.planning.reader import Reader
 from memplan.planning.results import INSTEAD, RESULTS, TRAINING_NORM
 from memplan.planning.unseen import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
 from memplan.trace.place import Place, format_frame, frame_of_error, user_frame
+from memplan.trace.semantics.norms import AT_ONCE
 
 __all__ = ["TRAINING_NORM", "Captured", "SymbolicError", "capture", "capture_symbolic", "read"]
 
@@ -213,7 +214,7 @@ def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, r
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like)
     try:
         with place.following(), _capturing_now(), _without_cudnn(model):
-            return _torch.joint_graph(flat, call.tensors, RESULTS, INSTEAD, **how), flat
+            return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **how), flat
     except MemplanError:
         raise
     except Exception as error:  # torch and the user's code can raise anything; the original stays as __cause__

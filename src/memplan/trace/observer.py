@@ -220,7 +220,8 @@ class Observer:
         self._positions.before(signature.name, args)
         if run is not None:
             instead = semantics.instead.get(signature.name)
-            result = run(func) if instead is None else instead(args, kwargs)
+            result = NotImplemented if instead is None else instead(args, kwargs)
+            result = run(func) if result is NotImplemented else result
         if signature.mutable:
             for _, name in signature.positions[:1]:
                 if isinstance(args[0], torch.Tensor) and name:

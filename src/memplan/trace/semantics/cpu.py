@@ -7,6 +7,7 @@ from typing import Any
 
 from memplan.trace.semantics import attention, convolution, encoder, kernels, matmul, recurrent
 from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
+from memplan.trace.semantics.norms import AT_ONCE
 from memplan.trace.semantics.results import INSTEAD, RESULTS
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -34,4 +35,4 @@ def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backwa
     return (Extra(taken),) if taken else ()
 
 
-SEMANTICS = Semantics(_extras, RESULTS, INSTEAD)
+SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **AT_ONCE})

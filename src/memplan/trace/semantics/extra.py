@@ -35,7 +35,8 @@ class Semantics:
 
     ``extras(name, args, kwargs, result, in_backward)``: the storages that a kernel takes for itself.
     ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
-    ``instead``: for an op that fake tensors refuse, ``(args, kwargs) -> result``.
+    ``instead``: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result``; NotImplemented: as
+    they say.
     """
 
     extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]
