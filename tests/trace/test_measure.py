@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +108,17 @@ def test_gradients_that_are_written_into_zeros_are_one_tensor(made: Callable[[to
     plain = measured_peak(build)
     assert memplan.simulate(memplan.measure(build)).peak_allocated == plain
     assert memplan.simulate(memplan.record(build)).peak_allocated == pytest.approx(plain, rel=0.01)
+
+
+QUIET = """
+import os, torch, memplan
+model = torch.nn.Linear(4, 4)
+memplan.measure(lambda: lambda: model(torch.ones(2, 4)).sum().backward())
+assert os.environ.get("KINETO_LOG_LEVEL") is None, "what the user's own processes are told is as it was"
+"""
+
+
+def test_the_profiler_says_nothing() -> None:
+    """In a process of its own: how much it says is settled once."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", QUIET], capture_output=True, text=True, check=True)
+    assert "profiler" not in ran.stderr

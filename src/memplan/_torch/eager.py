@@ -6,6 +6,8 @@ Everything here was seen in torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +65,26 @@ def memory_profile() -> Any:
     Of the two that torch has, `torch.profiler.profile` warns in 2.11 that events end with a cycle, and where it is told
     to keep them, it makes an object of each at once, which takes seconds for a large step.
     """
+    _quieted()
     return torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+
+
+@functools.cache
+def _quieted() -> None:
+    """Once in a process: torch 2.13's profiler writes two lines to stderr each time that it starts and stops, and reads
+    how much it is to say from the environment when it starts for the first time. What the user says there stands.
+    """
+    if _LOG_LEVEL in os.environ or torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+        return
+    os.environ[_LOG_LEVEL] = _SILENT
+    try:
+        with torch.autograd.profiler.profile(use_kineto=True):
+            pass
+    finally:
+        os.environ.pop(_LOG_LEVEL, None)
+
+
+_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 class Profile:

@@ -16,6 +16,7 @@ from memplan._torch import inductor
 from memplan.planning import forms
 from memplan.planning.aims import Aims
 from memplan.planning.costs import step_seconds
+from memplan.planning.filling import with_more_kept
 from memplan.planning.fused import Fused, Part, as_fused, fused, lowering
 from memplan.planning.fused_bytes import fused_timeline
 from memplan.planning.graph import GraphOp, JointGraph
@@ -29,6 +30,8 @@ FUSED_SHARE = 0.1
 nothing of its own."""
 _AIMS = 4
 """Candidates at most: each is lowered, which takes seconds."""
+_FILLED = 2
+"""Candidates at most to use room that these leave."""
 _SEARCHES = 8
 """Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
@@ -96,7 +99,9 @@ class Fusing:
         if not known and isinstance(self._within(budget), Infeasible) and not self._can_keep(budget):
             return None
         found = self._sought(budget)
-        return self._fastest_known(budget) if found is None and self._can_keep(budget) else found
+        if found is None and self._can_keep(budget):
+            found = self._fastest_known(budget)
+        return None if found is None else self._filled(found, budget)
 
     def frontier(self, points: int) -> list[Found]:
         """Plans from all kept to the least, with what their code takes: of all that were looked at, those that no other
@@ -160,6 +165,22 @@ class Fusing:
             if later is None:
                 break
             aim = later
+        return best
+
+    def _filled(self, best: Candidate, budget: int) -> Candidate:
+        """What keeps the budget, with what it leaves of that used, where nothing that was aimed at came near."""
+        room = budget - best.peak
+        for _ in range(_FILLED):
+            if room <= self._room:
+                break
+            made = as_fused(self._search.graph, with_more_kept(best.schedule, room))
+            if made.choices in self._known or best.schedule.seconds - made.seconds <= _WORTH * self._seconds:
+                break
+            one = self.candidate(made.choices)
+            if one.peak <= budget:
+                best, room = one, budget - one.peak
+            else:
+                room -= one.peak - budget
         return best
 
     def _found(self, aim: int) -> Found:
