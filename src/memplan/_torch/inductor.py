@@ -4,6 +4,7 @@ Seen in torch 2.11, 2.13 and 2.15: ``torch.fx.experimental.proxy_tensor.make_fx`
 ``torch._inductor.compile_fx.compile_fx_inner`` and what it reads of an output node (``user_visible_output_idxs``,
 ``original_output_strides``), ``torch._inductor.decomposition.select_decomp_table``,
 ``torch._inductor.virtualized.V``, ``torch._guards.TracingContext`` and ``tracing``,
+``torch.fx._lazy_graph_module._LazyGraphModule``,
 ``torch.fx.experimental.symbolic_shapes.ShapeEnv``, ``GraphLowering.codegen`` and ``GraphLowering.compile_to_module`` in
 ``torch._inductor.graph``, ``torch._inductor.async_compile.AsyncCompile``, the names in the code that is written
 (``call``, ``empty_strided_cpu``, ``reinterpret_tensor``, ``assert_size_stride``; of code for a card
@@ -40,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import traceback
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._triton import has_triton
 
 from memplan._torch.patches import here_alone, patched
@@ -189,7 +191,7 @@ def lowerable(of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], *,
     for node in nodes:
         twins[node] = graph.node_copy(node, lambda one: twins[one])
     _keep_layouts(graph.output(tuple(twins[node] for node in makes)))
-    module = fx.GraphModule(of.graph, graph)
+    module = _LazyGraphModule(of.graph, graph)  # whose own Python code nobody calls
     _keep_random_order(module)
     return Lowerable(module, tuple(node.meta["val"] for node in taken), of.mode, backward)
 

@@ -93,20 +93,17 @@ class Values:
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute for real what an op makes, where all that it takes is known."""
-        if type(result) is FakeTensor and not result._has_symbolic_sizes_strides and result.numel() > LARGEST:
-            return  # most ops, and what one changes in place is as large
-        fakes = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if not isinstance(func, torch._ops.OpOverload) or _has_symbols((args, kwargs)):
+        if not isinstance(func, torch._ops.OpOverload):
             return
         if func._schema.is_mutable:
-            for one in fakes[:1]:
+            for one in _tensors((args, kwargs))[:1]:
                 self._known.pop(one, None)  # pyright: ignore[reportArgumentType]  # only fake ones are there
             return
         made = [(at, one) for at, one in enumerate(tree_leaves(result)) if isinstance(one, FakeTensor)]
-        if not made or any(one.numel() > LARGEST for _, one in made) or not _follows(func):
+        if not made or not all(_is_small(one) for _, one in made) or not _follows(func):
             return
-        parts = self._parts(func, fakes)
-        if parts is None:
+        parts = self._parts(func, _tensors((args, kwargs)))
+        if parts is None or _has_symbols((args, kwargs)):
             return
         call = _recipe(func, args, kwargs)
         try:
@@ -129,6 +126,14 @@ class Values:
                 return None
             found.append(known)
         return tuple(found)
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+
+
+def _is_small(made: FakeTensor) -> bool:
+    return not made._has_symbolic_sizes_strides and made.numel() <= LARGEST
 
 
 def _has_symbols(arguments: Any) -> bool:
