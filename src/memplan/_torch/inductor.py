@@ -44,6 +44,7 @@ from torch.fx import traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._triton import has_triton
 
+from memplan._torch.early_reads import to_compute_first
 from memplan._torch.patches import here_alone, patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
 from memplan._torch.tensors import is_random, storage_key
@@ -175,13 +176,16 @@ def _memory(node: fx.Node) -> int | None:
     return storage_key(found.untyped_storage()) if isinstance(found, Tensor) else None
 
 
-def lowerable(of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], *, backward: bool) -> Lowerable:
+def lowerable(
+    of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], freed: Collection[fx.Node] = (), *, backward: bool
+) -> Lowerable:
     """Some ops of a traced function as a function of what they read of others (`read_by`).
 
     Args:
         of: the function.
         nodes: what is computed, in its order.
         makes: which of them are returned.
+        freed: what they read that can be freed after its last use. In the backward pass ops wait less for its sake.
         backward: see `Lowerable`.
     """
     graph, twins, taken = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
@@ -192,7 +196,7 @@ def lowerable(of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], *,
         twins[node] = graph.node_copy(node, lambda one: twins[one])
     _keep_layouts(graph.output(tuple(twins[node] for node in makes)))
     module = _LazyGraphModule(of.graph, graph)  # whose own Python code nobody calls
-    _keep_random_order(module)
+    _keep_order(module, to_compute_first(graph, [twins[node] for node in freed]) if backward else {})
     return Lowerable(module, tuple(node.meta["val"] for node in taken), of.mode, backward)
 
 
@@ -203,17 +207,18 @@ def _keep_layouts(output: fx.Node) -> None:
     output.meta["original_output_strides"] = [tuple(one.meta["val"].stride()) for one in results]
 
 
-def _keep_random_order(module: fx.GraphModule) -> None:
-    """Have each op that draws random numbers wait for the one before it: Inductor orders ops as memory or fusion asks,
-    and each would draw the numbers of another."""
+def _keep_order(module: fx.GraphModule, first: Mapping[fx.Node, Sequence[fx.Node]]) -> None:
+    """Have ops wait for others, by those that wait; and each that draws random numbers for the one before it: Inductor
+    orders ops as memory or fusion asks, and each would draw the numbers of another."""
     from torch._inductor.fx_passes import control_dependencies
     from torch.utils._ordered_set import OrderedSet
 
-    nodes = [node for node in module.graph.nodes if is_random(node.target, node.args, node.kwargs)]
-    if len(nodes) > 1 and hasattr(control_dependencies, "control_deps_autograd"):
-        control_dependencies.preserve_node_ordering(
-            module.graph, {node: OrderedSet([before]) for before, node in pairwise(nodes)}
-        )
+    drawing = [node for node in module.graph.nodes if is_random(node.target, node.args, node.kwargs)]
+    waits = {node: OrderedSet([before]) for before, node in pairwise(drawing)}
+    waits |= {node: OrderedSet(nodes) for node, nodes in first.items()}
+    if waits and hasattr(control_dependencies, "control_deps_autograd"):
+        in_order = {node: waits[node] for node in module.graph.nodes if node in waits}
+        control_dependencies.preserve_node_ordering(module.graph, in_order)
         module.recompile()
 
 

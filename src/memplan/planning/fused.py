@@ -191,13 +191,13 @@ def _put_together(of: Schedule, first: inductor.Traced, second: inductor.Traced,
         [node_of[v] for group in chunk for v in group if v in node_of and changed_at_once(of.graph, of.choices, v)]
         for chunk in chunks
     ]
-    backward = _half(second, takes, ops, given, changing, backward=True)
+    backward = _half(second, takes, ops, given, changing, stay=inputs[:begin], backward=True)
     inputs, ops, results = inductor.taken_apart(first)
     outputs = len(of.graph.outputs)
     kept = [
         *results[:outputs], *(results[outputs + at] for at in needed), *results[outputs + len(of.saved) :]
     ]  # fmt: skip
-    forward = _half(first, inputs, ops, [kept], [[]], backward=False)
+    forward = _half(first, inputs, ops, [kept], [[]], stay=inputs, backward=False)
     return Fused(of, forward, backward, handed, tuple(of.saved[at] for at in needed), first.written, chunks)
 
 
@@ -225,6 +225,7 @@ def _half(
     given: Sequence[Sequence[fx.Node]],
     changing: Sequence[Sequence[fx.Node]],
     *,
+    stay: Sequence[fx.Node],
     backward: bool,
 ) -> Half:
     """A traced function in parts, each up to the last of its results, and to the last op that reads what changes then.
@@ -235,6 +236,7 @@ def _half(
         ops: its ops in order.
         given: the results after each part.
         changing: the arguments that may change when these are given, as updates do to parameters.
+        stay: the arguments that are somebody else's, too.
         backward: see `inductor.Lowerable`.
     """
     place = {node: at for at, node in enumerate(ops)}
@@ -252,12 +254,14 @@ def _half(
         out = set(results)
         makes = [node for node in inside if last[node] > at or node in out]
         read = inductor.read_by(inside)
+        dropped = [node for node in read if last[node] == at and node not in out]
+        freed = [node for node in dropped if node not in stay]
         parts.append(
             Part(
                 f"backward {at}" if backward else "forward",
-                inductor.lowerable(of, inside, makes, backward=backward),
+                inductor.lowerable(of, inside, makes, freed, backward=backward),
                 tuple(node.name for node in read),
-                frozenset(node.name for node in read if last[node] == at and node not in out),
+                frozenset(node.name for node in dropped),
                 tuple(node.name for node in makes),
                 tuple(node.name for node in results),
                 frozenset(node.name for node in out if last[node] == at),
