@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(
     _torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here"
 )
 needs_order = pytest.mark.skipif(
-    not hasattr(control_dependencies, "control_deps_autograd"), reason="Inductor of torch 2.11 has no ops wait"
+    not hasattr(control_dependencies, "control_deps_autograd"), reason="Inductor of torch 2.11 cannot make ops wait"
 )
 SIZE = 4 * 2 * 16 * 128 * 128
 """Bytes of an activation of 16 channels."""

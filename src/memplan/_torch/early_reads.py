@@ -1,7 +1,9 @@
-"""What is computed where a schedule has it, because waiting would keep more memory than its result takes.
+"""What is computed before it is read, because what it is made of would take more memory until then.
 
 Inductor writes pointwise ops into the kernel that reads them. Where that runs much later, what they read stays until
 then: of a gradient that is a part of a larger one, as concatenating and slicing leave them, the whole of that.
+
+Seen in torch 2.13: ``torch._ops.OpOverload``, ``overloadpacket`` and ``is_view`` of it.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from torch import Tensor, fx
 
 from memplan._torch.tensors import storage_key
 
-_NAMES = ("convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm")
-KERNELS = frozenset(f"aten::{name}" for name in _NAMES)
+_aten = torch.ops.aten
+KERNELS = frozenset([_aten.convolution, _aten.convolution_backward, _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm])
 """Ops that Inductor fuses nothing with here: what is to be there before one of them is written before it."""
 GAIN = 1.25
-"""An op has to free so many times its own bytes to be computed before it is read."""
+"""An op has to free so many times its own bytes to be computed before it is read: to write it by itself costs
+time. Chosen, not measured."""
 SMALL = 1 << 20
-"""Bytes: a smaller result is left to whoever reads it."""
+"""Bytes: a smaller result is left to whoever reads it. Chosen, too."""
 
 
 def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
@@ -142,7 +145,7 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in KERNELS
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket in KERNELS
 
 
 def _is_written(node: fx.Node) -> bool:

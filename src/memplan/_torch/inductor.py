@@ -185,7 +185,7 @@ def lowerable(
         of: the function.
         nodes: what is computed, in its order.
         makes: which of them are returned.
-        freed: what they read that can be freed after its last use. In the backward pass ops wait less for its sake.
+        freed: what they read that can be freed after its last use; only the backward pass is ordered by it.
         backward: see `Lowerable`.
     """
     graph, twins, taken = fx.Graph(), dict[fx.Node, fx.Node](), read_by(nodes)
