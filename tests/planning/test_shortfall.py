@@ -61,12 +61,20 @@ def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_ta
         assert offered is False or choices == Choices()
 
 
-def test_halving_the_batch_keeps_what_does_not_follow_it() -> None:
+@pytest.mark.parametrize("more", [0, -200, 300])
+def test_halving_the_batch_keeps_what_does_not_follow_it(more: int) -> None:
+    """``more``: what fused kernels hold beside what the single ops do."""
     graph = residual(3)
-    error = budget_error(schedule(graph, Choices()), Surroundings(1000), 0)
+    made, around = schedule(graph, Choices()), Surroundings(1000)
+    single = budget_error(made, around, 0)
+    assert single.timeline is not None
+    fused = replace(single.timeline, peak_reserved=single.smallest_budget + more)
+    error = budget_error(made, around, 0, fused if more else None)
+    assert error.smallest_budget == single.smallest_budget + more
     way = next(way for way in error.lower_by if "batch" in way.do)
     kinds = ("weight", "buffer", "parameter_gradient", "optimizer_state")
     fixed = sum(holder.bytes for holder in error.held_by if holder.cause in kinds)
+    assert 0 < fixed < error.smallest_budget
     assert way.bytes == pytest.approx(fixed + (error.smallest_budget - fixed) / 2, abs=1)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memplan
+from memplan import _torch
 from memplan.devices import find
 from memplan.errors import BudgetError
 from memplan.planning import planner, tiers
@@ -90,6 +91,27 @@ def test_what_an_exact_plan_cannot_do_is_offered_and_done() -> None:
         planned(int(0.2 * floor), allow="lossy")
     assert floor > caught.value.smallest_budget > 0.2 * floor
     assert planned(caught.value.smallest_budget, allow="lossy").peak <= caught.value.smallest_budget
+
+
+def least(model: nn.Module, x: torch.Tensor, engine: Engine) -> int:
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(model, x, budget=1, engine=engine, costs="roofline")
+    assert "engine='graph'" not in str(caught.value)
+    return caught.value.smallest_budget
+
+
+@pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
+def test_what_fused_kernels_cannot_do_and_single_ops_can_is_offered_and_done() -> None:
+    """The fused gradient of a softmax has a buffer for the sum of each row."""
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.Softmax(-1), nn.Linear(512, 64)), torch.randn(1024, 64)
+    single, fused = least(model, x, "graph"), least(model, x, "inductor")
+    assert single < fused
+    with pytest.raises(BudgetError) as caught:
+        memplan.plan(model, x, budget=fused - 1, engine="inductor", costs="roofline")
+    assert "or engine='graph' (--engine graph) meets it, op by op, " in str(caught.value)
+    plan = memplan.plan(model, x, budget=fused - 1, costs="roofline")
+    assert single <= plan.peak < fused
+    assert plan.peak in [way.bytes for way in caught.value.lower_by]
 
 
 @needs_avx512

@@ -18,6 +18,7 @@ from memplan.planning import forms
 from memplan.planning.calls import Call
 from memplan.planning.graph import JointGraph, Value
 from memplan.planning.precision import Precision
+from memplan.planning.roofline import work_of
 
 if TYPE_CHECKING:
     from memplan.planning.capture import Captured
@@ -29,6 +30,9 @@ _CORE = ("aten", "prims", "memplan")
 _COPIES = frozenset(["aten.clone.default", "aten._to_copy.default", "aten.copy.default"])
 MORE = 1.1
 """How many times the bytes a step may make in the other layout: changed back and forth, it gains nothing."""
+SHARE = 0.1
+"""Of a step's FLOPs that convolutions have at least: to capture a transformer again for its one of patches gains
+nothing."""
 
 
 class ChannelsLast(TorchFunctionMode):
@@ -65,7 +69,7 @@ def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precisio
     """
     from memplan.planning.capture import capture
 
-    if captured.opaque or not _convolves_in_order(captured.graph):
+    if captured.opaque or not _convolves_in_order(captured.graph) or not _convolves_much(captured.graph):
         return None
     try:
         found = capture(model, call, precision, relaid=True)
@@ -78,6 +82,13 @@ def _convolves_in_order(graph: JointGraph) -> bool:
     """Whether there is a convolution of images or volumes that is not in channels last."""
     first = (graph.values[op.args[0].value] for op in graph.forward_ops if op.target == "aten.convolution.default")
     return any(len(x.shape) in _FORMATS and not _is_channels_last(x) for x in first)
+
+
+def _convolves_much(graph: JointGraph) -> bool:
+    """Whether convolutions are a good part of what it computes."""
+    each = [(op.target, work_of(graph, op).flops) for op in graph.forward_ops]
+    convolved = sum(flops for target, flops in each if target == "aten.convolution.default")
+    return convolved >= SHARE * sum(flops for _, flops in each)
 
 
 def _is_channels_last(value: Value) -> bool:

@@ -38,7 +38,7 @@ from memplan.planning.schedule import Choices, Schedule, schedule, taken, with_f
 from memplan.planning.scratch import with_measured_scratch
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
-from memplan.planning.tiers import Reached, fastest, frontier, with_lossy_way
+from memplan.planning.tiers import Reached, fastest, frontier, with_graph_way, with_lossy_way
 from memplan.planning.trace import timeline_of
 from memplan.planning.unfused import unfused
 from memplan.planning.updates import Optimizer, surroundings
@@ -129,16 +129,26 @@ class Planner:
             BudgetError: no plan fits the budget.
             RecordingError, UsageError: the step cannot be captured.
         """
-        if settings.undecided:
-            key = object() if key is None else key
-            return fastest(lambda settled: self.study(call, settled, key), self._model, settings)
-        key = object() if key is None and captured is None else key
+        key = object() if key is None and (captured is None or settings.undecided) else key
         try:
-            return self.study(call, settings, key, captured).planned(settings)
+            return self._within(call, settings, key, captured)
         except BudgetError as error:
-            if settings.allow == "lossy" or settings.plan is not None or captured is not None:
+            if settings.plan is not None or captured is not None:
                 raise
-            raise with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings) from None
+            raise self._with_ways(error, call, settings, key) from None
+
+    def _within(self, call: Call, settings: Settings, key: Hashable, captured: Captured | None = None) -> Planned:
+        if settings.undecided:
+            return fastest(lambda settled: self.study(call, settled, key), self._model, settings)
+        return self.study(call, settings, key, captured).planned(settings)
+
+    def _with_ways(self, error: BudgetError, call: Call, settings: Settings, key: Hashable) -> BudgetError:
+        """The error, with what else would keep the budget."""
+        if settings.engine == "inductor":
+            error = with_graph_way(error, lambda one: self._within(call, one, key), settings)
+        if settings.allow == "lossy":
+            return error
+        return with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings)
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
         """Plans from all kept to the floor, in each precision that is allowed (planning.tiers). ``key``: as for

@@ -79,6 +79,20 @@ def budget_error(
     )
 
 
+def with_way(error: BudgetError, way: Way) -> BudgetError:
+    """The error with one more way to meet the budget."""
+    return BudgetError(
+        error.found,
+        expected=error.expected,
+        do=f"{error.do}; or {way}",
+        smallest_budget=error.smallest_budget,
+        timeline=error.timeline,
+        held_by=error.held_by,
+        lower_by=(*error.lower_by, way),
+        precision=error.precision,
+    )
+
+
 def _holder(trace: Trace, storage: Storage) -> Holder:
     op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
     if storage.name or op is None:
@@ -96,10 +110,14 @@ def _at(trace: Trace, tick: int) -> str:
 
 
 def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
-    """What people can change, and what it would do to the bytes at the peak."""
+    """What people can change, and what it would do to the bytes at the peak.
+
+    ``peak``: fused kernels hold more or less than their single ops (``live``), and the difference follows the inputs.
+    """
     scaling = [storage for storage in live if storage.cause in _SCALING]
-    total = sum(storage.bytes for storage in scaling)
-    wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input")
+    single = sum(storage.bytes for storage in scaling)
+    total = max(0, peak - sum(storage.bytes for storage in live) + single)
+    wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input") * total // max(single, 1)
     inputs = [value.shape for value in floor.graph.values if value.kind == "input"]
     ways = list[Way]()
     if total and inputs and inputs[0] and inputs[0][0] > 1:

@@ -13,9 +13,9 @@ from memplan.devices import Device
 from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.planning.costs import step_seconds
 from memplan.planning.lowering import slower_blocks
-from memplan.planning.plan import format_seconds
+from memplan.planning.plan import Plan, format_seconds
 from memplan.planning.precision import EXACT, Compute, Precision
-from memplan.planning.shortfall import Way
+from memplan.planning.shortfall import Way, with_way
 
 if TYPE_CHECKING:
     from memplan.planning.planner import Planned, Settings, Study
@@ -187,18 +187,24 @@ def with_lossy_way(
         ).plan
     except MemplanError:  # none does, or nothing of it runs in fewer bits
         return error
-    taken = "" if plan.total_seconds is None else f", {format_seconds(plan.total_seconds)} a step predicted"
-    taken += f" ({format_seconds(plan.step_seconds)} without a plan)" if taken and plan.step_seconds else ""
-    way = Way(f"allow='lossy' (--allow lossy) meets it by {plan.lost}{taken}", plan.peak)
-    return BudgetError(
-        error.found,
-        expected=error.expected,
-        do=f"{error.do}; or {way}",
-        smallest_budget=error.smallest_budget,
-        timeline=error.timeline,
-        held_by=error.held_by,
-        lower_by=(*error.lower_by, way),
-    )
+    return with_way(error, Way(f"allow='lossy' (--allow lossy) meets it by {plan.lost}{_taken(plan)}", plan.peak))
+
+
+def with_graph_way(error: BudgetError, planned: Callable[[Settings], Planned], settings: Settings) -> BudgetError:
+    """The error of a budget that no fused kernels meet, with what the engine ``graph`` would cost, where that does."""
+    try:
+        plan = planned(replace(settings, engine="graph")).plan
+    except MemplanError:
+        return error
+    return with_way(error, Way(f"engine='graph' (--engine graph) meets it, op by op{_taken(plan)}", plan.peak))
+
+
+def _taken(plan: Plan) -> str:
+    """What it costs, to go on with."""
+    if plan.total_seconds is None:
+        return ""
+    without = f" ({format_seconds(plan.step_seconds)} without a plan)" if plan.step_seconds else ""
+    return f", {format_seconds(plan.total_seconds)} a step predicted{without}"
 
 
 def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
