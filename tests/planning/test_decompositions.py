@@ -95,6 +95,7 @@ def test_kernels_keep_no_constants_of_their_own() -> None:
 
 NORMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "batch": (torch.ops.aten._native_batch_norm_legit_functional.default, (True, 0.1, 1e-5)),
+    "instances": (torch.ops.aten._native_batch_norm_legit.no_stats, (True, 0.1, 1e-5)),
     "layer": (torch.ops.aten.native_layer_norm.default, (1e-5,)),
     "group": (torch.ops.aten.native_group_norm.default, (4, 6, 35, 2, 1e-5)),
 }

@@ -73,17 +73,23 @@ def tensor_of(shape: list[int], order: list[int]) -> Tensor:
 def test_any_order_of_dimensions(given: tuple[list[int], list[int], list[int]]) -> None:
     shape, has, wanted = given
     x, like = tensor_of(shape, has).normal_(), tensor_of(shape, wanted)
-    made = laid_out(x, like.stride())
+    made = laid_out(x, like.stride(), x.dtype)
     assert torch.equal(made, x)
     alike = zip(shape, made.stride(), like.stride(), strict=True)
     assert all(size == 1 or one == other for size, one, other in alike)
 
 
+def test_what_is_wider_than_in_the_graph_is_narrowed() -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(laid_out(x, (1, 3), torch.bfloat16), x.bfloat16())
+    assert laid_out(x, (1, 3), torch.bfloat16).stride() == (1, 3)
+
+
 def test_what_leaves_gaps_or_overlaps_stays() -> None:
     x = torch.randn(3, 4)
-    assert laid_out(x, (8, 1)) is x
-    assert laid_out(x, (0, 1)) is x
-    assert laid_out(x, (4, 1)) is x
+    assert laid_out(x, (8, 1), x.dtype) is x
+    assert laid_out(x, (0, 1), x.dtype) is x
+    assert laid_out(x, (4, 1), x.dtype) is x
 
 
 class Residual(nn.Module):

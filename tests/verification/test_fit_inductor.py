@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,44 @@ def test_under_autocast_it_is_as_near_to_float64_as_autocast_is() -> None:
     ours, plain, true = ([one.grad for one in net.parameters() if one.grad is not None] for net in (model, low, wide))
     errors = [torch.stack([(a - b).norm() for a, b in zip(one, true, strict=True)]).norm() for one in (ours, plain)]
     assert 1e-4 < errors[0] < 2 * errors[1]
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(16),
+    "groups": lambda: nn.GroupNorm(4, 16),
+    "instances": lambda: nn.InstanceNorm2d(16, affine=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_under_autocast_what_surrounds_a_norm_stays_in_bfloat16(norm: str) -> None:
+    """Were its gradient in float32, so would be all of the backward pass before it, and nothing would be saved."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Conv2d(io, 16, 3, padding=1), NORMS[norm](), nn.ReLU()) for io in (3, 16, 16)]
+    model, x = nn.Sequential(*parts), torch.randn(4, 3, 32, 32)
+    fitted = at_share(model, 1.0, x, loss=total, autocast="bfloat16")
+    assert fitted.proof.ok
+    assert fitted.proof.reference_peak is not None
+    assert fitted.proof.peak <= fitted.proof.reference_peak
+
+
+class Island(nn.Module):
+    """A product that stays in float32 whatever surrounds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            return torch.tanh(x.float() @ self.second.weight)
+
+
+def test_what_autocast_leaves_alone_is_computed_as_it_is_written() -> None:
+    torch.manual_seed(0)
+    fitted = at_share(Island(), 2.0, torch.randn(256, 64), loss=total, autocast="bfloat16")
+    assert fitted.proof.ok
 
 
 def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

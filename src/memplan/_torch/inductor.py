@@ -45,6 +45,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._triton import has_triton
 
 from memplan._torch.early_reads import to_compute_first
+from memplan._torch.engine import without_autocast
 from memplan._torch.patches import here_alone, patched
 from memplan._torch.scheduled import MARK, Kernel, kernels_recorded
 from memplan._torch.tensors import is_random, storage_key
@@ -326,12 +327,13 @@ def _settings() -> Iterator[None]:
     dead ones are freed. What is made of more than two others and read again is written once: left to each that reads
     it, which Inductor does with up to four, it would keep all of them until then (the sums of a residual stream). Not
     what is made of two: of nine nets that lowers one, and most move some percent more bytes. No CUDA graphs: each keeps
-    a pool of memory to itself."""
+    a pool of memory to itself. Autocast has left its casts in what is traced: on, it would make more, and while it is
+    lowered have results for what they are not."""
     from torch._inductor import config
 
     settings: dict[str, Any] = {"layout_optimization": False, "allow_buffer_reuse": False, "realize_reads_threshold": 2}
     settings["triton.cudagraphs"] = False
-    with _drawn_as_eager(), config.patch(settings):
+    with _drawn_as_eager(), config.patch(settings), without_autocast():
         yield
 
 

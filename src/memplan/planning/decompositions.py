@@ -18,6 +18,7 @@ from memplan._torch import inductor
 _aten: Any = torch.ops.aten
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit.no_stats,
     _aten.native_layer_norm.default,
     _aten.native_group_norm.default,
 )

@@ -150,9 +150,11 @@ def fused(of: Schedule) -> Fused:
     return _put_together(of, first, second, handed)
 
 
-def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
-    """What an op made, laid out as the graph has it: what Inductor traces in an op's place can lay it out otherwise,
-    and then views that follow are none. Left as it is where such strides leave gaps or overlap."""
+def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What an op made, as the graph has it: what Inductor traces in an op's place can be laid out otherwise, and then
+    views that follow are none, or be wider (the gradient of a norm by groups in bfloat16), and then so is all that
+    follows. Left in its layout where such strides leave gaps or overlap."""
+    tensor = tensor.to(dtype)
     dims = range(tensor.dim())
     if all(tensor.shape[dim] <= 1 or tensor.stride(dim) == stride[dim] for dim in dims):
         return tensor

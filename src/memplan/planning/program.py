@@ -57,7 +57,7 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
     Args:
         schedule: what it does.
         marked: call ``mark`` with the position of each action, of both passes one after the other, before what it does,
-            and ``laid_out`` with what it makes and the strides that this has.
+            and ``laid_out`` with what it makes, and the strides and the dtype that this has.
 
     Raises:
         RecordingError: an op takes an argument that cannot be written down.
@@ -253,9 +253,10 @@ class _Writer:
         self.place += actions
 
     def lay_out(self, values: Iterable[int]) -> None:
-        """Say how what was made is laid out."""
+        """Say how what was made is laid out, and in what dtype."""
         for value in values if self.marked else ():
-            self.write(f"{self.names[value]} = laid_out({self.names[value]}, {self.graph.values[value].stride})")
+            name, made = self.names[value], self.graph.values[value]
+            self.write(f"{name} = laid_out({name}, {made.stride}, torch.{made.dtype})")
 
     def give(self, actions: Sequence[Action]) -> None:
         """Yield gradients that are complete at the same time."""

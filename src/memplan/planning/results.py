@@ -74,6 +74,7 @@ def _as_kernels_view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
 RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
     **recorded.RESULTS,
     TRAINING_NORM: _with_statistics,
+    "aten._native_batch_norm_legit.no_stats": _with_statistics,
     "aten.native_layer_norm.default": _with_statistics,
     "aten.native_group_norm.default": _with_statistics,
     "aten.native_group_norm_backward.default": _like_operands,
