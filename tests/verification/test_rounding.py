@@ -19,6 +19,7 @@ from memplan.verification.rounding import (
     overall,
     rounded,
     serious,
+    told_truth,
 )
 
 EPS = torch.finfo(torch.float32).eps
@@ -83,6 +84,17 @@ def test_only_what_is_more_than_rounding_is_told() -> None:
     assert serious([differs], near) == []
     assert [one.what.partition(" (")[0] for one in serious([differs], far)] == ["is 0.5 from float64"]
     assert serious([shape], near) == [shape]
+    assert serious([differs], far, told_truth("the step run again"))[0].what.startswith("is 0.5 from the step as it is")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"), [(math.nan, "and so has the step as it is"), (1.0, "where the step as it is has numbers")]
+)
+def test_of_a_nan_it_is_said_whose_it_is(own: float, told: str) -> None:
+    truth = {"a.w": torch.tensor([own]).double()}
+    judged = rounded("gradients", 0, truth, [{"a.w": torch.tensor([own])}], {"a.w": torch.tensor([math.nan])})
+    (found,) = serious([Difference("a.w", 0, "differs", 1.0)], judged)
+    assert found.what == f"has a nan, {told}"
 
 
 def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_gone() -> None:

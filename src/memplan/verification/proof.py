@@ -12,7 +12,7 @@ from memplan.errors import UsageError
 from memplan.planning.plan import Grade
 from memplan.verification.differences import Compared, Difference
 from memplan.verification.measured import Times
-from memplan.verification.rounding import LayerError, Rounded, by_layer, overall
+from memplan.verification.rounding import LayerError, Rounded, by_layer, overall, told_truth
 
 FORMAT = "memplan.proof"
 SCHEMA = 1
@@ -167,7 +167,7 @@ class Proof:
             return self._errors()
         worst = max(judged, key=lambda one: one.error / one.allowed if one.allowed else one.error)
         return (
-            f"farthest from {self._truth()}, of what is allowed: "
+            f"farthest from {told_truth(self.truth)}, of what is allowed: "
             f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
             f"{worst.reference:.2g} and {worst.allowed:.2g} is allowed"
         )
@@ -183,17 +183,16 @@ class Proof:
         norm = max((one.norm for one in rows if one.kind == kind), default=0.0)
         large = [one for one in rows if one.kind == kind and one.norm > 1e-3 * norm]
         worst = max(large, key=lambda one: one.relative, default=None)
-        text = (
-            f"off from {self._truth()} by (relative, in L2): {told}; the step without a plan under autocast by {others}"
-        )
+        text = f"off from {told_truth(self.truth)} by (relative, in L2): {told}"
+        if any(one.reference != one.own for one in self.rounded):
+            text += f"; the step without a plan under autocast by {others}"
+        elif self.truth == "float64":  # autocast did not run
+            text += f"; the step without a plan by {others}"
         return (
             text
             if worst is None
             else f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
         )
-
-    def _truth(self) -> str:
-        return "float64" if self.truth == "float64" else "the step as it is"
 
     def _compared(self) -> str:
         cut = self.cut

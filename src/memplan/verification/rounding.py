@@ -196,20 +196,28 @@ def _added_up(kind: str, layer: str, ones: Sequence[Rounded]) -> LayerError:
     return LayerError(kind, layer, *sums)
 
 
-def serious(differences: Sequence[Difference], judged: Sequence[Rounded]) -> list[Difference]:
-    """The differences that are more than rounding, in words."""
+def told_truth(name: str) -> str:
+    """What a step is held against, for people."""
+    return "float64" if name == "float64" else "the step as it is"
+
+
+def serious(differences: Sequence[Difference], judged: Sequence[Rounded], truth: str = "float64") -> list[Difference]:
+    """The differences that are more than rounding, in words. ``truth``: what they are held against."""
     of = {one.name: one for one in judged}
     left = [one for one in differences if one.max_abs is None or not (one.name in of and of[one.name].within)]
-    return [_told(one, of.get(one.name)) for one in left]
+    return [_told(one, of.get(one.name), truth) for one in left]
 
 
-def _told(one: Difference, judged: Rounded | None) -> Difference:
+def _told(one: Difference, judged: Rounded | None, truth: str) -> Difference:
     if judged is None or one.max_abs is None:
         return one
+    if math.isnan(judged.error):
+        own = "and so has the step as it is" if math.isnan(judged.own) else "where the step as it is has numbers"
+        return replace(one, what=f"has a nan, {own}")
     norm = judged.norm or 1.0
     return replace(
         one,
-        what=f"is {judged.error / norm:.3g} from float64 (relative, in L2), and {judged.allowed / norm:.3g} is allowed",
+        what=f"is {judged.error / norm:.3g} from {truth} (relative, in L2), and {judged.allowed / norm:.3g} is allowed",
     )
 
 

@@ -26,6 +26,7 @@ from memplan.verification.rounding import (
     overall,
     rounded,
     serious,
+    told_truth,
 )
 from memplan.verification.states import RandomState, random_state_kept
 from memplan.verification.trial import Trial, Work
@@ -372,7 +373,7 @@ class _Found:
             truth, ours = self._judged(kind, named(self.rounding.truth)), self._judged(kind, named(candidate))
             judged = rounded(kind, step, truth, others, ours, self.rounding.tolerance, self._coarse(kind, ours))
             self.rounded += judged
-            differences = serious(differences, judged)
+            differences = serious(differences, judged, told_truth(self.rounding.truth.name))
         self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda one: one.name)
 
 
