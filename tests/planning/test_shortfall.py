@@ -92,3 +92,9 @@ def test_what_cannot_be_done_is_no_way() -> None:
     assert "bfloat16" in ways(graph)
     assert "batch" not in ways(changed(shape=(1, 1250000), stride=(1250000, 1)))
     assert "bfloat16" not in ways(changed(dtype="bfloat16"))
+
+
+def test_what_changes_nothing_that_people_read_is_no_way() -> None:
+    error = budget_error(schedule(residual(3), Choices()), Surroundings(1 << 40), 0)
+    assert error.lower_by == ()
+    assert str(error).endswith(f"Give 1.0 TiB ({error.smallest_budget} bytes).")

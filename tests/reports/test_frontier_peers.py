@@ -58,6 +58,8 @@ def test_the_picture_has_them_beside_the_plans() -> None:
     assert places["measured: lossy"] == [[300, pytest.approx(0.24)]]
     assert places["measured: wrong gradients"] == [[400, pytest.approx(0.45)]]
     assert axes.get_xlabel() == "peak (MiB)"
+    lines = [str(one.get_label()) for one in axes.get_lines()]
+    assert lines[:2] == ["predicted: planned", "predicted: without a plan"]
     assert frontier.draw(FRONTIER).axes[0].get_xlabel() == "predicted peak (MiB)"
 
 

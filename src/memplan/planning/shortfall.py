@@ -63,8 +63,9 @@ def budget_error(
     least = (predicted or timeline).peak_reserved
     live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
     holders = tuple(_holder(trace, storage) for storage in live)
-    ways = tuple(sorted(_ways(floor, live, least), key=lambda way: way.bytes))
     peak, asked = format_bytes(least), format_bytes(budget)
+    helpful = (way for way in _ways(floor, live, least) if format_bytes(way.bytes) != peak)
+    ways = tuple(sorted(helpful, key=lambda way: way.bytes))
     if peak == asked:
         peak, asked = f"{peak} ({least} bytes)", f"{asked} ({budget} bytes)"
     holding = ", ".join(str(holder) for holder in holders[:3])

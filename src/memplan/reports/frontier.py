@@ -156,14 +156,14 @@ def draw(frontier: Frontier) -> Figure:
     shown = [one for one in frontier.peers if one.times is not None]
     largest = max((frontier.eager_peak, *(point.peak for point in (*frontier.points, *shown))))
     unit, unit_name = next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
-    base = frontier.step_seconds or 0.0
+    base, how = frontier.step_seconds or 0.0, "predicted: " if shown else ""
     figure = Figure(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for lossy, label in ((False, "planned"), (True, "planned, lossy")):
         points = [point for point in frontier.points if bool(point.lost) is lossy]
         if points:
-            axes.plot([p.peak / unit for p in points], [base + p.seconds for p in points], "o-", label=label)
-    axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label="without a plan")
+            axes.plot([p.peak / unit for p in points], [base + p.seconds for p in points], "o-", label=how + label)
+    axes.plot([frontier.eager_peak / unit], [base], "s", color="black", label=f"{how}without a plan")
     for name, look in _LOOKS.items():
         places = [(one.peak / unit, _height(one, base)) for one in shown if _kind(one) == name]
         if places:
