@@ -10,6 +10,7 @@ from memplan.errors import UsageError
 from memplan.verification.differences import Compared, Difference
 from memplan.verification.measured import Times
 from memplan.verification.proof import Cut, Proof, dumps, loads
+from memplan.verification.rounding import Rounded
 
 GOOD = Proof(
     3, 1, "AdamW", False, Compared(3), Compared(12), Compared(12), Compared(6), (), 1 << 20, 5 << 20, 9 << 20,
@@ -56,6 +57,21 @@ def test_a_proof_prints_itself() -> None:
     )
     assert str(BAD).startswith("NOT the same: the gradient of a.weight differs")
     assert "EXCEEDED" in str(BAD)
+
+
+@pytest.mark.parametrize(
+    ("truth", "reference", "own", "told"),
+    [
+        ("float64", 0.3, 0.01, "off from float64 by {}; the step without a plan under autocast by 30.00%; the"),
+        ("float64", 0.01, 0.01, "off from float64 by {}; the step without a plan by 1.00%; the"),
+        ("reference", 0.0, 0.0, "off from the step as it is by {}; the"),
+    ],
+    ids=["autocast ran", "it did not", "neither did float64"],
+)
+def test_a_lossy_proof_says_of_what_ran_how_far_off_it_is(truth: str, reference: float, own: float, told: str) -> None:
+    judged = Rounded("gradients", "a.weight", 0, 0.2, reference, 1.0, 0.5, own)
+    text = str(dataclasses.replace(GOOD, grade="lossy", truth=truth, rounded=(judged,)))
+    assert told.format("(relative, in L2): gradients 20.00%") in text
 
 
 def test_early_updates_have_no_gradients_to_count() -> None:
