@@ -15,13 +15,22 @@ from memplan.planning.losses import default_loss
 from memplan.planning.updates import Optimizer
 from memplan.simulation.liveness import simulate
 from memplan.simulation.model import Timeline
-from memplan.trace.record import record_for
+from memplan.trace.record import Known, record_for
 from memplan.trace.spec import like
 from memplan.trace.step import copy_module
 
+AS_MODELLED: Known = lambda semantics: semantics  # noqa: E731
+"""Nothing is known of kernels but what memplan models."""
+
 
 def baseline(
-    model: nn.Module, call: Call, optimizer: Optimizer | None, *, held: bool, home: Home | None = None
+    model: nn.Module,
+    call: Call,
+    optimizer: Optimizer | None,
+    *,
+    held: bool,
+    home: Home | None = None,
+    known: Known = AS_MODELLED,
 ) -> Timeline:
     """Bytes over time of two steps of the model as it is, under the autocast that is on; nothing is allocated.
 
@@ -32,6 +41,7 @@ def baseline(
         optimizer: a callable of the parameters; None: no update is part of it.
         held: gradients are there when a step begins, as from the second micro-batch of an accumulation on.
         home: where it runs; None: on the CPU.
+        known: as for `record_for`.
     """
     home = home or Home()
     around = _autocast(home.type)
@@ -58,7 +68,7 @@ def baseline(
         return step
 
     with torch.autocast(home.type, enabled=False):
-        return simulate(record_for(build, home.target))
+        return simulate(record_for(build, home.target, known=known))
 
 
 def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:

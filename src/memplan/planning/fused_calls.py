@@ -46,12 +46,13 @@ class OnCPU:
 
     def known(self, semantics: Semantics) -> Semantics:
         """See `Kernels`."""
+        torchs = scratch.known(semantics)
 
         def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
             name = _AS_TORCHS.get(name, name)
-            taken = self._opaque.get((name, args[-1]), 0) if _is_opaque(name) else scratch.measured(name, args, kwargs)
-            if taken is None:
-                return semantics.extras(name, args, kwargs, result, in_backward)
+            if not _is_opaque(name):
+                return torchs.extras(name, args, kwargs, result, in_backward)
+            taken = self._opaque.get((name, args[-1]), 0)
             return (Extra(taken),) if taken else ()
 
         return replace(semantics, extras=extras)

@@ -14,7 +14,8 @@ from torch import nn
 
 from memplan.devices import Device
 from memplan.errors import BudgetError, CompileError, MemplanError
-from memplan.planning.baseline import baseline
+from memplan.planning import scratch
+from memplan.planning.baseline import AS_MODELLED, baseline
 from memplan.planning.calls import Call
 from memplan.planning.capture import Captured, capture
 from memplan.planning.card import on_card
@@ -35,7 +36,6 @@ from memplan.planning.plan import Plan, check_fingerprint, check_offloads, check
 from memplan.planning.precision import EXACT, UNSCALED, Precision
 from memplan.planning.program import program
 from memplan.planning.schedule import Choices, Schedule, schedule, taken, with_fewest_pieces
-from memplan.planning.scratch import with_measured_scratch
 from memplan.planning.search import Found, Heuristics, Infeasible, Search
 from memplan.planning.shortfall import budget_error
 from memplan.planning.tiers import Reached, fastest, frontier, with_graph_way, with_lossy_way
@@ -359,7 +359,10 @@ class Study:
             return self.plain.eager_peak(settings)
         kind = _kind(settings)
         if kind not in self._eager:
-            timeline = baseline(self.model, self.call, settings.optimizer, held=settings.held, home=settings.home)
+            known = partial(scratch.known, limit=scratch.LIMIT) if _measures(settings) else AS_MODELLED
+            timeline = baseline(
+                self.model, self.call, settings.optimizer, held=settings.held, home=settings.home, known=known
+            )
             others = self.search(settings).around.others
             beside = sum(size for cause, size in others.items() if cause != "workspace")  # which was recorded, too
             self._eager[kind] = timeline.steps[-1].peak_reserved + beside
@@ -430,10 +433,16 @@ def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> 
     if isinstance(settings.costs, str):
         return with_costs(graph, device=card, how="roofline")
     begin = time.perf_counter()
-    if card is None:
-        graph = with_measured_scratch(graph)
+    if _measures(settings):
+        graph = scratch.with_measured_scratch(graph)
     limit = max(limit - (time.perf_counter() - begin), limit / 2)  # what ran is prepared: to time it takes less
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
+
+
+def _measures(settings: Settings) -> bool:
+    """Whether what kernels hold is measured: it is this machine's CPU that the step is planned for, and not to be the
+    same wherever that is."""
+    return settings.device is None and settings.home.card is None and not isinstance(settings.costs, str)
 
 
 def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:

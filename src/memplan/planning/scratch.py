@@ -8,6 +8,7 @@ on zeros, and the allocator's own events say what it holds beyond its results. T
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from memplan.planning.graph import GraphOp, JointGraph, map_refs
 from memplan.planning.idle import CONVOLUTION_BACKWARD
 from memplan.planning.kernel_calls import KernelCall
 from memplan.trace.model import HOST
+from memplan.trace.semantics.extra import Arguments, Extra, Keywords, Semantics
 
 LIMIT = 3.0
 """Seconds that the calls of a graph may take, more or less: the others go by the formulas."""
@@ -48,20 +50,43 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
     return replace(graph, ops=tuple(_with(op, calls.get(op.index)) for op in graph.ops)) if calls else graph
 
 
-def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
+    """The semantics of the CPU, with what these kernels hold on this machine in place of what formulas say.
+
+    Args:
+        semantics: of a recording.
+        limit: seconds that measuring may take in it, more or less: the other calls go by the formulas.
+    """
+    spent = 0.0
+
+    def extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> Sequence[Extra]:
+        nonlocal spent
+        begin = time.perf_counter()
+        taken = measured(name, args, kwargs, anew=spent < limit)
+        spent += time.perf_counter() - begin
+        if taken is None:
+            return semantics.extras(name, args, kwargs, result, in_backward)
+        return (Extra(taken),) if taken else ()
+
+    return replace(semantics, extras=extras)
+
+
+def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, anew: bool = True) -> int | None:
     """What a call holds beyond its results, in bytes; None for what goes by formulas.
 
     Args:
         name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
         args, kwargs: what it is called with; of tensors, shapes, strides and dtypes alone count.
+        anew: whether a call that is not known yet is run.
     """
     if name.replace(".out", ".default") not in CONVOLUTIONS | PRODUCTS:  # most are not: looking closer takes time
         return None
     call = KernelCall.of(name, args, kwargs)
     if not _is_measured(call):
         return None
-    with _torch.no_modes():
-        _measure([call], LIMIT)
+    if anew:
+        with _torch.no_modes():
+            _measure([call], LIMIT)
     return _known.get(_key(call))
 
 
