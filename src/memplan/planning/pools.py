@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memplan._torch import inductor
 from memplan.planning.ops import define
 
 _WINDOW = "int[{0}] kernel_size, int[{0}] stride=[], int[{0}] padding=0, int[{0}] dilation=1, bool ceil_mode=False"
@@ -42,12 +43,15 @@ SMALL = 9
 the time, 5x5 in 1.4 times as long."""
 
 
-def _forward(ours: Any, dims: int) -> Callable[..., Any]:
-    """A pool as our op, or left for Inductor to write."""
+def _forward(torchs: Any, dims: int) -> Callable[..., Any]:
+    """A pool as our op, or as Inductor traces it: its kernel for the op itself takes up to ten times as long."""
+    ours, inductors = POOLS[torchs], inductor.decomposition(torchs)
 
     def pool(x: Tensor, kernel: Sequence[int], *rest: Any, **named: Any) -> Any:
         window = prod(kernel) if len(kernel) == dims else kernel[0] ** dims
-        return NotImplemented if x.is_contiguous() and window <= SMALL else ours(x, kernel, *rest, **named)
+        if inductors is None or window > SMALL or not x.is_contiguous():
+            return ours(x, kernel, *rest, **named)
+        return inductors(x, kernel, *rest, **named)
 
     return pool
 
@@ -60,4 +64,4 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """By torch's op, what stands for it when a step is traced."""
     aten = torch.ops.aten
     forward = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
-    return {**POOLS, **{torchs: _forward(POOLS[torchs], dims) for torchs, dims in forward.items()}}
+    return {**POOLS, **{torchs: _forward(torchs, dims) for torchs, dims in forward.items()}}
