@@ -17,7 +17,9 @@ from memplan import _torch
 from memplan.devices import find
 from memplan.errors import BudgetError
 from memplan.planning import planner, tiers
-from memplan.planning.calls import call_of
+from memplan.planning.calls import Call, call_of
+from memplan.planning.chunks import CONVOLUTION
+from memplan.planning.forms import CHUNKED
 from memplan.planning.graph import JointGraph
 from memplan.planning.lowering import blocks
 from memplan.planning.planner import Engine, Planner, Settings
@@ -179,8 +181,35 @@ class Block(nn.Module):
 
 def test_fused_kernels_have_the_same_kinds_to_choose_from() -> None:
     kinds = {engine: list(tiers.tiers(net(), Settings(1, engine=engine, allow="lossy"))) for engine in ENGINES}
-    assert kinds["inductor"][:2] == [EXACT, Precision("bfloat16")]
-    assert {*kinds["graph"]} == {*kinds["inductor"]} - {Precision("bfloat16")}
+    assert kinds["inductor"][:3] == [EXACT, Precision("bfloat16", whole=True), Precision("bfloat16")]
+    assert {*kinds["inductor"]} - {*kinds["graph"]} == {*kinds["inductor"][1:3]}
+
+
+@needs_avx512
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stem_runs_in_one_go_where_the_budget_allows_and_in_pieces_where_it_does_not(engine: Engine) -> None:
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False).requires_grad_(False)  # in bfloat16 it holds more than its result
+    model, x = nn.Sequential(stem, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(64 * 144, 4)), torch.randn(16, 3, 96, 96)
+    planner, call = Planner(model), call_of((x,), {})
+    settings = Settings(1 << 30, engine=engine, costs="roofline", allow="lossy", without=(EXACT,), heuristics=QUICK)
+    wide = planner.planned(call, settings, key=0).plan
+    assert wide.precision.whole
+    assert memplan.Plan.from_json(wide.to_json()) == wide
+    pieces = planner.study(call, replace(settings, precision=replace(wide.precision, whole=False)), key=0)
+    if not any(op.target == CHUNKED for op in pieces.captured.graph.ops):
+        pytest.skip("what oneDNN holds beside a result is small here")
+    tight = planner.planned(call, replace(settings, budget=wide.floor - 1), key=0).plan
+    assert not tight.precision.whole
+    assert tight.peak < 0.9 * wide.floor
+    budgets = (1, tight.floor // 2, tight.floor - 1)
+    assert {smallest(planner, call, replace(settings, budget=one)) for one in budgets} == {tight.floor}
+
+
+def smallest(planner: Planner, call: Call, settings: Settings) -> int:
+    with pytest.raises(BudgetError) as caught:
+        planner.planned(call, settings, key=0)
+    return caught.value.smallest_budget
 
 
 @pytest.mark.parametrize("save", ["bfloat16", "int8"])
@@ -207,7 +236,8 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
     class Study:
         def __init__(self, settings: Settings) -> None:
             self.precision = settings.settled
-            self.captured = SimpleNamespace(graph=None)
+            ops = [SimpleNamespace(target=CONVOLUTION if self.precision.whole else CHUNKED)]
+            self.captured = SimpleNamespace(graph=SimpleNamespace(forward_ops=ops))
 
         def search(self, _: Settings) -> Any:
             return SimpleNamespace(floor_peak=100 if self.precision.save == "bfloat16" else 200)

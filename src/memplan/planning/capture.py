@@ -153,7 +153,7 @@ def read(
     graph = fused(apart(split(graph)))
     if reader.on_cpu:
         graph = with_again(graph)
-    if precision.compute and reader.on_cpu:
+    if precision.compute and reader.on_cpu and not precision.whole:
         graph = chunked(graph)
     graph = codecs.encodings(_with_overwrites(graph), precision.save)
     return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)

@@ -24,6 +24,9 @@ class Precision:
     element with a scale for every group (see planning.codecs)."""
     apart: tuple[str, ...] = ()
     """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
+    whole: bool = False
+    """Convolutions run in one go, where they would run a few samples at a time (planning.chunks): as near, faster, and
+    they hold more."""
 
     @property
     def lossy(self) -> bool:

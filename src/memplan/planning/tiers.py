@@ -11,10 +11,12 @@ from torch import nn
 
 from memplan.devices import Device
 from memplan.errors import BudgetError, MemplanError, RecordingError
+from memplan.planning.chunks import CONVOLUTION
 from memplan.planning.costs import step_seconds
+from memplan.planning.forms import CHUNKED
 from memplan.planning.lowering import slower_blocks
 from memplan.planning.plan import Plan, format_seconds
-from memplan.planning.precision import EXACT, Compute, Precision
+from memplan.planning.precision import EXACT, Compute, Precision, Save
 from memplan.planning.shortfall import Way, with_way
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
     if mixed is not None and mixed not in settings.without:
         contest.enter(mixed)
     if contest.best is None and sure:
-        contest.enter_lowest_left_out()
+        contest.enter_left_out()
     if contest.best is None and not contest.lacking:
         raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
     if contest.best is None:
@@ -77,17 +79,25 @@ class _Contest:
             return True
         return self.best.plan.seconds > _MUCH * self._seconds
 
-    def enter_lowest_left_out(self) -> None:
-        """Plan after all in that precision, of those left out, that takes the least op by op."""
-        if self._left_out:
-            self.enter(min(self._left_out, key=lambda one: one[0])[1], anyhow=True)
+    def enter_left_out(self) -> None:
+        """Plan after all in those precisions that were left out and may take less than what was looked at, so that the
+        least hangs on no budget."""
+        for floor, precision in sorted(self._left_out, key=lambda one: one[0]):
+            if self.lacking and floor > _FAR * min(error.smallest_budget for error in self.lacking):
+                break
+            self.enter(precision, anyhow=True)
 
     def enter(self, precision: Precision, *, anyhow: bool = False) -> None:
         """Plan in a precision, and keep the plan where it is worth what it loses. ``anyhow``: however far from fitting
         it is."""
         settled = replace(self._settings, precision=precision)
+        undivided = self._known.get(replace(precision, whole=True))
         try:
+            if undivided is not None and not _runs(undivided, CONVOLUTION):
+                return  # there is nothing to take apart
             one = self._known[precision] = self._study(settled)
+            if undivided is not None and not _runs(one, CHUNKED):
+                return  # nothing was worth it
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * self._seconds:
                 return  # whatever is chosen, that much it takes
             if not anyhow and self._is_hopeless(one, settled):
@@ -109,7 +119,8 @@ class _Contest:
     def _is_hopeless(self, study: Study, settled: Settings) -> bool:
         """Whether it is far from fitting op by op: of fused kernels several candidates would be lowered to be sure.
         Where nothing else has told what it lacks, they are."""
-        if self._settings.engine == "graph" or settled.settled.save == "exact" or not self.lacking:
+        few = settled.settled.save == "exact" and not settled.settled.whole
+        if self._settings.engine == "graph" or few or not self.lacking:
             return False
         return study.search(settled).floor_peak > _FAR * settled.budget
 
@@ -165,6 +176,11 @@ def frontier(
     return tuple(sorted((*exact, *lossy), key=lambda one: (-one.peak, one.seconds)))
 
 
+def _runs(study: Study, target: str) -> bool:
+    """Whether a forward pass has an op of that name."""
+    return any(op.target == target for op in study.captured.graph.forward_ops)
+
+
 def _unbeaten(found: Iterable[Reached]) -> list[Reached]:
     fastest, best = float("inf"), list[Reached]()
     for one in sorted(found, key=lambda one: (one.peak, one.seconds)):
@@ -212,10 +228,11 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
     device = next((one.device.type for one in model.parameters()), "cpu")
     under_autocast = any(torch.is_autocast_enabled(one) for one in ("cpu", "cuda"))
     compute = "" if under_autocast else lower_precision(settings.device, device)
+    saves: tuple[Save, ...] = ("exact", "bfloat16", "int8") if settings.engine == "inductor" else ("bfloat16", "int8")
     every = [EXACT]
-    if settings.engine == "inductor" and compute:
-        every.append(Precision(compute))
-    every += [Precision(compute, "bfloat16"), Precision(compute, "int8")] if compute else []
+    for save in saves if compute else ():
+        every += [Precision(compute, save, whole=True)] if device == "cpu" else []
+        every.append(Precision(compute, save))
     every += [Precision("", "bfloat16"), Precision("", "int8")]
     yield from (one for one in every if one not in settings.without)
 
