@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from memplan._bytes import format_bytes
 from memplan._torch import inductor
 from memplan.errors import BudgetError, CompileError, UsageError, VerificationError
 from memplan.planning import fused, planner
+from memplan.planning.planner import Engine
 from memplan.verification import prover
 from memplan.verification.fit import Fitted, _Fitting, fit
 
@@ -214,6 +215,28 @@ def test_under_autocast_it_is_as_near_to_float64_as_autocast_is() -> None:
     ours, plain, true = ([one.grad for one in net.parameters() if one.grad is not None] for net in (model, low, wide))
     errors = [torch.stack([(a - b).norm() for a, b in zip(one, true, strict=True)]).norm() for one in (ours, plain)]
     assert 1e-4 < errors[0] < 2 * errors[1]
+
+
+@pytest.mark.parametrize("engine", get_args(Engine))
+def test_an_autocast_around_the_call_is_as_good_as_asking_for_one(engine: Engine) -> None:
+    """Its casts of parameters must not outlive an update, as they do until an outermost autocast ends."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Conv2d(io, 16, 3, padding=1), nn.BatchNorm2d(16), nn.GELU()) for io in (3, 16)]
+    tail = nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 64), nn.LayerNorm(64), nn.Linear(64, 5)
+    model, x, y = nn.Sequential(*parts, *tail), torch.randn(8, 3, 32, 32), torch.randint(5, (8,))
+    given: dict[str, Any] = {"targets": y, "loss": F.cross_entropy, "engine": engine}
+    asked = memplan.plan(model, x, budget="1GB", autocast="bfloat16", costs="roofline", **given)
+    with torch.autocast("cpu", cache_enabled=True):
+        around = memplan.plan(model, x, budget="1GB", costs="roofline", **given)
+        fitted = memplan.fit(model, x, budget=int(1.05 * asked.floor), pairs=0, **given)
+        assert torch.is_autocast_enabled("cpu")
+    assert (around.choices, around.peak, around.eager_peak) == (asked.choices, asked.peak, asked.eager_peak)
+    assert fitted.changed
+    assert fitted.proof.ok
+    assert abs(fitted.plan.peak - fitted.proof.peak) <= WITHIN * fitted.proof.peak
+    with torch.autocast("cpu"):
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
 NORMS: dict[str, Callable[[], nn.Module]] = {

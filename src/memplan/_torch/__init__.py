@@ -2,7 +2,7 @@
 
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from memplan._torch.autocast import casts_kept
+from memplan._torch.autocast import casts_kept, outside_autocast
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     clear_cublas_workspaces,
@@ -181,6 +181,7 @@ __all__ = [
     "onednn_computes_in",
     "op_named",
     "original_call",
+    "outside_autocast",
     "own_hooks",
     "own_modules",
     "own_state",

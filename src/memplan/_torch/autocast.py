@@ -1,7 +1,8 @@
-"""Autocast's cache of casts while a step is traced.
+"""Autocast's cache of casts while a step is traced, and a caller's own autocast left for a while.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch.clear_autocast_cache`` is looked up each time that an outermost autocast
-ends, and ``torch.set_autocast_cache_enabled`` is what tracing turns the cache off with.
+ends, which ``torch.autocast_decrement_nesting`` tells by 0, and ``torch.set_autocast_cache_enabled`` is what tracing
+turns the cache off with.
 """
 
 from __future__ import annotations
@@ -41,3 +42,24 @@ def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
             yield region
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
+def outside_autocast() -> Iterator[None]:
+    """As if the caller had entered no autocast: also an autocast in here is an outermost one, whose casts of parameters
+    go when it ends. Else they would outlive an update of what was cast."""
+    on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    torch.autocast_increment_nesting()
+    depth = 0
+    while torch.autocast_decrement_nesting():
+        depth += 1
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
+        for _ in range(depth):
+            torch.autocast_increment_nesting()

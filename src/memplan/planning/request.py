@@ -35,6 +35,7 @@ class Request:
     """What is captured: model and loss, or the model alone."""
     call: Call
     autocast: torch.dtype | None
+    """The one that was asked for, or the caller's own."""
     settings: Settings
     notes: tuple[str, ...] = ()
 
@@ -94,16 +95,20 @@ def request(
     if budgeted is not None:
         notes = (_of_card(budgeted, home),)
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
-    if torch.float16 in _computes_in(made, options.autocast, home.type):
+    lower = options.autocast or _around(home.type)
+    if torch.float16 in _computes_in(made, lower):
         notes = (*notes, UNSCALED)
-    return Request(made, step, call, options.autocast, settings, notes)
+    return Request(made, step, call, lower, settings, notes)
 
 
-def _computes_in(model: nn.Module, autocast: torch.dtype | None, place: str) -> set[torch.dtype]:
-    """The dtypes of the parameters that are trained, and that of the autocast that is asked for, or on."""
+def _around(place: str) -> torch.dtype | None:
+    """What the caller's own autocast computes in, where one is on."""
+    return torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
+
+
+def _computes_in(model: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
+    """The dtypes of the parameters that are trained, and that of the autocast."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    if autocast is None and torch.is_autocast_enabled(place):
-        autocast = torch.get_autocast_dtype(place)
     return found if autocast is None else found | {autocast}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, MemplanError, RecordingError, VerificationError
 from memplan.planning.losses import WithLoss
@@ -60,7 +61,7 @@ def fit(
     do calls of the model run as planned. Nothing is trained: parameters, buffers, gradients and random state stay.
 
     Args:
-        model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
+        model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`; one around the call will do.
         budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name. Of
             a module on a CUDA card it bounds what torch's allocator reserves.
         optimizer: a callable of the parameters: its state and its update are part of the step then.
@@ -92,7 +93,10 @@ def fit(
         model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
     )  # fmt: skip
-    with random_state_kept(), without_hooks(asked.step), torch.inference_mode(False), torch.enable_grad():
+    with (
+        random_state_kept(), without_hooks(asked.step), _torch.outside_autocast(),
+        torch.inference_mode(False), torch.enable_grad(),
+    ):  # fmt: skip
         return _Fitting(asked, pairs).run()
 
 
