@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -302,7 +303,7 @@ def _as_written(module: nn.Module, place: str, low: torch.dtype) -> Callable[...
 def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:
     error, layer = found.error, found.layer
     where = format_frame(frame_of_error(error))
-    text = (str(error).strip().split("\n")[0] or "no message").rstrip(".")
+    text = textwrap.shorten((str(error).strip().split("\n")[0] or "no message").rstrip("."), 300, placeholder=" ...")
     if isinstance(error, _torch.DATA_DEPENDENT):
         return DataDependentError(
             f"{getattr(error, 'func', None) or 'a branch'} needs the values of a tensor to go on",
@@ -329,7 +330,7 @@ def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:
             where=where,
         )
     return RecordingError(
-        f"forward() and backward cannot be traced: {type(error).__name__}: {text[:300]}",
+        f"forward() and backward cannot be traced: {type(error).__name__}: {text}",
         expected="a step that torch traces",
         do="Pass the module itself: what cannot be traced is called as it is then, and nothing of this one is allocated"
         if fake
