@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -212,6 +211,12 @@ def against(frontier: Frontier, row: Row | None, kind: str) -> Row | None:
     return None if row is None else frontier.row(f"{FIT}{kind}{row['method']}")
 
 
+def lossy_at(frontier: Frontier, name: str) -> Row | None:
+    """Ours with lossy levers and a budget by that name, of the engine that takes less time."""
+    rows = (frontier.row(f"{FIT}{engine}{LOSSY}{name}") for engine in ("", INDUCTOR))
+    return fastest([row for row in rows if row is not None])
+
+
 def wrong(frontier: Frontier) -> str:
     rows = frontier.wrong
     return f"{len(rows)} of {len(rows) + len(frontier.compiled)}, up to {worst(rows)}" if rows else "-"
@@ -261,15 +266,10 @@ COMPILED: dict[str, Cell] = {
 }
 LOSSY_CELLS: dict[str, Cell] = {
     "step": lambda f: TITLES[f.model],
-    **{
-        head: functools.partial(lambda f, name: pair(f.row(name)), name=name)
-        for head, name in (
-            ("autocast", "autocast"),
-            ("fit at its peak", f"{FIT}{LOSSY}autocast"),
-            ("autocast, checkpoint per block", "autocast-per_block"),
-            ("fit at that peak", f"{FIT}{LOSSY}autocast-per_block"),
-        )
-    },
+    "autocast": lambda f: pair(f.row("autocast")),
+    "fit at its peak": lambda f: duel(lossy_at(f, "autocast")),
+    "autocast, checkpoint per block": lambda f: pair(f.row(LOWEST_LOSSY)),
+    "fit at that peak": lambda f: duel(lossy_at(f, LOWEST_LOSSY)),
 }
 DETAILS: dict[str, Callable[[Row], str]] = {
     "mode": lambda row: row["mode"],
@@ -364,13 +364,11 @@ def lossy_targets(found: Sequence[Frontier]) -> list[str]:
     lines: list[str] = []
     for frontier in found:
         megabytes = LOSSY_MEGABYTES.get((frontier.model, frontier.mode))
-        names = [f"{FIT}{engine}{LOSSY}{megabytes}MB" for engine in ("", INDUCTOR)]
-        rows = [row for row in map(frontier.row, names) if row is not None]
-        if rows:
-            fastest = min(rows, key=lambda row: row["ratio"])
+        ours = lossy_at(frontier, f"{megabytes}MB")
+        if ours is not None:
             early = ", with the optimizer early" if frontier.mode == "update" else ""
-            peers = "".join(f"; {_lossy_peer(row, fastest)}" for row in frontier.lossy_peers)
-            lines += ["", f"{TITLES[frontier.model]}, lossy{early}: {pair(fastest)}{peers}."]
+            peers = "".join(f"; {_lossy_peer(row, ours)}" for row in frontier.lossy_peers)
+            lines += ["", f"{TITLES[frontier.model]}, lossy{early}: {pair(ours)}{peers}."]
     return lines
 
 

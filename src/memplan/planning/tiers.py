@@ -28,6 +28,8 @@ _FAR = 1.25
 """Times the budget. Fused, a step has been seen to take 15 % less than the least op by op."""
 WORTH_IT = 0.98
 """A plan that loses more has to take this share of the time of one that loses less, or less than that."""
+WORTH_LOSING = 0.9
+"""The same beside an exact one: predicted seconds are a few per cent off, and nothing is to be lost for nothing."""
 
 
 def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Settings, *, sure: bool = True) -> Planned:
@@ -98,7 +100,7 @@ class _Contest:
             one = self._known[precision] = self._study(settled)
             if undivided is not None and not _runs(one, CHUNKED):
                 return  # nothing was worth it
-            if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > WORTH_IT * self._seconds:
+            if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > self._longest:
                 return  # whatever is chosen, that much it takes
             if not anyhow and self._is_hopeless(one, settled):
                 self._left_out.append((one.search(settled).floor_peak, precision))
@@ -113,8 +115,14 @@ class _Contest:
                 raise
             return  # not everything runs in fewer bits
         taken = planned.plan.total_seconds or 0.0
-        if self.best is None or taken < WORTH_IT * self._seconds:
+        if self.best is None or taken < self._longest:
             self.best, self._seconds = planned, taken
+
+    @property
+    def _longest(self) -> float:
+        """Seconds below which another plan is worth it."""
+        exact = self.best is not None and not self.best.plan.precision.lossy
+        return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
 
     def _is_hopeless(self, study: Study, settled: Settings) -> bool:
         """Whether it is far from fitting op by op: of fused kernels several candidates would be lowered to be sure.
