@@ -117,7 +117,7 @@ def test_the_step_without_a_plan_holds_what_was_measured(dims: int) -> None:
     step()
     measured = there + peak_of(allocations(step))
     assert abs(predicted - measured) < 0.01 * measured
-    assert formulas < 0.9 * measured
+    assert abs(predicted - measured) <= abs(formulas - measured)
 
 
 def test_when_the_time_is_up_formulas_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, MemplanError, RecordingError, VerificationError
 from memplan.planning.losses import WithLoss
@@ -18,7 +17,6 @@ from memplan.planning.plan import Plan
 from memplan.planning.planner import Allow, Engine, Planned, Planner, Settings
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
-from memplan.planning.unseen import without_hooks
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
@@ -28,7 +26,7 @@ from memplan.verification.alone import growth
 from memplan.verification.fitting import Plans, say
 from memplan.verification.proof import Proof
 from memplan.verification.prover import Prover
-from memplan.verification.states import ModuleCopy, attributes_kept, copies, random_state_kept
+from memplan.verification.states import ModuleCopy, attributes_kept, copies, on_its_own
 
 _ATTEMPTS = 4
 """How often a plan is made that keeps the budget, with less each time, before it is given up."""
@@ -93,10 +91,7 @@ def fit(
         model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
     )  # fmt: skip
-    with (
-        random_state_kept(), without_hooks(asked.step), _torch.outside_autocast(),
-        torch.inference_mode(False), torch.enable_grad(),
-    ):  # fmt: skip
+    with on_its_own(asked.step):
         return _Fitting(asked, pairs).run()
 
 

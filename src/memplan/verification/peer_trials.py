@@ -17,12 +17,11 @@ from memplan.planning.home import Home
 from memplan.planning.losses import default_loss
 from memplan.planning.request import Request
 from memplan.planning.tiers import lower_precision
-from memplan.planning.unseen import without_hooks
 from memplan.verification.alone import available, measured_alone
 from memplan.verification.gradients import GradientErrors, gradient_errors, same_numbers
 from memplan.verification.measured import Times, compare_times
 from memplan.verification.peers import COMPILED, EAGER, Peer, as_peer, blocks_of, peers
-from memplan.verification.states import random_state_kept
+from memplan.verification.states import on_its_own
 from memplan.verification.trial import Trial, Work
 
 BUDGETS = (0.8, 0.5, 0.2, 0.0)
@@ -109,7 +108,7 @@ def measure_peers(
         UsageError: there is too little memory to run the step as it is, and in float64.
     """
     _check_room(eager_peak, asked.settings.home)
-    with random_state_kept(), without_hooks(asked.step), torch.inference_mode(False), torch.enable_grad():
+    with on_its_own(asked.step):
         try:
             return tuple(_Peers(asked, pairs).run(told))
         finally:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan.planning.unseen import without_hooks
 from memplan.trace.spec import like
 
 
@@ -239,3 +240,14 @@ def random_state_kept() -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+@contextmanager
+def on_its_own(step: nn.Module) -> Iterator[None]:
+    """A step runs as asked for, whatever the caller is in the middle of: without hooks of the outermost module, outside
+    of autocast and of inference mode, with gradients; and the random streams are afterwards where they were."""
+    with (
+        random_state_kept(), without_hooks(step), _torch.outside_autocast(),
+        torch.inference_mode(False), torch.enable_grad(),
+    ):  # fmt: skip
+        yield
