@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import memplan
 from memplan import _torch
 from memplan.devices import find
-from memplan.errors import BudgetError
+from memplan.errors import BudgetError, RecordingError
 from memplan.planning import planner, tiers
 from memplan.planning.calls import Call, call_of
 from memplan.planning.chunks import CONVOLUTION
@@ -206,6 +206,20 @@ def test_a_stem_runs_in_one_go_where_the_budget_allows_and_in_pieces_where_it_do
     assert {smallest(planner, call, replace(settings, budget=one)) for one in budgets} == {tight.floor}
 
 
+def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(2))), torch.randn(64, 32)
+    planner, call = Planner(model), call_of((x,), {})
+    settings = Settings(1 << 30, allow="lossy", costs="roofline", without=(EXACT,))
+    plan = planner.planned(call, settings, key=0).plan
+    assert plan.lost.save == "exact"
+    assert plan.lost.compute
+    refused = [replace(plan.lost, whole=whole) for whole in (False, True)]
+    others = replace(settings, without=(EXACT, *refused))
+    with pytest.raises(RecordingError, match="precisions that are left"):  # with so much room, nothing is encoded
+        planner.planned(call, others, key=0)
+
+
 def smallest(planner: Planner, call: Call, settings: Settings) -> int:
     with pytest.raises(BudgetError) as caught:
         planner.planned(call, settings, key=0)
@@ -248,7 +262,8 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
             if settings.budget < least:
                 raise BudgetError("too little", expected="more", do="Give it", smallest_budget=least)
             again = 0.0 if settings.budget > 150 else 0.5
-            return SimpleNamespace(plan=SimpleNamespace(total_seconds=1.0 + again, seconds=again, precision=EXACT))
+            plan = SimpleNamespace(total_seconds=1.0 + again, seconds=again, precision=EXACT, lost=EXACT)
+            return SimpleNamespace(plan=plan)
 
     monkeypatch.setattr(tiers, "step_seconds", lambda _: 1.0)
     monkeypatch.setattr(tiers._Contest, "mixed", lambda _: None)
@@ -280,7 +295,9 @@ def test_nothing_is_lost_for_next_to_nothing(
         def planned(self, settings: Settings) -> Any:
             seconds = {"exact": 1.0, "bfloat16": bfloat16, "int8": int8}[self.precision.save]
             return SimpleNamespace(
-                plan=SimpleNamespace(total_seconds=seconds, seconds=seconds, precision=self.precision)
+                plan=SimpleNamespace(
+                    total_seconds=seconds, seconds=seconds, precision=self.precision, lost=self.precision
+                )
             )
 
     monkeypatch.setattr(tiers, "step_seconds", lambda _: 0.0)

@@ -15,6 +15,7 @@ from memplan.errors import BudgetError, MemplanError, RecordingError, Verificati
 from memplan.planning.losses import WithLoss
 from memplan.planning.plan import Plan
 from memplan.planning.planner import Allow, Engine, Planned, Planner, Settings
+from memplan.planning.precision import EXACT
 from memplan.planning.request import Request, request
 from memplan.planning.search import Heuristics
 from memplan.rewriting.compiled import compiled
@@ -138,6 +139,8 @@ class _Fitting:
         self.handed_over = False
         self.relaid = False
         """Whether what was tried last convolves in channels last, and the step itself does not."""
+        self.lost = EXACT
+        """What was really lost by what was tried last, of what it was allowed to lose."""
         if not asked.step.training:
             self.notes.append("planned in evaluation mode, as the model is: call model.train() first to train it")
 
@@ -168,7 +171,7 @@ class _Fitting:
         if self.relaid and asked.plan is None:  # other kernels round otherwise, and some steps make much of that
             return "convolving in channels last", replace(self.settings, relaid=False)
         if lost.lossy and asked.undecided:
-            return str(lost), replace(asked, without=(*self.settings.without, lost))
+            return str(self.lost), replace(asked, without=(*self.settings.without, lost, self.lost))
         return "", None
 
     def _until_it_fits(self) -> Fitted:
@@ -176,7 +179,7 @@ class _Fitting:
         budget, lowest = self.settings.budget, None
         for left in reversed(range(_ATTEMPTS)):
             planned = self._planned(budget)
-            self.relaid = planned.captured.relaid
+            self.relaid, self.lost = planned.captured.relaid, planned.plan.lost
             fitted = self._tried(planned, budget)
             if fitted.proof.within_budget:
                 self.handed_over = True

@@ -56,9 +56,11 @@ class Tolerance:
 
 
 ROUNDING = Tolerance()
-LOSSY = Tolerance(factor=4.0, slack=2.0, dtype=torch.bfloat16, share=0.5)
+LOSSY = Tolerance(factor=4.0, slack=2.0, dtype=torch.bfloat16, share=0.75)
 """Four times plain autocast's error (see ``share``), and two roundings to bfloat16 (1.6 %) of the module's largest
-gradient."""
+gradient. Where autocast is off by half, a tensor of few elements may be off by more and all of them together by less:
+Adam's first updates are signs, and of 64 biases three turned under autocast and five in other kernels, 0.42 and 0.55
+off, where over the whole net both were 0.36 off."""
 
 
 @dataclass(frozen=True, slots=True)
