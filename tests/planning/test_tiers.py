@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from processor import needs_avx512
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memplan
@@ -220,6 +220,26 @@ def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more()
         planner.planned(call, others, key=0)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_does_not_run_in_fewer_bits_is_told(engine: Engine) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 64), Choosy(), nn.Linear(64, 32)), torch.randn(256, 32)
+    settings = Settings(1 << 30, engine=engine, allow="lossy", costs="roofline")
+    plan = Planner(model).planned(call_of((x,), {}), settings, key=0).plan
+    (note,) = [note for note in plan.notes if "left out" in note]
+    assert note.startswith("computing in bfloat16")
+    assert "float32 is wanted" in note
+
+
+class Choosy(nn.Module):
+    """Takes no bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            raise ValueError("float32 is wanted")
+        return x.relu()
+
+
 def smallest(planner: Planner, call: Call, settings: Settings) -> int:
     with pytest.raises(BudgetError) as caught:
         planner.planned(call, settings, key=0)
@@ -254,7 +274,9 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
             self.captured = SimpleNamespace(graph=SimpleNamespace(forward_ops=ops))
 
         def search(self, _: Settings) -> Any:
-            return SimpleNamespace(floor_peak=100 if self.precision.save == "bfloat16" else 200)
+            peak = {"exact": 130, "bfloat16": 100, "int8": 200}[self.precision.save]
+            found = SimpleNamespace(choices=None)
+            return SimpleNamespace(floor_peak=peak, graph=None, around=None, floor=lambda: found)
 
         def planned(self, settings: Settings) -> Any:
             looked.append(self.precision)
@@ -267,6 +289,7 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
 
     monkeypatch.setattr(tiers, "step_seconds", lambda _: 1.0)
     monkeypatch.setattr(tiers._Contest, "mixed", lambda _: None)
+    monkeypatch.setattr(tiers, "base_level", lambda *_: 20)  # bytes that are there all the time
 
     def asked(budget: int, engine: Engine) -> set[str]:
         looked.clear()
@@ -275,12 +298,15 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
         return {one.save for one in looked}
 
     assert asked(200, "inductor") == {"exact"}  # nothing is made again
-    assert asked(130, "inductor") == {"exact", "bfloat16", "int8"}
+    assert asked(140, "inductor") == {"exact", "bfloat16", "int8"}
     assert asked(95, "inductor") == {"exact", "bfloat16"}  # op by op the other is far from fitting
+    assert asked(92, "inductor") == {"bfloat16"}
     assert asked(95, "graph") == {"bfloat16", "exact", "int8"}
-    with pytest.raises(BudgetError) as error:
-        asked(60, "inductor")
-    assert error.value.smallest_budget == 90  # of what is far from fitting, the least op by op was looked at
+    for budget in (10, 60, 80):  # of what is far from fitting, what takes the least op by op is looked at after all
+        with pytest.raises(BudgetError) as error:
+            asked(budget, "inductor")
+        assert error.value.smallest_budget == 90
+        assert {one.save for one in looked} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(("bfloat16", "int8", "taken"), [(0.95, 0.93, ""), (0.8, 0.79, "bfloat16"), (0.8, 0.7, "int8")])

@@ -31,6 +31,7 @@ ONE = torch.tensor([1.0, 2.0, 3.0])
         (ONE, ONE.nextafter(torch.tensor(9.0)), "differs by up to"),
         (torch.tensor([0.0]), torch.tensor([-0.0]), "differs by up to 0"),
         (ONE > 1, ONE > 2, "differs by up to 1"),
+        (torch.tensor([1e-18]), torch.tensor([1e-6]), "differs by up to 1e-06 (and should be 1e-18, in L2)"),
         (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse(), "differs"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,13 @@ def test_of_a_nan_it_is_said_whose_it_is(own: float, told: str) -> None:
     judged = rounded("gradients", 0, truth, [{"a.w": torch.tensor([own])}], {"a.w": torch.tensor([math.nan])})
     (found,) = serious([Difference("a.w", 0, "differs", 1.0)], judged)
     assert found.what == f"has a nan, {told}"
+
+
+def test_of_a_gradient_that_is_zero_in_truth_no_ratio_is_told() -> None:
+    truth, one = torch.tensor([1e-18]).double(), torch.tensor([3e-6])
+    judged = rounded("gradients", 0, {"a.b": truth, "a.w": torch.ones(1).double()}, [{"a.b": one / 10}], {"a.b": one})
+    (found,) = serious([Difference("a.b", 0, "differs", 3e-6)], [replace(one, allowed=1e-7) for one in judged])
+    assert found.what == "is 3e-06 from float64 (in L2, where float64 has 1e-18), and 1e-07 is allowed"
 
 
 def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_gone() -> None:

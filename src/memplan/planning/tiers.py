@@ -15,17 +15,20 @@ from memplan.planning.chunks import CONVOLUTION
 from memplan.planning.costs import step_seconds
 from memplan.planning.forms import CHUNKED
 from memplan.planning.lowering import slower_blocks
+from memplan.planning.peaks import base_level
 from memplan.planning.plan import Plan, format_seconds
 from memplan.planning.precision import EXACT, Compute, Precision, Save
 from memplan.planning.shortfall import Way, with_way
 
 if TYPE_CHECKING:
     from memplan.planning.planner import Planned, Settings, Study
+    from memplan.planning.search import Search
 
 _MUCH = 0.05
 """Share of a step's time that goes into making values again, beyond which keeping them in fewer bits may be faster."""
-_FAR = 1.25
-"""Times the budget. Fused, a step has been seen to take 15 % less than the least op by op."""
+_FAR = 1.5
+"""Times what a budget leaves beside weights and all else that is there all the time. Fused, a step has been seen to
+take 15 % less than the least op by op."""
 WORTH_IT = 0.98
 """A plan that loses more has to take this share of the time of one that loses less, or less than that."""
 WORTH_LOSING = 0.9
@@ -59,7 +62,7 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
         raise RecordingError("The step runs in none of the precisions that are left", expected="one that it runs in")
     if contest.best is None:
         raise min(contest.lacking, key=lambda error: error.smallest_budget)
-    return contest.best
+    return contest.told(contest.best)
 
 
 class _Contest:
@@ -71,8 +74,10 @@ class _Contest:
         self._seconds = float("inf")
         self.best: Planned | None = None
         self.lacking = list[BudgetError]()
-        self._left_out = list[tuple[int, Precision]]()
+        self._left_out = list[tuple[_Least, Precision]]()
         """What is far from fitting, with its least op by op."""
+        self._failed = dict[str, Precision]()
+        """By what went wrong, in what first."""
 
     def may_gain(self, precision: Precision) -> bool:
         """Whether it is worth a look. Of fused kernels each is lowered, which takes seconds: what saves in fewer bits
@@ -84,8 +89,8 @@ class _Contest:
     def enter_left_out(self) -> None:
         """Plan after all in those precisions that were left out and may take less than what was looked at, so that the
         least hangs on no budget."""
-        for floor, precision in sorted(self._left_out, key=lambda one: one[0]):
-            if self.lacking and floor > _FAR * min(error.smallest_budget for error in self.lacking):
+        for least, precision in sorted(self._left_out, key=lambda one: one[0].floor):
+            if self.lacking and least.is_far_from(min(error.smallest_budget for error in self.lacking)):
                 break
             self.enter(precision, anyhow=True)
 
@@ -102,37 +107,38 @@ class _Contest:
                 return  # nothing was worth it
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > self._longest:
                 return  # whatever is chosen, that much it takes
-            if not anyhow and self._is_hopeless(one, settled):
-                self._left_out.append((one.search(settled).floor_peak, precision))
-                return
+            if self._settings.engine == "inductor" and not anyhow:  # several candidates would be lowered, to be sure
+                least = _least(one.search(settled))
+                if least.is_far_from(settled.budget):
+                    self._left_out.append((least, precision))
+                    return
             planned = one.planned(settled)
         except BudgetError as error:
             error.precision = precision
             self.lacking.append(error)
             return
-        except MemplanError:
+        except MemplanError as error:
             if not precision.lossy:
                 raise
-            return  # not everything runs in fewer bits
+            self._failed.setdefault(error.found, precision)  # not everything runs in fewer bits
+            return
         if planned.plan.lost in self._settings.without:
             return  # it allows more, and makes no use of that
         taken = planned.plan.total_seconds or 0.0
         if self.best is None or taken < self._longest:
             self.best, self._seconds = planned, taken
 
+    def told(self, planned: Planned) -> Planned:
+        """The same, with a note of what could not be looked at."""
+        notes = [f"{precision} was left out: {found}" for found, precision in self._failed.items()]
+        plan = planned.plan
+        return replace(planned, plan=replace(plan, notes=(*plan.notes, *notes))) if notes else planned
+
     @property
     def _longest(self) -> float:
         """Seconds below which another plan is worth it."""
         exact = self.best is not None and not self.best.plan.precision.lossy
         return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
-
-    def _is_hopeless(self, study: Study, settled: Settings) -> bool:
-        """Whether it is far from fitting op by op: of fused kernels several candidates would be lowered to be sure.
-        Where nothing else has told what it lacks, they are."""
-        few = settled.settled.save == "exact" and not settled.settled.whole
-        if self._settings.engine == "graph" or few or not self.lacking:
-            return False
-        return study.search(settled).floor_peak > _FAR * settled.budget
 
     def mixed(self) -> Precision | None:
         """The best one's lower precision, or any other, without the blocks that take longer in it; None where none
@@ -144,6 +150,23 @@ class _Contest:
             return None
         slower = slower_blocks(self._known[EXACT].captured.graph, self._known[low].captured.graph, low.compute)
         return replace(low, apart=slower) if slower else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """What a step takes op by op, in bytes."""
+
+    floor: int
+    there: int
+    """Of these, what is there all the time."""
+
+    def is_far_from(self, budget: int) -> bool:
+        """Whether the fused step will not keep that either."""
+        return self.floor - self.there > _FAR * (budget - self.there)
+
+
+def _least(search: Search) -> _Least:
+    return _Least(search.floor_peak, base_level(search.graph, search.floor().choices, search.around))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from memplan.verification.differences import Difference
+from memplan.verification.differences import NOTHING, Difference
 
 FACTOR = 2.0
 SLACK = 64
@@ -216,11 +216,11 @@ def _told(one: Difference, judged: Rounded | None, truth: str) -> Difference:
     if math.isnan(judged.error):
         own = "and so has the step as it is" if math.isnan(judged.own) else "where the step as it is has numbers"
         return replace(one, what=f"has a nan, {own}")
-    norm = judged.norm or 1.0
-    return replace(
-        one,
-        what=f"is {judged.error / norm:.3g} from {truth} (relative, in L2), and {judged.allowed / norm:.3g} is allowed",
-    )
+    if judged.error >= NOTHING * judged.norm:  # a gradient that is zero in truth: of it, everything is a multiple
+        size = f"in L2, where {truth} has {judged.norm:.3g}"
+        return replace(one, what=f"is {judged.error:.3g} from {truth} ({size}), and {judged.allowed:.3g} is allowed")
+    off, allowed = (part / judged.norm for part in (judged.error, judged.allowed))
+    return replace(one, what=f"is {off:.3g} from {truth} (relative, in L2), and {allowed:.3g} is allowed")
 
 
 def distance(one: torch.Tensor, two: torch.Tensor) -> float:
