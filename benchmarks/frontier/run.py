@@ -90,6 +90,7 @@ def fitted(case: Case, subject: Subject) -> tuple[Training, Row]:
     options: dict[str, Any] = {"targets": subject.targets, "loss": subject.loss, "device": "cpu", "pairs": 0}
     if case.mode == "update":
         options |= {"optimizer": optimizer_of, "early": True}
+    options |= {"accumulate": 2} if case.mode == "held" else {}
     options |= {"engine": case.engine} if case.engine != "graph" else {}
     options |= {"allow": case.allow} if case.allow != "exact" else {}
     budget = case.budget
