@@ -220,6 +220,17 @@ def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more()
         planner.planned(call, others, key=0)
 
 
+def test_what_saves_in_fewer_bits_is_told_from_what_only_might() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)
+    settings = Settings(1, engine="inductor", allow="lossy", precision=Precision("", "bfloat16"), costs="roofline")
+    search = Planner(model).study(call_of((x,), {}), settings, key=0).search(settings)
+    assert tiers._saves(search, search.floor_peak)
+    exact = replace(settings, precision=EXACT)
+    search = Planner(model).study(call_of((x,), {}), exact, key=0).search(exact)
+    assert not tiers._saves(search, search.floor_peak)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_does_not_run_in_fewer_bits_is_told(engine: Engine) -> None:
     torch.manual_seed(0)
@@ -290,6 +301,7 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
     monkeypatch.setattr(tiers, "step_seconds", lambda _: 1.0)
     monkeypatch.setattr(tiers._Contest, "mixed", lambda _: None)
     monkeypatch.setattr(tiers, "base_level", lambda *_: 20)  # bytes that are there all the time
+    monkeypatch.setattr(tiers, "_saves", lambda *_: saves)
 
     def asked(budget: int, engine: Engine) -> set[str]:
         looked.clear()
@@ -297,6 +309,9 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
         tiers.fastest(study, net(), Settings(budget, engine=engine, allow="lossy"))
         return {one.save for one in looked}
 
+    saves = False
+    assert asked(140, "inductor") == {"exact"}
+    saves = True
     assert asked(200, "inductor") == {"exact"}  # nothing is made again
     assert asked(140, "inductor") == {"exact", "bfloat16", "int8"}
     assert asked(95, "inductor") == {"exact", "bfloat16"}  # op by op the other is far from fitting

@@ -12,6 +12,7 @@ from torch import nn
 from memplan.devices import Device
 from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.planning.chunks import CONVOLUTION
+from memplan.planning.codecs import LOSSY
 from memplan.planning.costs import step_seconds
 from memplan.planning.forms import CHUNKED
 from memplan.planning.lowering import slower_blocks
@@ -107,11 +108,8 @@ class _Contest:
                 return  # nothing was worth it
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > self._longest:
                 return  # whatever is chosen, that much it takes
-            if self._settings.engine == "inductor" and not anyhow:  # several candidates would be lowered, to be sure
-                least = _least(one.search(settled))
-                if least.is_far_from(settled.budget):
-                    self._left_out.append((least, precision))
-                    return
+            if self._settings.engine == "inductor" and not self._is_worth_lowering(one, settled, anyhow):
+                return
             planned = one.planned(settled)
         except BudgetError as error:
             error.precision = precision
@@ -127,6 +125,15 @@ class _Contest:
         taken = planned.plan.total_seconds or 0.0
         if self.best is None or taken < self._longest:
             self.best, self._seconds = planned, taken
+
+    def _is_worth_lowering(self, study: Study, settled: Settings, anyhow: bool) -> bool:
+        """Of fused kernels several candidates are lowered, which takes seconds each."""
+        search, precision = study.search(settled), settled.settled
+        least = _least(search)
+        if least.is_far_from(settled.budget) and not anyhow:
+            self._left_out.append((least, precision))
+            return False
+        return precision.save == "exact" or _saves(search, settled.budget)
 
     def told(self, planned: Planned) -> Planned:
         """The same, with a note of what could not be looked at."""
@@ -167,6 +174,12 @@ class _Least:
 
 def _least(search: Search) -> _Least:
     return _Least(search.floor_peak, base_level(search.graph, search.floor().choices, search.around))
+
+
+def _saves(search: Search, budget: int) -> bool:
+    """Whether anything is saved in fewer bits, op by op, within the budget or in the least that there is."""
+    lossy = {one.value for one in search.graph.encodings if one.codec in LOSSY}
+    return any(not lossy.isdisjoint(found.choices.encode) for found in (search.floor(), search.within(budget)))
 
 
 @dataclass(frozen=True, slots=True)
