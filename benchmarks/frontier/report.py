@@ -294,7 +294,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> lis
 
 def versions(found: Sequence[Frontier]) -> str:
     row = found[0].rows[0]
-    pairs = sorted({row["pairs"] for frontier in found for row in frontier.rows})
+    pairs = sorted({row["pairs"] for frontier in found if frontier.mode != "held" for row in frontier.rows})
     return (
         f"torch {row['torch']}, python {platform.python_version()}, {row['threads']} threads, "
         f"{' to '.join(map(str, dict.fromkeys((pairs[0], pairs[-1]))))} pairs"
@@ -399,8 +399,8 @@ def full(found: Sequence[Frontier], failed: Sequence[Row] = ()) -> list[str]:
     fresh = [frontier for frontier in found if frontier.mode == "fresh"]
     lines = ["# Peak against time", "", *short(found), *lossy(fresh), "", f"![Peak against time]({PICTURE})", ""]
     lines += [
-        "In mode `held` gradients are there before the step and count as resident; in mode `update` AdamW's update is "
-        "a part of it. `total` and `above`, with and without what is resident, are measured, in MB; `predicted` is by "
+        "In mode `held` gradients are there before the step and count as resident (it is about bytes: two pairs); in "
+        "mode `update` AdamW's update is a part of it. `total` and `above`, with and without what is resident, are measured, in MB; `predicted` is by "
         "how much the plan's peak is off; `time` is relative to eager, median and quartiles; `gradients` (parameters "
         "in mode `update`) and `buffers` are compared bit by bit with eager's after one step. Gradients that are not "
         "equal are held against float64: `right` where the error (L2, of each parameter) is at most twice that of "
