@@ -400,7 +400,8 @@ def full(found: Sequence[Frontier], failed: Sequence[Row] = ()) -> list[str]:
     lines = ["# Peak against time", "", *short(found), *lossy(fresh), "", f"![Peak against time]({PICTURE})", ""]
     lines += [
         "In mode `held` gradients are there before the step and count as resident (it is about bytes: two pairs); in "
-        "mode `update` AdamW's update is a part of it. `total` and `above`, with and without what is resident, are measured, in MB; `predicted` is by "
+        "mode `update` AdamW's update is a part of it. "
+        "`total` and `above`, with and without what is resident, are measured, in MB; `predicted` is by "
         "how much the plan's peak is off; `time` is relative to eager, median and quartiles; `gradients` (parameters "
         "in mode `update`) and `buffers` are compared bit by bit with eager's after one step. Gradients that are not "
         "equal are held against float64: `right` where the error (L2, of each parameter) is at most twice that of "
