@@ -321,6 +321,7 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
         with pytest.raises(BudgetError) as error:
             asked(budget, "inductor")
         assert error.value.smallest_budget == 90
+        assert {(one.save, one.whole) for one in looked if one.compute} == {("bfloat16", True), ("bfloat16", False)}
         assert {one.save for one in looked} == {"bfloat16"}
 
 

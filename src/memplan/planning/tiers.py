@@ -99,7 +99,7 @@ class _Contest:
         """Plan in a precision, and keep the plan where it is worth what it loses. ``anyhow``: however far from fitting
         it is."""
         settled = replace(self._settings, precision=precision)
-        undivided = self._known.get(replace(precision, whole=True))
+        undivided = None if precision.whole else self._known.get(replace(precision, whole=True))
         try:
             if undivided is not None and not _runs(undivided, CONVOLUTION):
                 return  # there is nothing to take apart
