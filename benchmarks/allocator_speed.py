@@ -26,8 +26,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memplan.simulation.allocator import CachingAllocator
-from memplan.simulation.settings import parse_settings
+from memplan.simulation.allocator.allocator import CachingAllocator
+from memplan.simulation.allocator.settings import parse_settings
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:128,roundup_power2_divisions:4")

@@ -28,12 +28,14 @@ for _path in (str(ROOT), str(ROOT / "src")):
 
 from benchmarks.frontier.models import MODELS, TITLES  # noqa: E402
 
-from memplan.planning.calls import Call, call_of  # noqa: E402
-from memplan.planning.graph import RESIDENT  # noqa: E402
-from memplan.planning.losses import with_loss  # noqa: E402
-from memplan.planning.planner import Planned, Planner, Settings  # noqa: E402
+from memplan.planning.capture.flat_call import Call, call_of  # noqa: E402
+from memplan.planning.capture.loss_module import with_loss  # noqa: E402
+from memplan.planning.graph.joint_graph import RESIDENT  # noqa: E402
+from memplan.planning.planner import Planner  # noqa: E402
+from memplan.planning.settings import Settings  # noqa: E402
+from memplan.planning.study import Planned  # noqa: E402
 from memplan.rewriting.engine import Engine  # noqa: E402
-from memplan.verification.measured import measure_step  # noqa: E402
+from memplan.verification.measurement.peak_and_time import measure_step  # noqa: E402
 
 THREADS = 2
 Row = dict[str, Any]

@@ -12,8 +12,8 @@ Every case has a process of its own with two threads, and a file in benchmarks/r
 the step holds at its peak, by the events of the CPU's allocator; `above` is that less weights, buffers, inputs and
 targets, gradients held before the step and the optimizer's state. `ratio` is the median over pairs of candidate and
 eager, alternating in that process. What is not equal to eager mode bit by bit has its gradients held against the same
-step in float64 (`memplan.verification.gradients`): where they are wrong, it is no peer to beat. The report is
-benchmarks/results/fit_frontier.md, fit_frontier_short.md and .png.
+step in float64 (`memplan.verification.proof.float64_gradients`): where they are wrong, it is no peer to beat.
+The report is benchmarks/results/fit_frontier.md, fit_frontier_short.md and .png.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.studies.largest import find_largest, room_of
-from memplan.studies.subject import Subject
+from memplan.studies.axes.subject import Subject
+from memplan.studies.capacity.largest import find_largest, room_of
 from memplan.trace.step import StepOptions, build_of
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint_sequential
 
-from memplan.verification.peers import BUDGETS, Group, Peer, as_peer
+from memplan.verification.peers.peers import BUDGETS, Group, Peer, as_peer
 
 from .models import Subject
 

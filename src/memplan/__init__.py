@@ -15,60 +15,61 @@ if TYPE_CHECKING:
     from memplan.checks.model import Finding
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
-    from memplan.planning.losses import with_loss
-    from memplan.planning.plan import Plan, load_plan, save_plan
-    from memplan.planning.step import plan
-    from memplan.simulation.liveness import simulate
-    from memplan.simulation.model import Timeline
-    from memplan.simulation.replay import Replay, replay
-    from memplan.studies.compare import compare
-    from memplan.studies.comparison import Comparison
-    from memplan.studies.largest import largest
-    from memplan.studies.quantize import quantize
-    from memplan.studies.quantized import Quantized
-    from memplan.studies.sweep import Sweep, sweep
+    from memplan.planning.api import plan
+    from memplan.planning.capture.loss_module import with_loss
+    from memplan.planning.plan.plan import Plan, load_plan, save_plan
+    from memplan.simulation.replays.replay import replay
+    from memplan.simulation.replays.replayed import Replay
+    from memplan.simulation.simulate import simulate
+    from memplan.simulation.timeline import Timeline
+    from memplan.studies.capacity.largest import largest
+    from memplan.studies.comparisons.compare import compare
+    from memplan.studies.comparisons.comparison import Comparison
+    from memplan.studies.quantization.quantize import quantize
+    from memplan.studies.quantization.quantized import Quantized
+    from memplan.studies.sweeps.sweep import Sweep, sweep
     from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
     from memplan.trace.model import Trace
     from memplan.trace.record import record
     from memplan.trace.spec import spec
-    from memplan.verification.fit import Fitted, fit
-    from memplan.verification.proof import Proof
-    from memplan.verification.verify import verify
+    from memplan.verification.fitting.fit import Fitted, fit
+    from memplan.verification.proof.proof import Proof
+    from memplan.verification.proof.verify import verify
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Comparison": "memplan.studies.comparison",
+    "Comparison": "memplan.studies.comparisons.comparison",
     "Explanation": "memplan.explanation.model",
     "Finding": "memplan.checks.model",
-    "Fitted": "memplan.verification.fit",
-    "Plan": "memplan.planning.plan",
-    "Proof": "memplan.verification.proof",
-    "Quantized": "memplan.studies.quantized",
-    "Replay": "memplan.simulation.replay",
-    "Sweep": "memplan.studies.sweep",
-    "Timeline": "memplan.simulation.model",
+    "Fitted": "memplan.verification.fitting.fit",
+    "Plan": "memplan.planning.plan.plan",
+    "Proof": "memplan.verification.proof.proof",
+    "Quantized": "memplan.studies.quantization.quantized",
+    "Replay": "memplan.simulation.replays.replay",
+    "Sweep": "memplan.studies.sweeps.sweep",
+    "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.model",
     "check": "memplan.checks.check",
-    "compare": "memplan.studies.compare",
+    "compare": "memplan.studies.comparisons.compare",
     "explain": "memplan.explanation.explain",
-    "fit": "memplan.verification.fit",
-    "largest": "memplan.studies.largest",
-    "load_plan": "memplan.planning.plan",
+    "fit": "memplan.verification.fitting.fit",
+    "largest": "memplan.studies.capacity.largest",
+    "load_plan": "memplan.planning.plan.plan",
     "load_trace": "memplan.trace.json",
     "measure": "memplan.trace.measure",
-    "plan": "memplan.planning.step",
-    "quantize": "memplan.studies.quantize",
+    "plan": "memplan.planning.api",
+    "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
-    "replay": "memplan.simulation.replay",
-    "save_plan": "memplan.planning.plan",
+    "replay": "memplan.simulation.replays.replay",
+    "save_plan": "memplan.planning.plan.plan",
     "save_trace": "memplan.trace.json",
-    "simulate": "memplan.simulation.liveness",
+    "simulate": "memplan.simulation.simulate",
     "spec": "memplan.trace.spec",
-    "sweep": "memplan.studies.sweep",
-    "verify": "memplan.verification.verify",
-    "with_loss": "memplan.planning.losses",
+    "sweep": "memplan.studies.sweeps.sweep",
+    "verify": "memplan.verification.proof.verify",
+    "with_loss": "memplan.planning.capture.loss_module",
 }
 
 __all__ = [

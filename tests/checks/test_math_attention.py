@@ -17,7 +17,7 @@ from memplan.checks.attention.fused import Fusing
 from memplan.checks.check import record_again
 from memplan.checks.mending import Remaker
 from memplan.trace.model import Trace
-from memplan.trace.session import choose_target
+from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 
 ID = "math-attention"

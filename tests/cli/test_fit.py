@@ -20,10 +20,10 @@ from memplan._bytes import format_bytes
 from memplan.cli import fit as fit_command
 from memplan.cli import main
 from memplan.errors import BudgetError, StepError, UsageError, VerificationError
-from memplan.planning.plan import Plan
-from memplan.verification import peer_trials
-from memplan.verification.peers import EAGER, Peer
-from memplan.verification.proof import Proof
+from memplan.planning.plan.plan import Plan
+from memplan.verification.peers import trials
+from memplan.verification.peers.peers import EAGER, Peer
+from memplan.verification.proof.proof import Proof
 
 MODELS = """
 from torch import nn
@@ -242,7 +242,7 @@ def test_peers_are_measured_where_they_are_asked_for(
     net: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(peer_trials, "peers", lambda **_: (EAGER, Peer("again", checkpointed=True)))
+    monkeypatch.setattr(trials, "peers", lambda **_: (EAGER, Peer("again", checkpointed=True)))
     file = tmp_path / "out.json"
     options = ["--target", "64:int64<3", "--loss", "cross_entropy", "--budget", "1GiB", "--json", file]
     result = run(net, "--input", "64x4", *options, "--frontier", tmp_path / "out.svg", "--peers")

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 
 import memplan
 from memplan.cli import main
-from memplan.studies import parallel
-from memplan.studies.points import Outcome, measured
+from memplan.studies.sweeps import parallel
+from memplan.studies.sweeps.points import Outcome, measured
 
 MODELS = """
 import torch

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memplan.simulation.allocator import CachingAllocator
+    from memplan.simulation.allocator.allocator import CachingAllocator
 
 CAPACITY = 24_081 << 20
 NAME, CAPABILITY, MULTIPROCESSORS = "NVIDIA GeForce RTX 4090", (8, 9), 128
@@ -119,8 +119,8 @@ def install(library: ctypes.CDLL) -> Memory:
     """Have `torch.cuda` answer for the card, as far as memplan and torch ask."""
     import torch
 
-    from memplan.simulation.allocator import CachingAllocator
-    from memplan.simulation.settings import AllocatorSettings
+    from memplan.simulation.allocator.allocator import CachingAllocator
+    from memplan.simulation.allocator.settings import AllocatorSettings
 
     memory, cuda = Memory(library, CachingAllocator(AllocatorSettings())), torch.cuda
     properties = SimpleNamespace(

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import memplan
 from memplan.errors import BudgetError, DeviceError
-from memplan.planning import costs
-from memplan.verification import card
+from memplan.planning.cost import op_timing
+from memplan.verification.measurement import cuda_peak
 
 WIDTH, TOKENS, WORDS = 64, 128, 100
 KEPT_BUT = 0.15
@@ -56,7 +56,7 @@ def words() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _all_ops_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
-    monkeypatch.setattr(costs, "LIMIT", 60.0)
+    monkeypatch.setattr(op_timing, "LIMIT", 60.0)
 
 
 def between(model: nn.Module, x: Tensor, y: Tensor, share: float, **options: Any) -> int:
@@ -236,7 +236,7 @@ def test_running_statistics_are_updated_once() -> None:
 def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = language_model(), words()
     budget = between(model, x, y, 0.5)
-    monkeypatch.setattr(card, "available", lambda _: budget)
+    monkeypatch.setattr(cuda_peak, "available", lambda _: budget)
     fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0)
     assert fitted.proof.same
     assert fitted.proof.cut is not None

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import memplan
 from memplan._torch import inductor
 from memplan.errors import BudgetError, CompileError, UsageError
-from memplan.planning import card as planned_card
-from memplan.planning.kernel_calls import KernelCall
+from memplan.planning.cost import cuda_workspace as planned_card
+from memplan.planning.cost.kernel_key import KernelCall
 
 emulated.install_inductor()
 pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # Inductor's advice on newer cards

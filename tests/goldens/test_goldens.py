@@ -12,7 +12,7 @@ import pytest
 from goldens.handmade import MIB, ROOT, TENSOR, changed, gelu, write
 
 from memplan.devices import find as find_card
-from memplan.simulation.replay import replay
+from memplan.simulation.replays.replay import replay
 
 # transformers' own, of a step of the zoo
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is:FutureWarning")

@@ -18,7 +18,7 @@ import pytest
 from goldens.cs336_step import forward_step, full_step
 
 import memplan
-from memplan.simulation.replay import Replay
+from memplan.simulation.replays.replayed import Replay
 from memplan.trace.model import Trace
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "cuda_snapshots"

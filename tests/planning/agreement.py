@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-import memplan.planning.kernels  # noqa: F401  # registers the ops
-from memplan.planning.calls import Call, call_of
-from memplan.planning.capture import Captured, capture
-from memplan.planning.graph import RESIDENT, GraphOp, map_refs
-from memplan.planning.losses import differentiable
+import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
+from memplan.planning.capture.capture import Captured, capture
+from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.capture.loss_module import differentiable
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, map_refs
 from memplan.trace.structure import take_apart
 
 Autocast = Callable[[], AbstractContextManager[Any]]

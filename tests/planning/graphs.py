@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memplan.planning.graph import Encoding, GraphOp, JointGraph, Kind, Offload, Ref, Value
+from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Kind, Offload, Ref, Value
 
 MB = 1_000_000
 

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from memplan.planning.graph import Encoding, JointGraph, Value
-from memplan.planning.peaks import Surroundings
-from memplan.planning.schedule import Action, Choices, Schedule
+from memplan.planning.graph.joint_graph import Encoding, JointGraph, Value
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Action, Choices
+from memplan.planning.schedule.scheduler import Schedule
 
 RESIDENT = ("parameter", "buffer", "input", "constant")
 

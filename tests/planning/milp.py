@@ -14,8 +14,9 @@ from planning.graphs import random_graph
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from memplan.planning.graph import JointGraph
-from memplan.planning.schedule import Choices, recomputable, schedule
+from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import schedule
 
 
 def plain_graph(seed: int, ops: int) -> JointGraph:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.planning.plan import Decision, Plan, Scope
-from memplan.planning.schedule import Choices
+from memplan.planning.plan.plan import Decision, Plan, Scope
+from memplan.planning.schedule.actions import Choices
 from memplan.reports.frontier import Frontier, Point
-from memplan.simulation.model import StepPeak, Timeline
-from memplan.verification.differences import Compared, Difference
-from memplan.verification.measured import Times
-from memplan.verification.proof import Proof
+from memplan.simulation.timeline import StepPeak, Timeline
+from memplan.verification.measurement.peak_and_time import Times
+from memplan.verification.proof.differences import Compared, Difference
+from memplan.verification.proof.proof import Proof
 
 MIB = 1 << 20
 

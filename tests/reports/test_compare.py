@@ -8,7 +8,7 @@ import json
 import pytest
 
 from memplan.reports.compare import dumps, print_comparison
-from memplan.studies.comparison import Apart, Comparison, Decided, LayerPart, Side, Zeros
+from memplan.studies.comparisons.comparison import Apart, Comparison, Decided, LayerPart, Side, Zeros
 
 KIB = 1 << 10
 

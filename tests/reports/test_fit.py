@@ -9,10 +9,10 @@ import pytest
 from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
 
 from memplan.errors import BudgetError
-from memplan.planning.plan import Plan
+from memplan.planning.plan.plan import Plan
 from memplan.reports.fit import Outcome, dumps, print_fit
-from memplan.verification.proof import Proof
-from memplan.verification.proof import loads as proof_from
+from memplan.verification.proof.proof import Proof
+from memplan.verification.proof.proof import loads as proof_from
 
 SHORT = BudgetError(
     "The budget is 100.0 MiB", expected="at least 200.0 MiB", do="Halve the batch", smallest_budget=200 * MIB

@@ -12,9 +12,9 @@ from reports.outcomes import FRONTIER, MIB
 
 from memplan.reports import frontier
 from memplan.reports.output import print_parts
-from memplan.verification.measured import Times
-from memplan.verification.peer_trials import PeerResult
-from memplan.verification.peers import COMPILED, EAGER, Peer
+from memplan.verification.measurement.peak_and_time import Times
+from memplan.verification.peers.peers import COMPILED, EAGER, Peer
+from memplan.verification.peers.trials import PeerResult
 
 
 def times(ratio: float) -> Times:

@@ -9,7 +9,7 @@ import pytest
 from reports.test_plan import PLAN, piped
 from rich.console import Console
 
-from memplan.planning.fusion import Fusion, Group
+from memplan.planning.plan.fusion import Fusion, Group
 from memplan.reports.fusion import render
 from memplan.reports.output import Page
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from memplan.reports.largest import dumps, print_largest
-from memplan.studies.largest import Largest, find_largest
-from memplan.studies.room import room_of
-from memplan.studies.subject import Subject
+from memplan.studies.axes.subject import Subject
+from memplan.studies.capacity.largest import Largest, find_largest
+from memplan.studies.capacity.limit import room_of
 from memplan.trace.step import StepOptions
 
 

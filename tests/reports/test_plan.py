@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from memplan._bytes import format_bytes
-from memplan.planning.plan import Decision, Lever, Plan, Scope
-from memplan.planning.schedule import Choices
+from memplan.planning.plan.plan import Decision, Lever, Plan, Scope
+from memplan.planning.schedule.actions import Choices
 from memplan.reports.output import Page
 from memplan.reports.plan import print_plan, render
-from memplan.simulation.model import StepPeak, Timeline
+from memplan.simulation.timeline import StepPeak, Timeline
 
 MIB = 1 << 20
 REASON = "needed by convolution_backward of encoder.layers.3.attention.output; making it again would take 41 ms"

@@ -7,8 +7,8 @@ import json
 from dataclasses import replace
 
 from memplan.reports.quantize import dumps, print_quantized
-from memplan.studies.comparison import Apart, Side
-from memplan.studies.quantized import Layer, Quantized
+from memplan.studies.comparisons.comparison import Apart, Side
+from memplan.studies.quantization.quantized import Layer, Quantized
 
 KIB = 1 << 10
 

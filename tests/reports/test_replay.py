@@ -9,9 +9,9 @@ import pytest
 from simulation.histories import MIB, A, block, event, frame, freed, out_of_memory, segment
 
 from memplan.reports.replay import print_replay
-from memplan.simulation.cases import cases
-from memplan.simulation.replay import replay
-from memplan.simulation.settings import parse_settings
+from memplan.simulation.allocator.settings import parse_settings
+from memplan.simulation.replays.replay import replay
+from memplan.simulation.replays.side_by_side import cases
 
 
 def report(data: dict[str, Any], *settings: str, capacity: int | None = None, top: int = 10) -> str:

@@ -7,9 +7,9 @@ import json
 from simulation.histories import MIB, out_of_memory
 
 from memplan.reports.replay_json import dumps
-from memplan.simulation.cases import cases
-from memplan.simulation.replay import replay
-from memplan.simulation.settings import AllocatorSettings
+from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.replays.replay import replay
+from memplan.simulation.replays.side_by_side import cases
 
 
 def test_everything_is_in_it() -> None:

@@ -13,7 +13,7 @@ import memplan
 from memplan._bytes import format_bytes
 from memplan.errors import InputError
 from memplan.reports.sweep import check_drawable, draw, picture, print_sweep
-from memplan.studies.sweep import Sweep
+from memplan.studies.sweeps.sweep import Sweep
 
 
 def convolutions(width: int = 4) -> nn.Module:

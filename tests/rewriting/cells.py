@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memplan import _torch
-from memplan.planning.calls import Call
-from memplan.planning.capture import capture
-from memplan.planning.graph import JointGraph
-from memplan.planning.schedule import Choices, Schedule, recomputable, schedule
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.rewriting.install import Installed, install
 
 

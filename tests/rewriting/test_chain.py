@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from memplan.errors import BackwardError, MemplanError
-from memplan.planning.graph import JointGraph
-from memplan.planning.schedule import Choices, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.schedule.actions import Choices
 
 
 class Net(nn.Module):

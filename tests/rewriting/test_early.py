@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memplan import _torch
 from memplan.errors import UsageError
-from memplan.planning.calls import Call
-from memplan.planning.capture import capture
-from memplan.planning.schedule import Choices, schedule
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import schedule
 from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
 

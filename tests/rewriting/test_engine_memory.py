@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from memplan.planning.calls import call_of
-from memplan.planning.capture import capture
-from memplan.planning.losses import with_loss
-from memplan.planning.peaks import levels
-from memplan.planning.schedule import recomputable, schedule
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.loss_module import with_loss
+from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import schedule
 from memplan.rewriting.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

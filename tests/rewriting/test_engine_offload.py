@@ -11,11 +11,13 @@ from rewriting.cells import CELLS, Planned, same_state, total
 from torch import nn
 
 from memplan.devices import find
-from memplan.planning.calls import Call
-from memplan.planning.capture import capture
-from memplan.planning.offload import with_offloads
-from memplan.planning.schedule import Choices, recomputable, schedule
-from memplan.planning.validate import validate
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.levers.offload import with_offloads
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.validation.validate import validate
 from memplan.rewriting.install import install
 
 

@@ -17,12 +17,12 @@ from rewriting.cells import CHOICES, same_state, total
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from memplan.planning.calls import call_of
-from memplan.planning.capture import capture
-from memplan.planning.graph import RESIDENT
-from memplan.planning.peaks import levels
-from memplan.planning.schedule import schedule
-from memplan.planning.trace import timeline_of
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.graph.joint_graph import RESIDENT
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.schedule.to_trace import timeline_of
 from memplan.rewriting.engine import Engine
 
 

@@ -18,8 +18,8 @@ from rewriting.cells import CELLS, CHOICES, installed, planner_of, same, same_st
 from torch import Tensor, nn
 
 from memplan.errors import MemplanError, TargetError
-from memplan.planning.calls import call_of
-from memplan.planning.losses import with_loss
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.loss_module import with_loss
 from memplan.rewriting.install import install
 
 

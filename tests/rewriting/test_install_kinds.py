@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from memplan.errors import RecordingError
-from memplan.planning.calls import Call
-from memplan.planning.losses import with_loss
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.capture.loss_module import with_loss
 from memplan.rewriting.install import install
 from memplan.rewriting.keys import UnkeyedError
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.planning.calls import call_of
+from memplan.planning.capture.flat_call import call_of
 from memplan.rewriting.keys import Keys, UnkeyedError, argument_of
-from memplan.verification.states import ModuleCopy
+from memplan.verification.measurement.state_copies import ModuleCopy
 
 
 class Net(nn.Sequential):

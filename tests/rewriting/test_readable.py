@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from memplan.planning.losses import with_loss
+from memplan.planning.capture.loss_module import with_loss
 from memplan.rewriting.readable import Readable, told
 
 WEIGHT = 1.0

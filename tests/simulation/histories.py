@@ -13,9 +13,9 @@ from typing import Any
 
 from simulation.reference_allocator import ReferenceAllocator
 
-from memplan.simulation.allocator import OutOfMemory
-from memplan.simulation.model import AllocatorEvent, Pool, Segment
-from memplan.simulation.settings import AllocatorSettings
+from memplan.simulation.allocator.allocator import OutOfMemory
+from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.timeline import AllocatorEvent, Pool, Segment
 
 MIB = 1 << 20
 REAL = Path(__file__).parents[3] / "shared" / "data" / "cuda_snapshots"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from memplan.simulation.allocator import CachingAllocator
-from memplan.simulation.settings import parse_settings
+from memplan.simulation.allocator.allocator import CachingAllocator
+from memplan.simulation.allocator.settings import parse_settings
 
 FIRST, SECOND, THIRD = 1 << 36, 2 << 36, 3 << 36
 

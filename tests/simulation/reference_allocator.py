@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from memplan.simulation.allocator import OutOfMemory
-from memplan.simulation.model import AllocatorEvent, Block, Pool, Segment
-from memplan.simulation.settings import AllocatorSettings
+from memplan.simulation.allocator.allocator import OutOfMemory
+from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.timeline import AllocatorEvent, Block, Pool, Segment
 
 MIB = 1 << 20
 

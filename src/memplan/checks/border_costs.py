@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from memplan._bytes import format_bytes
+from memplan._text import format_seconds
 from memplan.checks.border_fix import Padding, padded, same_padding
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
@@ -18,7 +19,7 @@ from memplan.checks.mirror import Mirror, Mirrored, mirrored
 from memplan.checks.model import Subject, number
 from memplan.checks.rerun.aligned import changed
 from memplan.checks.savings import peak_of
-from memplan.planning.plan import Plan, format_seconds
+from memplan.planning.plan.plan import Plan
 from memplan.trace.model import Trace
 
 

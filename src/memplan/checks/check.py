@@ -17,7 +17,7 @@ from memplan.errors import DeviceError, InputError
 from memplan.explanation.explain import device_of
 from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
-from memplan.trace.session import choose_target
+from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions, build_of
 
 

@@ -17,7 +17,7 @@ from memplan.checks.mending import Change, Unmendable, module_at
 from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import peak_of
 from memplan.explanation.layers import fullest
-from memplan.simulation.liveness import live_at
+from memplan.simulation.simulate import live_at
 from memplan.trace.model import Trace
 
 ID = "full-resolution"

@@ -15,7 +15,7 @@ from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import peak_of, saving
-from memplan.simulation.liveness import live_at, simulate
+from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.model import Op, Storage, Trace
 from memplan.trace.record import record
 

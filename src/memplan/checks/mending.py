@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from memplan.errors import BudgetError, MemplanError
-from memplan.planning.plan import Plan
-from memplan.planning.step import plan
+from memplan.planning.api import plan
+from memplan.planning.plan.plan import Plan
 from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
-from memplan.trace.session import Target
+from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions, build_of, copy_module
 
 Change = Callable[[dict[str, nn.Module]], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from memplan.simulation.liveness import live_at, simulate
+from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.model import Form, Op, Storage, Trace, at_least
 
 

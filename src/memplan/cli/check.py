@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import StepArguments, advised, describe, step_options
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
@@ -97,7 +97,7 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tupl
     from memplan.checks.check import check_trace, record_again
     from memplan.checks.mending import Remaker
     from memplan.trace.json import load_trace
-    from memplan.trace.session import choose_target
+    from memplan.trace.recording.session import choose_target
 
     if given.settings:
         raise InputError("--settings for check", expected="no such option: nothing here hangs on it", do="Leave it out")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import StepArguments, describe
 from memplan.cli.progress import progress
 from memplan.cli.sides import for_one, pair_options
@@ -15,7 +15,7 @@ from memplan.cli.targets import contained
 from memplan.errors import InputError, TargetError
 
 if TYPE_CHECKING:
-    from memplan.studies.compare import Given
+    from memplan.studies.comparisons.compare import Given
 
 HELP = """Hold two steps against each other: bytes by cause and by layer, time, outputs.
 
@@ -65,7 +65,7 @@ def command(a: str, b: str | None, really: bool, top: int, json_file: str | None
             do="Name another B, or say what differs: --b-precision bf16, --b-arg NAME=VALUE",
         )
     from memplan.reports.compare import dumps, print_comparison
-    from memplan.studies.compare import compare_given
+    from memplan.studies.comparisons.compare import compare_given
 
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
         titles = _titles(sides)
@@ -99,7 +99,7 @@ def _title(side: StepArguments, other: StepArguments) -> str:
 
 
 def _given(side: StepArguments, title: str) -> Given:
-    from memplan.studies.compare import Given
+    from memplan.studies.comparisons.compare import Given
 
     if not _is_file(side.target):
         with contained(side.target):
@@ -118,7 +118,7 @@ def _given(side: StepArguments, title: str) -> Given:
 
 def _check_file(path: str) -> None:
     """Raises TargetError: there is no such file."""
-    from memplan.studies.sides import split_point
+    from memplan.studies.comparisons.sides import split_point
 
     path = split_point(path)[0]
     if not os.path.isfile(path):
@@ -130,7 +130,7 @@ def _check_file(path: str) -> None:
 
 def _is_file(target: str) -> bool:
     """Whether a target is what memplan wrote, or a point in it, rather than code."""
-    from memplan.studies.sides import split_point
+    from memplan.studies.comparisons.sides import split_point
 
     target = split_point(target)[0]
     return is_trace(target) or (":" not in target and not target.endswith(".py") and os.path.isfile(target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memplan.cli.explain import check_writable, write
+from memplan.cli.files import check_writable, write
 from memplan.cli.options import DEBUG
 
 HELP = """List the cards that memplan knows, or show one with the source of each figure.

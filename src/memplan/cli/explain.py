@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import stat
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import Described, StepArguments, advised, describe, step_options
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
@@ -113,8 +110,8 @@ def _does_not_fit(explanation: Explanation) -> bool:
 
 
 def _write_snapshot(path: str, trace: Trace, explanation: Explanation, settings: str | None) -> None:
-    from memplan.simulation.memory_viz import frames_of, write_snapshot
-    from memplan.simulation.settings import parse_settings
+    from memplan.simulation.allocator.settings import parse_settings
+    from memplan.simulation.snapshots.write import frames_of, write_snapshot
 
     causes = {storage.id: storage.cause for storage in trace.counted}
     used = parse_settings(settings or "")
@@ -136,24 +133,13 @@ def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
 _MEASURE = "Add --measure, which really runs the step (in Python: memplan.measure)"
 
 
-def is_trace(target: str) -> bool:
-    """Whether a target is a file that --trace wrote, by its name or by how it begins."""
-    if target.endswith(".json"):
-        return True
-    try:
-        with open(target, encoding="utf-8") as file:
-            return file.read(24).startswith('{"format":"memplan.trace')
-    except (OSError, ValueError):
-        return False
-
-
 def _explain_target(described: Described, given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
     from memplan.explanation.explain import explain_trace
     from memplan.explanation.grad import beside_training
     from memplan.explanation.scaling import scaled
     from memplan.trace.measure import measure
     from memplan.trace.record import record_for
-    from memplan.trace.session import choose_target
+    from memplan.trace.recording.session import choose_target
 
     if really:
         trace = measure(described.build(), device=given.device)
@@ -207,36 +193,3 @@ def _warn_of_branches(explanation: Explanation) -> int:
     )
     click.echo(f"memplan: {message}", err=True)
     return 2
-
-
-def check_writable(path: str | None, option: str) -> None:
-    """See that a file can be written before the work for it is done.
-
-    Raises:
-        InputError: its folder does not exist or takes no new file, or it is a folder itself.
-    """
-    if path is None or path == "-":
-        return
-    folder = Path(path).resolve().parent
-    if os.path.isdir(path):
-        found = f"{option} {path} is a folder"
-    elif not folder.is_dir():
-        found = f"{option} {path}: there is no folder {folder}"
-    elif not os.access(folder, os.W_OK):
-        found = f"{option} {path}: the folder {folder} cannot be written to"
-    else:
-        return
-    raise InputError(found, expected="a file in a folder that can be written to", do="Choose another path")
-
-
-def write(path: str, text: str) -> None:
-    """Write a file in one move; ``-`` is stdout, and a pipe or a device is written to as it is."""
-    from memplan.trace.json import write_whole
-
-    if path == "-":
-        sys.stdout.write(text)
-    elif os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):  # /dev/null must stay what it is
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    else:
-        write_whole(os.path.realpath(path), text)

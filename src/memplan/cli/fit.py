@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.explain import check_writable, write
+from memplan.cli.files import check_writable, write
 from memplan.cli.options import Described, StepArguments, advised, describe, step_options
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
@@ -26,7 +26,7 @@ from memplan.errors import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from memplan.planning.plan import Plan
+    from memplan.planning.plan.plan import Plan
     from memplan.reports.fit import Outcome
     from memplan.reports.frontier import Frontier
 
@@ -202,7 +202,7 @@ def _check_budget(text: str) -> None:
 
 def _read_plan(path: str, budget: str | None) -> Plan:
     from memplan._bytes import format_bytes, parse_bytes
-    from memplan.planning.plan import load_plan
+    from memplan.planning.plan.plan import load_plan
 
     try:
         plan = load_plan(path)
@@ -298,11 +298,12 @@ def _frontier(
     """Plans from all kept to the floor, whatever the budget, and what others take where that is asked for."""
     from torch import nn
 
-    from memplan.planning.costs import step_seconds
-    from memplan.planning.planner import Planner, Settings
+    from memplan.planning.cost.op_timing import step_seconds
+    from memplan.planning.planner import Planner
     from memplan.planning.request import request
+    from memplan.planning.settings import Settings
     from memplan.reports.frontier import Frontier, Point
-    from memplan.verification.peer_trials import measure_peers
+    from memplan.verification.peers.trials import measure_peers
 
     call = _call_options(described, given)
     settings = Settings(

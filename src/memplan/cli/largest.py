@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.explain import check_writable, write
+from memplan.cli.files import check_writable, write
 from memplan.cli.options import StepArguments, advised, step_options
 from memplan.cli.progress import line
 from memplan.cli.sweep import described_at, subject_of
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
-    from memplan.studies.largest import Largest
-    from memplan.studies.window import Window
+    from memplan.studies.axes.sliding_window import Window
+    from memplan.studies.capacity.largest import Largest
 
 HELP = """Find the largest batch, size or sequence that fits a card or a budget, without trying it on a GPU.
 
@@ -72,7 +72,7 @@ def command(
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.largest import dumps, print_largest
-    from memplan.studies.room import room_of
+    from memplan.studies.capacity.limit import room_of
 
     arguments = StepArguments(**given)
     check_writable(json_file, "--json")
@@ -91,7 +91,7 @@ def command(
 def _found(given: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
     from dataclasses import replace
 
-    from memplan.studies.largest import find_largest
+    from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
     subject = subject_of(described_at(given, None, vary), given)
@@ -106,7 +106,7 @@ def _found(given: StepArguments, axis: str, room: Any, window: Window | None, op
 
 
 def _window(text: str | None, overlap: float, batch: int) -> Window | None:
-    from memplan.studies.window import Window
+    from memplan.studies.axes.sliding_window import Window
 
     if text is None:
         if overlap != 0.25 or batch != 1:

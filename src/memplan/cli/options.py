@@ -17,7 +17,7 @@ from memplan.errors import InputError, MemplanError, StepError, TargetError
 if TYPE_CHECKING:
     import torch
 
-    from memplan.trace.session import Build
+    from memplan.trace.recording.session import Build
     from memplan.trace.step import StepOptions
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")

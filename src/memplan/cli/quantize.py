@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import StepArguments, advised, describe
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
@@ -32,7 +32,7 @@ def quantize(
     _check(given, weights, activations, others)
     check_writable(json_file, "--json")
     from memplan.reports.quantize import dumps, print_quantized
-    from memplan.studies.quantize import quantize_step
+    from memplan.studies.quantization.quantize import quantize_step
 
     with progress(f"quantizing and running {given.target}"), contained(given.target):
         described = describe(given)

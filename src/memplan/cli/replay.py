@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from memplan.cli.explain import check_writable, write
+from memplan.cli.files import check_writable, write
 from memplan.cli.options import DEBUG
 from memplan.cli.progress import progress
 from memplan.errors import InputError
@@ -52,9 +52,9 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan._bytes import parse_bytes
-    from memplan.simulation.cases import cases
-    from memplan.simulation.replay import replay
-    from memplan.simulation.settings import parse_settings
+    from memplan.simulation.allocator.settings import parse_settings
+    from memplan.simulation.replays.replay import replay
+    from memplan.simulation.replays.side_by_side import cases
 
     check_writable(json_file, "--json")
     others = [parse_settings(text) for text in settings]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.explain import check_writable, is_trace, write
+from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import Described, StepArguments, advised, describe, step_options, without
 from memplan.cli.parsing import named, parameters
 from memplan.cli.progress import bar
@@ -15,9 +15,9 @@ from memplan.cli.targets import ByName, resolve
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
-    from memplan.studies.axes import Axis
-    from memplan.studies.subject import Subject
-    from memplan.studies.sweep import Sweep
+    from memplan.studies.axes.axes import Axis
+    from memplan.studies.axes.subject import Subject
+    from memplan.studies.sweeps.sweep import Sweep
 
 Values = tuple[Any, ...]
 
@@ -65,7 +65,7 @@ def command(
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.sweep import check_drawable, picture, print_sweep
-    from memplan.studies.ranges import values_of
+    from memplan.studies.axes.ranges import values_of
 
     check_writable(json_file, "--json")
     check_writable(chart_file, "--chart")
@@ -96,9 +96,9 @@ def _sweep(
     given: StepArguments, own: dict[str, Values], vary: dict[str, Values], layers: list[tuple[str, Values]],
     jobs: int | None,
 ) -> Sweep:  # fmt: skip
-    from memplan.studies.axes import Argument, axis_of
-    from memplan.studies.sweep import swept
-    from memplan.trace.session import choose_target
+    from memplan.studies.axes.axes import Argument, axis_of
+    from memplan.studies.sweeps.sweep import swept
+    from memplan.trace.recording.session import choose_target
 
     described = described_at(given, own.get("batch"), vary)
     subject = subject_of(described, given)
@@ -138,14 +138,14 @@ def described_at(given: StepArguments, batches: Values | None, vary: dict[str, V
 
 def subject_of(described: Described, given: StepArguments) -> Subject:
     """What an axis changes a part of."""
-    from memplan.studies.subject import Subject
+    from memplan.studies.axes.subject import Subject
 
     return Subject(ByName(given.target), described.options, described.arguments)
 
 
 def _layers(text: str) -> tuple[str, Values]:
     """``LAYERS.NAME=VALUES`` as the axis's name and its values."""
-    from memplan.studies.ranges import values_of
+    from memplan.studies.axes.ranges import values_of
 
     place, equals, values = text.partition("=")
     pattern, dot, attribute = place.strip().rpartition(".")

@@ -1,6 +1,6 @@
 """How each card of the catalogue hangs on its host: PCIe, of which generation and how many lanes.
 
-What copies really reach is less than what the standard allows: see `memplan.planning.roofline.LINK_SHARE`.
+What copies really reach is less than what the standard allows: see `memplan.planning.graph.roofline.LINK_SHARE`.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from memplan._bytes import format_bytes
 from memplan.devices import Device, catalogue
 from memplan.explanation.model import Answer, CardUse, Charge, Verdict
-from memplan.simulation.bounds import reserved_bounds
-from memplan.simulation.caching import fits
-from memplan.simulation.liveness import live_at, simulate
-from memplan.simulation.model import Timeline
-from memplan.simulation.settings import parse_settings
+from memplan.simulation.allocator.settings import parse_settings
+from memplan.simulation.on_card import fits
+from memplan.simulation.simulate import live_at, simulate
+from memplan.simulation.timeline import Timeline
+from memplan.simulation.workspace_bounds import reserved_bounds
 from memplan.trace.model import Trace, at_least
 
 _NOT_MODELLED = (
@@ -90,18 +89,3 @@ def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[str, int]:
 def levels_at(timeline: Timeline, tick: int) -> tuple[int, int]:
     """Bytes allocated and reserved after an event."""
     return next(((a, r) for t, a, r in timeline.events if t == tick), (0, 0))
-
-
-def verdict_sentence(use: CardUse) -> str:
-    """Whether the step fits on its card, and which is the smallest that it fits on."""
-    verdict = use.verdict
-    needs = format_bytes(verdict.low)
-    if verdict.low != verdict.high:
-        needs += f" to {format_bytes(verdict.high)}"
-    words = {"fits": "fits", "low only": "fits in the low case, not in the high one", "does not fit": "does not fit"}
-    smallest = (
-        f"the smallest card with these kernels that it fits on: {use.smallest}"
-        if use.smallest
-        else "with these kernels it fits on no card known here"
-    )
-    return f"{words[verdict.answer]} on {verdict.title}: needs {needs} of {format_bytes(verdict.capacity)}; {smallest}"

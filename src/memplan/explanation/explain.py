@@ -14,14 +14,13 @@ from memplan.errors import DeviceError, InputError
 from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.grad import beside_training
 from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
-from memplan.explanation.model import Explanation, PeakRow
+from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.scaling import scaled
-from memplan.explanation.text import headline
-from memplan.simulation.liveness import live_at, simulate
-from memplan.simulation.model import Timeline
+from memplan.simulation.simulate import live_at, simulate
+from memplan.simulation.timeline import Timeline
 from memplan.trace.model import CAUSES, HOST, Op, Trace, at_least
 from memplan.trace.record import record_for
-from memplan.trace.session import choose_target
+from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions, build_of
 
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")

@@ -8,10 +8,10 @@ from memplan._bytes import format_bytes
 from memplan.errors import MemplanError
 from memplan.explanation.layers import fullest
 from memplan.explanation.model import Explanation
-from memplan.simulation.liveness import live_at
+from memplan.simulation.simulate import live_at
 from memplan.trace.model import Trace, at_least
 from memplan.trace.record import record_for
-from memplan.trace.session import Build, Target
+from memplan.trace.recording.session import Build, Target
 
 
 def beside_training(explanation: Explanation, build: Build, target: Target) -> Explanation:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from memplan.explanation.formulas import formulas, needing
 from memplan.explanation.model import LayerRow, SavedRow
-from memplan.simulation.liveness import live_at
+from memplan.simulation.simulate import live_at
 from memplan.trace.model import Op, Sharer, Storage, Trace
 
 OUTSIDE = "(outside of layers)"

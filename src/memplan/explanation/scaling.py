@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from memplan.errors import MemplanError
 from memplan.explanation.model import Explanation, Line, Scaling
-from memplan.simulation.liveness import simulate
-from memplan.simulation.model import Timeline
+from memplan.simulation.simulate import simulate
+from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
-from memplan.trace.session import Build, Target
+from memplan.trace.recording.session import Build, Target
 
 _LARGE = 20_000
 """Events from which on the second recording runs one step, to halve its time."""

@@ -15,12 +15,12 @@ from memplan._bytes import parse_bytes
 from memplan.devices import find
 from memplan.devices.model import Device
 from memplan.errors import DeviceError, InputError, TargetError, UnitError, UsageError
-from memplan.planning.calls import Call, call_of
-from memplan.planning.home import Home, home_of
-from memplan.planning.losses import WithLoss
-from memplan.planning.planner import Allow, Engine, Settings
-from memplan.planning.precision import UNSCALED
-from memplan.planning.unseen import is_fake
+from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.capture.loss_module import WithLoss
+from memplan.planning.capture.side_effects import is_fake
+from memplan.planning.graph.placement import Home, home_of
+from memplan.planning.graph.precision import UNSCALED
+from memplan.planning.settings import Allow, Engine, Settings
 from memplan.trace.model import HOST
 from memplan.trace.step import StepOptions
 

@@ -8,8 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan.explanation.card import verdict_sentence
-from memplan.explanation.model import CardUse, Charge, Verdict
+from memplan.explanation.model import CardUse, Charge, Verdict, verdict_sentence
 from memplan.reports.columns import Column
 
 _LABELS = {

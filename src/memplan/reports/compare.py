@@ -11,12 +11,19 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
-from memplan.planning.plan import format_seconds
+from memplan._text import format_seconds, printable
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.studies.comparison import Comparison, LayerPair
-from memplan.studies.comparison_text import CAUSE_LABELS, by_one_measure, headline, remarks, seconds_sentence, signed
+from memplan.studies.comparisons.comparison import (
+    CAUSE_LABELS,
+    Comparison,
+    LayerPair,
+    by_one_measure,
+    headline,
+    remarks,
+    seconds_sentence,
+    signed,
+)
 
 FORMAT = "memplan.compare"
 SCHEMA = 1

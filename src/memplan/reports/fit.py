@@ -12,16 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
+from memplan._text import format_seconds, printable
 from memplan.errors import BudgetError
-from memplan.planning.plan import Plan, format_seconds
+from memplan.planning.plan.plan import Plan
 from memplan.reports import frontier as frontiers
 from memplan.reports import plan as plans
 from memplan.reports.columns import Column
 from memplan.reports.frontier import Frontier
 from memplan.reports.output import Page, print_parts
-from memplan.verification.proof import Proof
-from memplan.verification.rounding import overall
+from memplan.verification.proof.proof import Proof
+from memplan.verification.proof.rounding import overall
 
 FORMAT = "memplan.fit"
 SCHEMA = 1

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
+from memplan._text import format_seconds, printable
 from memplan.errors import InputError, UsageError
-from memplan.planning.plan import format_seconds
 from memplan.reports.columns import Column
 from memplan.reports.output import Page
-from memplan.verification.peer_trials import PeerResult
+from memplan.verification.peers.trials import PeerResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

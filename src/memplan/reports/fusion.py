@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import printable
-from memplan.planning.fusion import Fusion, Group
+from memplan.planning.plan.fusion import Fusion, Group
 from memplan.reports.columns import Column
 from memplan.reports.output import Page
 from memplan.trace.model import HOST

@@ -11,11 +11,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
-from memplan.planning.plan import format_seconds
+from memplan._text import format_seconds, printable
 from memplan.reports.columns import Column
 from memplan.reports.output import Page, print_parts
-from memplan.studies.largest import Largest, Tried
+from memplan.studies.capacity.largest import Largest, Tried
 
 _REASONS = 3
 """Of values that failed, that are told of; the rest is in the JSON file."""

@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable
-from memplan.planning.plan import Decision, Plan, format_seconds
+from memplan._text import format_seconds, printable
+from memplan.planning.plan.plan import Decision, Plan
 from memplan.reports import fusion
 from memplan.reports.columns import Column, fit
 from memplan.reports.output import Page, print_parts

@@ -15,8 +15,7 @@ from memplan._text import printable
 from memplan.reports.columns import Column
 from memplan.reports.compare import by_cause
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.studies.quantized import Layer, Quantized
-from memplan.studies.quantized_text import sentences
+from memplan.studies.quantization.quantized import Layer, Quantized, sentences
 
 FORMAT = "memplan.quantized"
 SCHEMA = 1

@@ -13,13 +13,13 @@ from rich.text import Text
 from memplan._bytes import format_bytes
 from memplan.reports.columns import Column
 from memplan.reports.output import Page, print_parts
-from memplan.simulation.cases import Cases, grouped
-from memplan.simulation.model import DEFAULT_POOL, Pool
-from memplan.simulation.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
-from memplan.simulation.pickles import shown
-from memplan.simulation.replay import Replay
-from memplan.simulation.settings import AllocatorSettings
-from memplan.simulation.snapshot import Frame
+from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.replays.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
+from memplan.simulation.replays.replayed import Replay
+from memplan.simulation.replays.side_by_side import Cases, grouped
+from memplan.simulation.snapshots.read import Frame
+from memplan.simulation.snapshots.safe_pickle import shown
+from memplan.simulation.timeline import DEFAULT_POOL, Pool
 
 _DIFFERENCES = 3
 _CLASSES = {0: "up to 1 MiB", 1: "1-2 MiB", 2: "2-10 MiB", 10: "10-20 MiB", 20: "20-100 MiB", 100: "100-500 MiB"}

@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from memplan.simulation.cases import Cases, grouped
-from memplan.simulation.exact import OutOfMemoryEvent
-from memplan.simulation.out_of_memory import OomExplanation
-from memplan.simulation.replay import Replay
+from memplan.simulation.replays.exact import OutOfMemoryEvent
+from memplan.simulation.replays.out_of_memory import OomExplanation
+from memplan.simulation.replays.replayed import Replay
+from memplan.simulation.replays.side_by_side import Cases, grouped
 
 
 def dumps(cases: Cases) -> str:

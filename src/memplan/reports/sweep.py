@@ -18,9 +18,9 @@ from memplan.errors import InputError, UsageError
 from memplan.reports.columns import Column
 from memplan.reports.frontier import FORMATS
 from memplan.reports.output import Page, print_parts
-from memplan.studies.fits import place_of, shown
-from memplan.studies.points import PARTS
-from memplan.studies.sweep import Sweep
+from memplan.studies.sweeps.fits import place_of, shown
+from memplan.studies.sweeps.points import PARTS
+from memplan.studies.sweeps.sweep import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

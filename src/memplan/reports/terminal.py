@@ -14,8 +14,7 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import printable
-from memplan.explanation.model import Explanation, LayerRow
-from memplan.explanation.text import LABELS, peak_sentence, scaling_sentence, workspace_sentence
+from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_sentence, scaling_sentence, workspace_sentence
 from memplan.reports.card import charge_columns, sums_from, verdict_lines
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts

@@ -13,9 +13,9 @@ from memplan import _torch
 from memplan._bytes import parse_bytes
 from memplan.errors import UsageError
 from memplan.planning.planner import Planner as StepPlanner
-from memplan.planning.planner import Settings
+from memplan.planning.settings import Settings
 from memplan.rewriting.install import Planner, install
-from memplan.trace.place import format_frame
+from memplan.trace.recording.place import format_frame
 
 _told: set[tuple[str, int]] = set()
 _ITEM = "call_method", "item"

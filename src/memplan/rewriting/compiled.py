@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memplan._torch import inductor
 from memplan.errors import CompileError
-from memplan.planning.fused import Fused, Halves, Part, lowering
+from memplan.planning.inductor.partition import Fused, Halves, Part, lowering
 
 
 def compiled(of: Fused) -> Halves:

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.planning.calls import Call
-from memplan.planning.capture import TRAINING_NORM, Captured
-from memplan.planning.graph import RESIDENT, JointGraph, Value, refs
-from memplan.planning.program import gives, program, read_in_backward
-from memplan.planning.schedule import Action, Schedule
+from memplan.planning.capture.capture import TRAINING_NORM, Captured
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.graph.joint_graph import RESIDENT, JointGraph, Value, refs
+from memplan.planning.schedule.actions import Action
+from memplan.planning.schedule.codegen import gives, program, read_in_backward
+from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.chain import Chain, Tangent
 
 _STATISTICS = slice(3, 5)
@@ -26,7 +27,7 @@ _STATISTICS = slice(3, 5)
 
 
 class Functions(Protocol):
-    """The two functions of a planned step, as `memplan.planning.program` describes them."""
+    """The two functions of a planned step, as `memplan.planning.schedule.codegen` describes them."""
 
     def forward(self, inputs: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs, and what is saved."""

@@ -15,10 +15,10 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import CompileError, RecordingError, TargetError
-from memplan.planning.calls import Call, call_of
-from memplan.planning.capture import Captured, is_capturing
-from memplan.planning.fused import Fused, fused
-from memplan.planning.schedule import Schedule
+from memplan.planning.capture.capture import Captured, is_capturing
+from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.inductor.partition import Fused, fused
+from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.engine import Engine
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.planning.calls import Call
+from memplan.planning.capture.flat_call import Call
 from memplan.rewriting.readable import PLAIN, Found, Readable, told
 from memplan.trace.structure import TENSOR, Holder, Structure
 

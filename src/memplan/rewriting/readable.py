@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.planning.unseen import computed
+from memplan.planning.capture.side_effects import computed
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
          torch.memory_format, enum.Enum)  # fmt: skip

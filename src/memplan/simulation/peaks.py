@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from memplan.simulation.model import AllocatorEvent, Segment, StepPeak, Timeline
+from memplan.simulation.timeline import AllocatorEvent, Segment, StepPeak, Timeline
 
 Level = tuple[int, int, int]
 """(tick, allocated, reserved)."""

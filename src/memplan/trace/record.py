@@ -11,16 +11,17 @@ import torch
 
 from memplan import _torch
 from memplan.devices import catalogue
-from memplan.trace import card
-from memplan.trace.card.residence import Card, NamedLate, NothingNamed, OnCard
-from memplan.trace.causes import finish
+from memplan.trace import fake_cuda
+from memplan.trace.fake_cuda.residence import Card, NamedLate, NothingNamed, OnCard
 from memplan.trace.model import HOST, Trace
-from memplan.trace.observer import Observer
-from memplan.trace.place import Place
-from memplan.trace.semantics import cpu, cuda
-from memplan.trace.semantics.extra import Semantics
-from memplan.trace.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
-from memplan.trace.standins import Standins
+from memplan.trace.recording.causes import finish
+from memplan.trace.recording.observer import Observer
+from memplan.trace.recording.place import Place
+from memplan.trace.recording.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
+from memplan.trace.recording.stand_ins import Standins
+from memplan.trace.semantics.cpu import table as cpu
+from memplan.trace.semantics.cuda import table as cuda
+from memplan.trace.semantics.kinds import Semantics
 
 Known = Callable[[Semantics], Semantics]
 """Of a device's semantics, the same with what is known besides of its kernels."""
@@ -99,7 +100,9 @@ class _Recording:
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             stack.enter_context(self._standins.installed())
             if self._card is not None and self._target.card is not None:
-                composites = stack.enter_context(card.installed(self._card, self._target.card, self._standins.chosen))
+                composites = stack.enter_context(
+                    fake_cuda.installed(self._card, self._target.card, self._standins.chosen)
+                )
                 self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
             observer.calibrate()

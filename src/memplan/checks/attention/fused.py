@@ -23,7 +23,7 @@ from memplan.checks.attention.einsum import arranged
 from memplan.checks.attention.written import EMPTY, KEPT_SHAPE, SOFTMAX, VIEWS, Attention, site
 from memplan.checks.fields.walk import base_name
 from memplan.trace.model import HOST, Storage, Trace
-from memplan.trace.place import format_frame, user_frame
+from memplan.trace.recording.place import format_frame, user_frame
 
 _ATEN = torch.ops.aten
 _STAND_IN = "aten.empty_permuted.default"

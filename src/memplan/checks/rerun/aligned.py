@@ -11,7 +11,7 @@ from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.model import Op, Storage, Trace
 from memplan.trace.record import record_for
-from memplan.trace.session import choose_target
+from memplan.trace.recording.session import choose_target
 
 
 def changed(trace: Trace, changes: Changes) -> Trace | Unmended:

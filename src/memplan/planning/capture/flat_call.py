@@ -1,0 +1,233 @@
+"""A call of a model as flat tensors: what a graph is captured from, and what the engine is called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.errors import UsageError
+from memplan.planning.capture.loss_module import differentiable
+from memplan.trace.structure import Structure, take_apart
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments taken apart: tensors in order, and how they and the constants among them are put together."""
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: Structure
+
+    def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments with these tensors."""
+        return self.structure.rebuild(tensors)
+
+    def name_of(self, number: int) -> str:
+        """The argument that a tensor is in, for people: ``argument attention_mask``, ``argument 0``."""
+        marks = [object() for _ in self.tensors]
+        args, kwargs = self.structure.rebuild(marks)
+        for name, part in (*enumerate(args), *kwargs.items()):
+            if any(leaf is marks[number] for leaf in _torch.tree_leaves(part)):
+                return f"argument {name}"
+        return f"input {number}"
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """What is no tensor, in order."""
+        return tuple(self.structure.constants())
+
+    @property
+    def aliases(self) -> tuple[int, ...]:
+        """For each tensor the first one that shares its memory: calls that differ here are different steps."""
+        first: dict[int, int] = {}
+        return tuple(first.setdefault(_memory(tensor), at) for at, tensor in enumerate(self.tensors))
+
+
+def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Take arguments apart."""
+    return Call(*take_apart((tuple(args), dict(kwargs))))
+
+
+@dataclass(frozen=True)
+class Returned:
+    """How a model's output is put together from the tensors that its graph returns."""
+
+    structure: Structure
+    order: tuple[int, ...]
+    """For each tensor of the output: which of the graph's outputs it is."""
+    cut: tuple[int, ...] = ()
+    """Outputs of the graph that have a gradient in the model, but none here: the loss does not read them."""
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The output with these tensors, the graph's outputs in order."""
+        return self.structure.rebuild([tensors[at] for at in self.order])
+
+
+class Flat(nn.Module):
+    """A model as a function from tensors to a tuple of tensors. It shares the model, and changes nothing of it.
+
+    Its parameters and buffers are the model's, each once, under numbers (`paths`). While it runs, the model has in
+    their place what the caller put in the place of its own; so tied parameters are one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        around: Callable[[], AbstractContextManager[Any]],
+        finished: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
+        like: Structure | None = None,
+    ) -> None:
+        super().__init__()
+        self._finished, self._like = finished, like
+        """Makes the outputs what the caller expects, whatever the call computes in; and how they are put together then,
+        since objects that hold tensors can note their dtype."""
+        self.dtypes: tuple[torch.dtype, ...] = ()
+        """Of the outputs of the last call, before that."""
+        self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
+        self._call, self._around = call, around
+        self.paths: dict[str, str] = {}
+        """By name of a parameter or buffer of this module: its name in the model."""
+        for path, parameter in model.named_parameters():
+            self.register_parameter(self._number(path), parameter)
+        for path, buffer in model.named_buffers():
+            self.register_buffer(self._number(path), buffer)
+        self.returned: Returned | None = None
+        """Of the last call, as is ``written``."""
+        self.written: tuple[str, ...] = ()
+        """Names in the model of the buffers whose new values are returned after the outputs."""
+
+    @property
+    def hooked(self) -> frozenset[str]:
+        """Names in the model of parameters with hooks that run once their gradient was added to ``.grad``."""
+        return frozenset(self.paths[name] for name, one in self.named_parameters() if _torch.has_gradient_hooks(one))
+
+    def _number(self, path: str) -> str:
+        name = f"tensor_{len(self.paths)}"
+        self.paths[name] = path
+        return name
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the model. Each tensor is returned once; what the loss does not read is detached."""
+        args, kwargs = self._call.rebuild(tensors)
+        state = {path: getattr(self, name) for name, path in self.paths.items()}
+        with self._around():
+            output = self._bare[0].called(state, args, kwargs)
+        found, structure = take_apart(output)
+        self.dtypes = tuple(tensor.dtype for tensor in found)
+        finished = self._finished(found)
+        if self._like or any(one is not other for one, other in zip(finished, found, strict=True)):
+            output = (self._like or structure).rebuild(finished)
+            found, structure = take_apart(output)
+        unique = list({id(tensor): tensor for tensor in found}.values())
+        place = {id(tensor): at for at, tensor in enumerate(unique)}
+        wanted = {id(tensor) for tensor in differentiable(output)}
+        self.returned = Returned(
+            structure,
+            tuple(place[id(tensor)] for tensor in found),
+            tuple(at for at, one in enumerate(unique) if one.requires_grad and id(one) not in wanted),
+        )
+        taken = {_base(tensor) for tensor in (*tensors, *state.values())}
+        replaced = self._bare[0].replaced
+        self.written = tuple(replaced)
+        changed = {_memory(state[path]) for path in replaced}
+        return (
+            *(_alone(one, taken) if id(one) in wanted else _before(one, changed) for one in unique),
+            *(_before(buffer, changed) for buffer in replaced.values()),
+        )
+
+
+def _alone(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """An output that shares no memory with those before it, nor with what is handed in, as far as autograd knows."""
+    if _base(tensor) in taken:
+        return tensor.clone()
+    taken.add(_base(tensor))
+    return tensor
+
+
+def _before(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
+    """A tensor without a gradient, as it is now: a copy where it looks into a buffer that gets a new value."""
+    return tensor.detach().clone() if _memory(tensor) in changed else tensor.detach()
+
+
+def _base(tensor: torch.Tensor) -> int:
+    return id(_torch.viewed(tensor))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    strided = tensor.layout == torch.strided and tensor.numel() > 0
+    return _torch.storage_key(tensor.untyped_storage()) if strided else id(tensor)
+
+
+class _Bare(nn.Module):
+    """A model without its own hooks: those run around the planned step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._state: Mapping[str, torch.Tensor] = {}
+        self.replaced: dict[str, torch.Tensor] = {}
+        """Buffers in whose place forward() put another tensor."""
+
+    def called(self, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output with these tensors in place of its parameters and buffers."""
+        self._state = state
+        try:
+            own = {id(one): state[path] for path, one in self._own() if path in state}
+            with _torch.tensors_replaced(self.model, own):
+                return self(*args, **kwargs)
+        finally:
+            self._state = {}
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self.model.named_parameters()
+        yield from self.model.named_buffers()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, and see what it put in the place of its buffers."""
+        for hook in _torch.pre_hooks(self.model):
+            if is_transparent(hook):
+                hook(self.model, args)
+        output = self.model.forward(*args, **kwargs)
+        self.replaced = {
+            path: buffer
+            for path, buffer in self.model.named_buffers()
+            if path in self._state and buffer is not self._state[path]
+        }
+        for path, buffer in self.replaced.items():
+            _check_replaced(path, self._state[path], buffer)
+        return output
+
+
+def _check_replaced(path: str, before: torch.Tensor, after: torch.Tensor) -> None:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        raise UsageError(
+            f"forward() puts {_kind(after)} in the place of the buffer {path}, {_kind(before)}",
+            expected="buffers that keep their shape and dtype",
+            do="Keep what changes its shape out of forward()",
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+_PURE = ("make_inputs_require_grads", "make_inputs_require_grad")
+"""Hooks of transformers and peft that only say that an output needs a gradient."""
+
+
+_MADE_BY = ("torch.nn.utils.", "transformers.utils.output_capturing")
+"""Modules whose hooks are no more than a part of forward(): the second collects hidden states for what is returned,
+as long as the call lasts."""
+
+
+def is_transparent(hook: Any) -> bool:
+    """Whether a hook has no effect but on what passes it, or on what the call returns: torch's own, that compute a
+    weight, and the like."""
+    made_by = getattr(hook, "__module__", "") or type(hook).__module__
+    return made_by.startswith(_MADE_BY) or getattr(hook, "__name__", "") in _PURE

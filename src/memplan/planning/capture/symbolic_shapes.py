@@ -1,0 +1,130 @@
+"""Calls that differ in sizes alone: captured once with symbols for the sizes, planned once.
+
+The second call of a kind is traced with symbols for the sizes in which it differs from the first. From then on a graph
+is a matter of numbers; where torch's guards say that other sizes lead to another graph, it is captured by itself. (In
+torch 2.11 that is so for every size of a network with attention on the CPU: it asks for the sizes as numbers.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from memplan import _torch
+from memplan.planning.capture.capture import Captured, SymbolicError, capture, capture_symbolic, read
+from memplan.planning.capture.flat_call import Call, Flat
+from memplan.planning.graph.precision import EXACT, Precision
+
+_log = logging.getLogger("memplan")
+
+Sizes = tuple[tuple[int, ...], ...]
+"""The shapes of a call's tensors."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """A captured call with symbols for sizes."""
+
+    symbolic: _torch.Symbolic
+    flat: Flat
+    precision: Precision = EXACT
+    relaid: bool = False
+
+    def at(self, call: Call) -> Captured | None:
+        """What capturing the call would give; None where its sizes lead to another graph."""
+        joint = self.symbolic.at(call.tensors)
+        if joint is None:
+            return None
+        return replace(read(joint, self.flat, call, precision=self.precision), relaid=self.relaid)
+
+
+class _Kind:
+    """What is known of the calls that differ in sizes alone."""
+
+    def __init__(self) -> None:
+        self.seen: list[Sizes] = []
+        self.template: Template | None = None
+        self.varying: list[frozenset[int]] = []
+        """The dimensions that are symbols in it, by tensor."""
+
+
+class Shapes:
+    """Captures the calls of one module.
+
+    Args:
+        module: whose calls they are.
+        kind: tells kinds of calls, and states of the module, from others; whatever the sizes of the call's tensors.
+        precision, relaid: as for `capture`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        kind: Callable[[Call], Hashable],
+        precision: Precision = EXACT,
+        *,
+        relaid: bool = False,
+    ) -> None:
+        self._module, self._kind, self._precision, self._relaid = module, kind, precision, relaid
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def known(self, call: Call) -> None:
+        """Somebody else captured this call, or will."""
+        self._of(call).seen.append(_sizes(call))
+
+    def captured(self, call: Call) -> Captured:
+        """As `capture`."""
+        kind = self._of(call)
+        found = None if kind.template is None else kind.template.at(call)
+        if found is None and self._renewed(kind, call) and kind.template is not None:
+            found = kind.template.at(call)
+        kind.seen.append(_sizes(call))
+        return capture(self._module, call, self._precision, relaid=self._relaid) if found is None else found
+
+    def _of(self, call: Call) -> _Kind:
+        about = tuple((one.dim(), one.dtype, one.device, one.requires_grad) for one in call.tensors)
+        return self._kinds.setdefault((self._kind(call), about, call.aliases), _Kind())
+
+    def _renewed(self, kind: _Kind, call: Call) -> bool:
+        """Whether there is a new template: one in which more sizes are symbols than in the last."""
+        varying = _varying([*kind.seen, _sizes(call)])
+        if varying == kind.varying or not any(varying) or not _distinct(call, kind.seen, varying):
+            return False
+        kind.varying = varying
+        try:
+            traced = capture_symbolic(self._module, call, varying, self._precision, relaid=self._relaid)
+            kind.template = Template(*traced, self._precision, self._relaid)
+        except SymbolicError as error:
+            _log.debug("not traced with symbols for sizes: %s", error)
+            return False
+        return True
+
+
+def _sizes(call: Call) -> Sizes:
+    return tuple(tuple(tensor.shape) for tensor in call.tensors)
+
+
+def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
+    """The dimensions that are not the same in all of these, by tensor."""
+    return [
+        frozenset(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1)
+        for shapes in zip(*seen, strict=True)
+    ]
+
+
+def _distinct(call: Call, seen: Sequence[Sizes], varying: Sequence[frozenset[int]]) -> bool:
+    """Whether a call is one to learn from: sizes that are equal in it are equal in all calls, none is 0 or 1, which
+    torch takes for numbers, and its tensors share no memory."""
+    classes: dict[int, set[tuple[int, ...]]] = {}
+    for at, dims in enumerate(varying):
+        for dim in dims:
+            size = call.tensors[at].shape[dim]
+            classes.setdefault(size, set()).add(tuple(sizes[at][dim] for sizes in seen))
+    apart = call.aliases == tuple(range(len(call.tensors)))
+    return apart and all(len(found) == 1 for found in classes.values()) and min(classes) > 1
+
+
+# -- decisions

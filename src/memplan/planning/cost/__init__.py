@@ -1,0 +1,1 @@
+"""Seconds and workspaces of ops."""

@@ -1,0 +1,1 @@
+"""The joint graph: values, bytes, what is known without running."""

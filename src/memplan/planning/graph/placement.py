@@ -1,0 +1,83 @@
+"""Where a planned step runs: on the CPU, or on the one CUDA card that its parameters are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.devices import Device
+from memplan.errors import DeviceError
+from memplan.trace.model import HOST
+from memplan.trace.recording.session import Target, own_card
+
+BLOCK = 512
+"""Bytes: CUDA's caching allocator gives out multiples of these."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a step's tensors lie, and what computes it."""
+
+    name: str = HOST
+    """As torch calls it: ``cpu``, ``cuda:0``."""
+    card: Device | None = None
+    """None: the CPU."""
+
+    @property
+    def type(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return torch.device(self.name).type
+
+    def taken(self, size: int) -> int:
+        """Bytes that the allocator there gives out for so many."""
+        return size if self.card is None else blocks(size)
+
+    @property
+    def target(self) -> Target:
+        """What a step as it is is recorded for."""
+        return Target(HOST) if self.card is None else Target(self.card.name, self.card)
+
+
+def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
+    """The home of a step. Inputs may wait in host memory, as sizes or masks do: there they do not count.
+
+    Args:
+        step: what is planned.
+        tensors: what it is called with.
+
+    Raises:
+        DeviceError: parameters and buffers on several devices, inputs on another card, or a device that is neither.
+    """
+    places = {name: tensor.device for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+    places |= {f"input {number}": tensor.device for number, tensor in enumerate(tensors) if tensor.device.type != HOST}
+    apart = {place: name for name, place in reversed(places.items()) if place.type != "meta"}  # which stands for any
+    for place, name in apart.items():
+        if place.type not in (HOST, "cuda"):
+            raise DeviceError(
+                f"{name} is on {place}", expected="a module on the CPU or on a CUDA card", do="Move the module there"
+            )
+    if len(apart) > 1:
+        said = " and ".join(f"{name} on {place}" for place, name in sorted(apart.items(), key=lambda one: one[1]))
+        raise DeviceError(
+            said,
+            expected="a step that runs on one device: all of its parameters, buffers and inputs are there",
+            do="Move the module and its inputs to one device, by .to(device)",
+        )
+    place = next(iter(apart), torch.device(HOST))
+    return Home() if place.type == HOST else Home(str(place), own_card(place))
+
+
+def is_on_card(model: Any) -> bool:
+    """Whether something of a model is on a CUDA card."""
+    return isinstance(model, nn.Module) and any(
+        tensor.device.type == "cuda" for tensor in (*model.parameters(), *model.buffers())
+    )
+
+
+def blocks(size: int) -> int:
+    """Bytes of a block of CUDA's caching allocator for so many."""
+    return -(-size // BLOCK) * BLOCK

@@ -1,0 +1,1 @@
+"""Plans in fused kernels, which Inductor makes of each half."""

@@ -1,0 +1,323 @@
+"""A budget -> a step of fused kernels within it: planned op by op, judged by the code that is generated for it.
+
+The search counts every op's results, and knows nothing of fusion. What it finds is traced and lowered, and the bytes of
+the generated code decide: over the budget, the search aims lower by as much; with room left, higher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from memplan._torch import inductor
+from memplan.planning.cost.op_timing import step_seconds
+from memplan.planning.graph import op_schema
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.inductor.code_memory import fused_timeline
+from memplan.planning.inductor.partition import Fused, Part, as_fused, fused, lowering
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import base_level, levels
+from memplan.planning.schedule.scheduler import Schedule
+from memplan.planning.search.search import STEEP, Found, Infeasible, Search
+from memplan.simulation.timeline import Timeline
+
+FUSED_SHARE = 0.1
+"""What running a pointwise op again costs beside another in one kernel, of what it costs by itself: it reads and writes
+nothing of its own."""
+_AIMS = 4
+"""Candidates at most: each is lowered, which takes seconds."""
+_FILLED = 2
+"""Candidates at most to use room that these leave."""
+_SEARCHES = 8
+"""Budgets that are searched for at most: what was a candidate before costs nothing again."""
+_CLOSE = 0.02
+"""Room that is left alone: its share of what can be saved."""
+_UNDER, _BELOW = 0.1, 0.3
+"""The least is sought so far below the search's floor, too: shares of what is there beyond what is there all the time.
+By the second again and again, while the code keeps what was aimed at."""
+_RUNGS = 3
+"""So many times at most."""
+_WORTH = 0.005
+"""Share of a step's seconds that another candidate is to save, op by op: for less, none is lowered."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Choices, and what comes of them."""
+
+    fused: Fused
+    codes: Mapping[str, inductor.Code]
+    """By part of it, the code that Inductor writes."""
+    timeline: Timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs when."""
+        return self.fused.schedule
+
+    @property
+    def peak(self) -> int:
+        """Predicted, in bytes."""
+        return self.timeline.peak_reserved
+
+
+class Fusing:
+    """Steps of fused kernels for one graph, for any number of budgets.
+
+    Args:
+        search: on a graph with the costs of `as_fusible`.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self._search = search
+        self._known: dict[Choices, Candidate] = {}
+        self._aims: dict[Choices, int] = {}
+        """What was searched for when they were found."""
+        self._results: dict[int, Found | Infeasible] = {}
+        """What the search found, by what was searched for."""
+        self._seconds = step_seconds(search.graph)
+
+    @property
+    def known(self) -> tuple[Candidate, ...]:
+        """All that were looked at, in their order."""
+        return tuple(self._known.values())
+
+    def candidate(self, choices: Choices) -> Candidate:
+        """What comes of some choices."""
+        made = as_fused(self._search.graph, choices)
+        if made.choices not in self._known:
+            self._known[made.choices] = judged(made, self._search.around)
+        return self._known[made.choices]
+
+    def within(self, budget: int) -> Candidate | None:
+        """The fastest that keeps the budget, of a few that are looked at; None: not even the lowest keep it."""
+        known = self._fastest_known(budget) is not None
+        if not known and isinstance(self._within(budget), Infeasible) and not self._can_keep(budget):
+            return None
+        found = self._sought(budget)
+        if found is None and self._can_keep(budget):
+            found = self._fastest_known(budget)
+        return None if found is None else self._filled(found, budget)
+
+    def frontier(self, points: int) -> list[Found]:
+        """Plans from all kept to the least, with what their code takes: of all that were looked at, those that no other
+        beats in both bytes and seconds."""
+        made = [self.candidate(replace(one.choices, joined=True)) for one in self._search.frontier(points)]
+        made += [self.lowest, *self.known]  # in this order: to find the least, others are looked at
+        fastest, found = float("inf"), list[Found]()
+        for one in sorted(made, key=lambda one: (one.peak, one.schedule.seconds)):
+            if one.schedule.seconds < fastest:
+                fastest = one.schedule.seconds
+                found.append(Found(one.schedule.choices, one.peak, fastest, 0.0))
+        return found[::-1]
+
+    @cached_property
+    def lowest(self) -> Candidate:
+        """The least that there is."""
+        return min(self._low(), key=lambda one: one.peak)
+
+    def _low(self) -> Iterator[Candidate]:
+        """What may be the least: which of them is, their code says. The same whatever seconds were measured, and
+        whatever was looked at before, so that a budget that is refused with their least is kept once it is given."""
+        search = self._search.same_everywhere
+        found = search.floor()
+        aim, there = found.peak, base_level(search.graph, found.choices, search.around)
+        floor = self._looked_at(found, aim)
+        yield floor
+        if floor.peak > found.peak:  # where the highest are lower, there is room for what the code takes more
+            under = aim - int(_UNDER * (aim - there))
+            yield self.candidate(replace(search.nearest(under, STEEP).choices, joined=True))
+        for _ in range(_RUNGS):  # where one op takes much by itself, its code may take less than the others'
+            aim -= int(_BELOW * (aim - there))
+            one = self._looked_at(search.nearest(aim), aim)
+            yield one
+            if one.peak > aim:
+                break
+
+    def _can_keep(self, budget: int) -> bool:
+        return any(one.peak <= budget for one in self._low())
+
+    def _sought(self, budget: int) -> Candidate | None:
+        """The fastest that keeps the budget, by aiming at what may come to it."""
+        aims, best, known = Aims(budget, self._room), self._fastest_known(budget), len(self._known)
+        aim = aims.first(self._nearest(budget))
+        for _ in range(_SEARCHES):
+            found = self._found(aim)
+            if best is not None and not self._is_worth(found, best):
+                break
+            before = len(self._known)
+            one = self._looked_at(found, aim)
+            if found.peak > aim and one.peak > budget and len(self._known) == before:
+                break  # nor will what is aimed at below that be another
+            if one.peak <= budget:
+                best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
+                if _keeps_all(one) or budget - one.peak <= self._room:
+                    break
+            if len(self._known) - known >= _AIMS:
+                break
+            reached = self._reached(one)
+            aims = aims.seen(aim, reached, one.peak)
+            later = aims.next(aim, reached, one.peak)
+            if later is None:
+                break
+            aim = later
+        return best
+
+    def _filled(self, best: Candidate, budget: int) -> Candidate:
+        """What keeps the budget, with what it leaves of that used, where nothing that was aimed at came near."""
+        room = budget - best.peak
+        for _ in range(_FILLED):
+            if room <= self._room:
+                break
+            made = as_fused(self._search.graph, with_more_kept(best.schedule, room))
+            if made.choices in self._known or best.schedule.seconds - made.seconds <= _WORTH * self._seconds:
+                break
+            one = self.candidate(made.choices)
+            if one.peak <= budget:
+                best, room = one, budget - one.peak
+            else:
+                room -= one.peak - budget
+        return best
+
+    def _found(self, aim: int) -> Found:
+        """What keeps so many bytes op by op, or comes nearest to them: the code of that may take less."""
+        found = self._within(aim)
+        return self._search.nearest(aim) if isinstance(found, Infeasible) else found
+
+    def _within(self, aim: int) -> Found | Infeasible:
+        if aim not in self._results:
+            self._results[aim] = self._search.within(aim)
+        return self._results[aim]
+
+    def _looked_at(self, found: Found, aim: int) -> Candidate:
+        one = self.candidate(replace(found.choices, joined=True))
+        self._aims.setdefault(one.schedule.choices, aim)
+        return one
+
+    def _reached(self, one: Candidate) -> int:
+        """Its peak as the search counts; where that is over what was searched for, that."""
+        peak = levels(one.schedule, self._search.around).peak
+        return min(peak, self._aims.get(one.schedule.choices, peak))
+
+    def _fastest_known(self, budget: int) -> Candidate | None:
+        fit = (one for one in self.known if one.peak <= budget)
+        return min(fit, key=lambda one: one.schedule.seconds, default=None)
+
+    def _is_worth(self, found: Found, best: Candidate) -> bool:
+        """Whether what a search found is so much faster that it is worth a look."""
+        return best.schedule.seconds - found.seconds > _WORTH * self._seconds
+
+    def _nearest(self, budget: int) -> tuple[int, int] | None:
+        """Of what was looked at for other budgets, the nearest to this one: what it reached, and its peak by its
+        code."""
+        nearest = min(self.known, key=lambda one: abs(one.peak - budget), default=None)
+        return None if nearest is None else (self._reached(nearest), nearest.peak)
+
+    @property
+    def _room(self) -> int:
+        return int(_CLOSE * self._range)
+
+    @property
+    def _range(self) -> int:
+        return self._search.kept.peak - self._search.lower_bound
+
+
+def _keeps_all(one: Candidate) -> bool:
+    return not one.schedule.choices.recompute | one.schedule.choices.encode
+
+
+def judged(made: Schedule, around: Surroundings) -> Candidate:
+    """What comes of a schedule of `as_fused`: lowering it takes seconds."""
+    of = fused(made)
+    codes = {part.name: _code_of(part) for part in of.parts}
+    return Candidate(of, codes, fused_timeline(of, codes, around))
+
+
+def _code_of(part: Part) -> inductor.Code:
+    with lowering(part.name):
+        return inductor.code_of(part.lowerable)
+
+
+def as_fusible(graph: JointGraph) -> JointGraph:
+    """The graph for a search of steps of fused kernels: what its ops cost there when they run again, and without the
+    forms that work in another value's memory, since a compiler has its own."""
+    return replace(graph, ops=tuple(_fusible(op) for op in graph.ops))
+
+
+def _fusible(op: GraphOp) -> GraphOp:
+    seconds = op.seconds
+    if torch.Tag.pointwise in getattr(op_schema.overload(op.target), "tags", ()):
+        seconds *= FUSED_SHARE
+    # A norm from its statistics is pointwise, too.
+    again = op.again and replace(op.again, seconds=op.again.seconds * FUSED_SHARE, overwrites=(), scratch_into=None)
+    return replace(op, seconds=seconds, again=again, overwrites=(), scratch_into=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Aims:
+    """What was searched for so far, and what came of it."""
+
+    budget: int
+    room: int
+    """Bytes under the budget that may be left."""
+    fits: int | None = None
+    """The most that was searched for, and what came of it kept the budget."""
+    over: int | None = None
+    """The least of which it did not."""
+
+    def first(self, known: tuple[int, int] | None = None) -> int:
+        """What to begin with. ``known``: what a search for a budget near this one came to, in its own bytes and in
+        those that count."""
+        return self.budget if known is None else self._beside(*known)
+
+    def seen(self, aim: int, found: int, peak: int) -> Aims:
+        """With one more: searched for, found in the search's own bytes, and in those that count."""
+        if peak <= self.budget:
+            most = max(aim, found)
+            return replace(self, fits=most if self.fits is None else max(self.fits, most))
+        least = min(aim, found)  # whatever is between finds the same
+        return replace(self, over=least if self.over is None else min(self.over, least))
+
+    def next(self, aim: int, found: int, peak: int) -> int | None:
+        """What to search for next; None where that would tell nothing new.
+
+        Args:
+            aim, found, peak: of the last search, as for `seen`.
+        """
+        wanted = self._beside(max(aim, found) if peak <= self.budget else min(aim, found), peak)
+        if self.fits is None or self.over is None:
+            return wanted
+        if self.over - self.fits <= self.room:
+            return None
+        return wanted if self.fits < wanted < self.over else (self.fits + self.over) // 2
+
+    def _beside(self, found: int, peak: int) -> int:
+        """As far from the budget as these are from each other, less half of the room: a little more than expected is
+        not to be over the budget."""
+        return self.budget + found - peak - self.room // 2
+
+
+def with_more_kept(made: Schedule, room: int) -> Choices:
+    """Its choices, but for what is kept instead of made again: by the byte the dearest first, as long as room lasts.
+
+    Args:
+        made: what fits.
+        room: bytes.
+    """
+    graph, choices = made.graph, made.choices
+
+    def seconds(value: int) -> float:
+        op = graph.values[value].op
+        return 0.0 if op is None else graph.ops[op].rerun.seconds
+
+    dearest = sorted(choices.recompute, key=lambda one: (-seconds(one) / max(graph.values[one].bytes, 1), one))
+    kept = set[int]()
+    for value in dearest:
+        if graph.values[value].bytes <= room:
+            kept.add(value)
+            room -= graph.values[value].bytes
+    return replace(choices, recompute=choices.recompute - kept)

@@ -1,0 +1,1 @@
+"""One file a lever: a way to use less memory."""

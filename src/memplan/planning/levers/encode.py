@@ -1,0 +1,329 @@
+"""Smaller forms in which a forward value can be kept for the backward pass. Exact ones:
+
+* ``bits``: a bool tensor, eight elements a byte.
+* ``index``: indices of which the range is known, as the smallest integers that hold it.
+* ``sign`` (not <= 0) and ``positive`` (> 0; nan tells them apart): of a value that a gradient compares with 0, only
+  the answers, as bits. The value itself cannot be got back: they serve the ops that read the answer (``direct``),
+  each of which has a form that reads bits.
+
+Bits are in the order in which the value lies in memory.
+
+And, where it is allowed to lose something (``save``; grade lossy), of a value of floating point that is more than
+compared with 0:
+
+* ``bfloat16``: every element rounded to eight significant bits, of the same range.
+* ``int8``: eight bits an element, times a scale for every GROUP of them: see `memplan.planning.ops.int8`. ``uint8``
+  for what is never below 0, where whatever is above 0 stays so. For readers to whom an error of so much of the largest
+  neighbour is no more than that (EIGHT_BITS); bfloat16 for the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from memplan.planning.graph.joint_graph import RESIDENT, Encoding, GraphOp, JointGraph, Ref, Value
+from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
+from memplan.planning.graph.precision import Save
+from memplan.planning.levers.in_place import PIECE
+
+WORTHWHILE = 4096
+"""Bytes that a value must at least have to be encoded."""
+
+INTEGERS = (("uint8", 1 << 8), ("int16", 1 << 15), ("int32", 1 << 31))
+"""Narrow integers, and the numbers below which each holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """An op that can read bits instead of one of its operands."""
+
+    operand: str
+    codec: str
+    target: str
+    """The form that has the same arguments, bits in place of that operand. With an underscore after its name, it
+    works in place of its first argument."""
+    same: str = "grad_output"
+    """The operand that has to be laid out as the encoded value: the bits are in that order."""
+    buffers: int = 1
+    """Pieces of the result's dtype that it holds at once."""
+    suits: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+
+
+DIRECT: Mapping[str, Direct] = {
+    "aten.threshold_backward.default": Direct(
+        "self", "sign", "memplan.threshold_backward_bits", suits=lambda arguments: arguments["threshold"] == 0
+    ),
+    "aten.leaky_relu_backward.default": Direct("self", "positive", "memplan.leaky_relu_backward_bits"),
+    "aten.native_dropout_backward.default": Direct("mask", "bits", "memplan.native_dropout_backward_bits", buffers=2),
+    "aten.masked_fill.Scalar": Direct("mask", "bits", "memplan.masked_fill_bits", same="self", buffers=0),
+}
+"""Ops that read bits."""
+
+
+_Bound = Callable[[Mapping[str, Any], tuple[int, ...]], int]
+
+
+def _places(dims: int) -> _Bound:
+    return lambda _, shape: prod(shape[-dims:])
+
+
+def _along(arguments: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+    dim = arguments.get("dim", -1)
+    return prod(shape) if dim is None or not shape else shape[dim]
+
+
+INDICES: Mapping[str, tuple[int, _Bound]] = {
+    "aten.adaptive_max_pool2d.default": (1, _places(2)),
+    "aten.adaptive_max_pool3d.default": (1, _places(3)),
+    "aten.argmax.default": (0, lambda a, shape: _along({"dim": None} | dict(a), shape)),
+    "aten.argmin.default": (0, lambda a, shape: _along({"dim": None} | dict(a), shape)),
+    "aten.max.dim": (1, _along),
+    "aten.max_pool2d_with_indices.default": (1, _places(2)),
+    "aten.max_pool3d_with_indices.default": (1, _places(3)),
+    "aten.min.dim": (1, _along),
+    "aten.sort.default": (1, _along),
+    "aten.topk.default": (1, _along),
+}
+"""Ops with indices among their results: which result, and the number that every index is below."""
+
+
+LOSSY = ("bfloat16", "int8", "uint8")
+"""Codecs that do not give back just what was encoded."""
+
+GROUP = 256
+"""Elements that share a scale: 4 bytes of that are 1.6 % of their 256."""
+
+_GENTLE = """
+    addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
+    gelu_backward.default hardswish_backward.default hardtanh_backward.default leaky_relu_backward.default
+    max_pool2d_with_indices_backward.default max_pool3d_with_indices_backward.default mm.default mul.Tensor
+    native_batch_norm_backward.default native_group_norm_backward.default native_layer_norm_backward.default
+    sigmoid_backward.default silu_backward.default tanh_backward.default threshold_backward.default
+"""
+EIGHT_BITS = frozenset(f"aten.{name}" for name in _GENTLE.split())
+"""Ops of the backward pass that can read what eight bits give back. Not what divides by it or takes its exponential."""
+
+_STEEP = frozenset(
+    f"aten.{name}" for name in ("div.Tensor", "exp.default", "log.default", "log1p.default", "pow.Tensor_Scalar",
+    "reciprocal.default", "rsqrt.default", "sqrt.default", "_log_softmax.default", "_softmax.default",
+    "logsumexp.default", "_scaled_dot_product_flash_attention_for_cpu.default")
+)  # fmt: skip
+"""Ops of the forward pass that make much of a small error, were they run again."""
+
+_NEVER_BELOW_0 = frozenset(f"aten.{name}.default" for name in ("relu", "sigmoid", "_softmax", "exp"))
+
+
+def packed(elements: int) -> int:
+    """Bytes of one bit for each element."""
+    return (elements + 7) // 8
+
+
+def encodings(graph: JointGraph, save: Save = "exact", *, bytes_per_second: float = 5e9) -> JointGraph:
+    """The graph with the encodings that are worth having, and the values that stand for what they encode.
+
+    Args:
+        graph: its encodings, if it has some, are replaced.
+        save: in what a value may be kept that is not got back bit for bit.
+        bytes_per_second: how fast a value is read and its encoded form written, and back.
+    """
+    graph = _without(graph)
+    readers: dict[int, list[GraphOp]] = defaultdict(list)
+    for op in graph.backward_ops:
+        for base in op.reads:
+            readers[base].append(op)
+    steep = {base for op in graph.forward_ops if op.target in _STEEP for base in op.reads}
+    values, found = list(graph.values), list[Encoding]()
+    for base in sorted(readers):
+        value = graph.values[base]
+        maker = graph.maker.get(base)
+        if value.kind != "result" or maker is None or maker.phase != "forward" or value.bytes < WORTHWHILE:
+            continue
+        if (
+            base in graph.irreplaceable
+            or not is_dense(value)
+            or value.bytes != prod(value.shape) * itemsize(value.dtype)
+        ):
+            continue
+        made = _lossy(graph, value, maker, readers[base], save, base in steep, len(values))
+        made = made or _encoding(graph, value, maker, readers[base], len(values))
+        if made is not None and made[1].bytes < value.bytes:
+            encoding, encoded = made
+            seconds = (value.bytes + encoded.bytes) / bytes_per_second
+            values.append(encoded)
+            found.append(replace(encoding, encode_seconds=seconds, decode_seconds=seconds if encoding.whole else 0.0))
+    return replace(graph, values=tuple(values), encodings=tuple(found))
+
+
+def _without(graph: JointGraph) -> JointGraph:
+    """The graph as it was before it had encodings."""
+    values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
+    assert all(value.id == at for at, value in enumerate(values)), "encoded forms are added last"
+    return replace(graph, values=values, encodings=(), offloads=())
+
+
+def _lossy(
+    graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, steep: bool, id: int
+) -> tuple[Encoding, Value] | None:
+    """The encoding of a value that is not got back as it was, where there may be one. What is only compared with 0 is
+    smaller as bits, and exact."""
+    if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
+        return None
+    if maker.outputs[0] != value.id:  # statistics, beside what they are of
+        return None
+    if all(reads_bits(graph, op, value.id) for op in readers) or _is_cast(graph, maker):
+        return None
+    elements = prod(value.shape)
+    if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
+        codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
+        size = quantized_bytes(elements)
+        form = Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8", place=value.place)
+        held = quantized_piece(elements)
+        scratch = 4 * held + 4 * held * (value.dtype != "float32") + 32 * (1 + held // GROUP) + NUMBERS
+        above = 4 * held * (codec == "uint8")
+        decoding = scratch if value.dtype != "float32" else NUMBERS
+        return Encoding(value.id, id, codec, encode_scratch=scratch + above, decode_scratch=decoding), form
+    if itemsize(value.dtype) <= 2:
+        return None
+    form = replace(
+        value, id=id, name=f"{value.name}_bfloat16", kind="encoded", base=id, bytes=2 * elements, dtype="bfloat16",
+        op=None,
+    )  # fmt: skip
+    return Encoding(value.id, id, "bfloat16"), form
+
+
+def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
+    """Whether an op only casts what is there anyway: then it is cast again, for nothing lost and no bytes kept."""
+    return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
+
+
+def quantized_piece(elements: int) -> int:
+    """Elements of so many that are brought into eight bits at once: whole groups."""
+    return max(1, min(PIECE, elements // 16) // GROUP) * GROUP
+
+
+def quantized_bytes(elements: int) -> int:
+    """Of so many elements in eight bits: these, from the next multiple of 4 on the scales of all groups."""
+    return -(-elements // 4) * 4 + 4 * -(-elements // GROUP)
+
+
+def _encoding(
+    graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp], id: int
+) -> tuple[Encoding, Value] | None:
+    """The one encoding of a value, if there is one, and its encoded form."""
+    piece = min(PIECE, prod(value.shape))
+    if value.dtype == "bool":
+        direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
+        scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
+        encoding = Encoding(
+            value.id, id, "bits", decode_scratch=piece, direct=tuple(op.index for op in direct), direct_scratch=scratch
+        )
+        return encoding, _bits(value, id, "bits")
+    dtype = _narrow(graph, value, maker)
+    if dtype is not None:
+        size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
+        encoded = replace(
+            value, id=id, name=f"{value.name}_index", kind="encoded", base=id, bytes=size, dtype=dtype, op=None
+        )
+        return Encoding(value.id, id, "index"), encoded
+    kinds: dict[str, list[GraphOp]] = defaultdict(list)
+    for op in readers:
+        kind = reads_bits(graph, op, value.id)
+        if kind is not None:
+            kinds[kind].append(op)
+    if not kinds:
+        return None
+    codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
+    return Encoding(
+        value.id, id, codec, encode_scratch=piece + NUMBERS, whole=False,
+        direct=tuple(op.index for op in direct), direct_scratch=max(_direct_scratch(graph, op) for op in direct),
+    ), _bits(value, id, codec)  # fmt: skip
+
+
+def _bits(value: Value, id: int, codec: str) -> Value:
+    size = packed(prod(value.shape))
+    return Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8", place=value.place)
+
+
+def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:
+    """The smallest integers that hold a value that is the indices of an op."""
+    position, bound = INDICES.get(maker.target, (0, None))
+    if bound is None or value.dtype != "int64" or maker.outputs[position] != value.id:
+        return None
+    arguments = arguments_of(maker.target, maker.args, maker.kwargs)
+    below = bound(arguments, graph.values[arguments["self"].value].shape)
+    return next((dtype for dtype, limit in INTEGERS if below <= limit), None)
+
+
+def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
+    """The codec of bits that an op can read in place of a value, or None."""
+    direct = DIRECT.get(op.target)
+    if direct is None:
+        return None
+    arguments = arguments_of(op.target, op.args, op.kwargs)
+    given, beside = arguments[direct.operand], arguments[direct.same]
+    if not isinstance(given, Ref) or not isinstance(beside, Ref) or not direct.suits(arguments):
+        return None
+    read, other, base = graph.values[given.value], graph.values[beside.value], graph.values[value]
+    if read.base != value or other.base == value or (read.shape, read.stride) != (other.shape, other.stride):
+        return None
+    if not is_dense(read) or read.dtype != base.dtype or prod(read.shape) != prod(base.shape):
+        return None
+    if direct.codec != "bits" and read.dtype != other.dtype:
+        return None
+    return direct.codec
+
+
+def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
+    direct = DIRECT[op.target]
+    like = graph.values[arguments_of(op.target, op.args, op.kwargs)[direct.same].value]
+    return min(PIECE, prod(like.shape)) * (1 + direct.buffers * itemsize(like.dtype)) + NUMBERS
+
+
+# -- how each is called
+
+Called = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""An op, its arguments with Ref in place of tensors, and its keyword arguments: as in GraphOp."""
+
+
+def encode_call(graph: JointGraph, encoding: Encoding) -> Called:
+    """The call that makes the encoded form of a value."""
+    if encoding.codec in ("index", "bfloat16"):
+        return _converted(encoding.value, graph.values[encoding.encoded].dtype)
+    if encoding.codec in LOSSY:
+        return "memplan.quantize.default", (Ref(encoding.value), encoding.codec == "int8"), {}
+    return "memplan.pack_bits.default", (Ref(encoding.value), encoding.codec), {}
+
+
+def decode_call(graph: JointGraph, encoding: Encoding) -> Called:
+    """The call that makes the value again, of its encoded form."""
+    value = graph.values[encoding.value]
+    if encoding.codec in ("index", "bfloat16"):
+        return _converted(encoding.encoded, value.dtype)
+    if encoding.codec in LOSSY:
+        how = value.shape, value.stride, getattr(torch, value.dtype), encoding.codec == "int8"
+        return "memplan.dequantize.default", (Ref(encoding.encoded), *how), {}
+    return "memplan.unpack_bits.default", (Ref(encoding.encoded), value.shape, value.stride), {}
+
+
+def direct_call(graph: JointGraph, encoding: Encoding, op: GraphOp, *, in_place: bool) -> Called:
+    """The call of one of ``encoding.direct`` that reads the encoded form.
+
+    Args:
+        graph: the graph.
+        encoding: of the value that the op would read.
+        op: the op.
+        in_place: whether its result goes over the operand that `DIRECT` names ``same``, its first one.
+    """
+    direct = DIRECT[op.target]
+    arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(encoding.encoded)}
+    return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
+
+
+def _converted(value: int, dtype: str) -> Called:
+    return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype)}

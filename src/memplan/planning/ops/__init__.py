@@ -1,0 +1,1 @@
+"""memplan's own kernels."""

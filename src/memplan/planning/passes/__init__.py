@@ -1,0 +1,1 @@
+"""Exact rewrites of the joint graph, one file each."""

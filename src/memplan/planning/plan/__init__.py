@@ -1,0 +1,1 @@
+"""Plan, its decisions and its words."""

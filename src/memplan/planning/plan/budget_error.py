@@ -1,0 +1,134 @@
+"""A budget that no plan meets: how much is needed, what holds it up, and what would lower it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.plan.decisions import short
+from memplan.planning.schedule.scheduler import Schedule
+from memplan.planning.schedule.to_trace import trace_of
+from memplan.simulation.simulate import live_at, simulate
+from memplan.simulation.timeline import Timeline
+from memplan.trace.model import Cause, Op, Storage, Trace
+
+_SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
+"""Causes whose bytes follow the inputs' sizes."""
+_NARROW = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A storage that is live at the peak of the floor."""
+
+    bytes: int
+    cause: Cause
+    name: str
+    """Of a parameter or buffer; else the op that made it."""
+    layer: str
+    where: str | None
+
+    def __str__(self) -> str:
+        what = f"{format_bytes(self.bytes)} {self.cause.replace('_', ' ')}"
+        whose = " ".join(part for part in (self.name, self.layer and f"of {self.layer}") if part)
+        return f"{what} ({whose})" if whose else what
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to need less. ``bytes`` is an estimate of the least budget then, from what is live at the peak."""
+
+    do: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.do} (about {format_bytes(self.bytes)})"
+
+
+def budget_error(
+    floor: Schedule, surroundings: Surroundings, budget: int, predicted: Timeline | None = None
+) -> BudgetError:
+    """The error that says so.
+
+    Args:
+        floor: the schedule with the smallest peak that was found.
+        surroundings: what there is beside it.
+        budget: bytes that were asked for.
+        predicted: what the step holds, where that is not what its single ops hold: fused kernels.
+    """
+    trace = trace_of(floor, surroundings)
+    timeline = simulate(trace)
+    least = (predicted or timeline).peak_reserved
+    live = sorted(live_at(trace, timeline.peak_tick), key=lambda storage: -storage.bytes)
+    holders = tuple(_holder(trace, storage) for storage in live)
+    peak, asked = format_bytes(least), format_bytes(budget)
+    helpful = (way for way in _ways(floor, live, least) if format_bytes(way.bytes) != peak)
+    ways = tuple(sorted(helpful, key=lambda way: way.bytes))
+    if peak == asked:
+        peak, asked = f"{peak} ({least} bytes)", f"{asked} ({budget} bytes)"
+    holding = ", ".join(str(holder) for holder in holders[:3])
+    return BudgetError(
+        f"The budget is {asked}",
+        expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes {holding}",
+        do=f"Give {format_bytes(least)} ({least} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
+        smallest_budget=least,
+        timeline=predicted or timeline,
+        held_by=holders,
+        lower_by=ways,
+    )
+
+
+def with_way(error: BudgetError, way: Way) -> BudgetError:
+    """The error with one more way to meet the budget."""
+    return BudgetError(
+        error.found,
+        expected=error.expected,
+        do=f"{error.do}; or {way}",
+        smallest_budget=error.smallest_budget,
+        timeline=error.timeline,
+        held_by=error.held_by,
+        lower_by=(*error.lower_by, way),
+        precision=error.precision,
+    )
+
+
+def _holder(trace: Trace, storage: Storage) -> Holder:
+    op = None if storage.op is None or storage.op >= len(trace.ops) else trace.ops[storage.op]
+    if storage.name or op is None:
+        return Holder(storage.bytes, storage.cause, storage.name, "", None)
+    return Holder(storage.bytes, storage.cause, short(op.name), op.layer, op.where)
+
+
+def _at(trace: Trace, tick: int) -> str:
+    """The op at the peak, in words."""
+    op: Op | None = next((op for op in trace.ops if op.start < tick <= op.end), None)
+    if op is None:
+        return "at its peak"
+    layer = f" of {op.layer}" if op.layer else ""
+    return f"in {op.phase}, at {short(op.name)}{layer}" + (f" ({op.where})" if op.where else "")
+
+
+def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
+    """What people can change, and what it would do to the bytes at the peak.
+
+    ``peak``: fused kernels hold more or less than their single ops (``live``), and the difference follows the inputs.
+    """
+    scaling = [storage for storage in live if storage.cause in _SCALING]
+    single = sum(storage.bytes for storage in scaling)
+    total = max(0, peak - sum(storage.bytes for storage in live) + single)
+    wide = sum(s.bytes for s in scaling if s.dtype == "float32" and s.cause != "input") * total // max(single, 1)
+    inputs = [value.shape for value in floor.graph.values if value.kind == "input"]
+    ways = list[Way]()
+    if total and inputs and inputs[0] and inputs[0][0] > 1:
+        ways.append(Way("halve the batch", peak - total // 2))
+    axes = max((len(shape) - 2 for shape in inputs if len(shape) in (4, 5)), default=0)
+    if total and axes:
+        ways.append(Way("halve the resolution", peak - total + total // 2**axes))
+    if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
+        ways.append(Way("run in bfloat16 (autocast)", peak - wide // 2))
+    gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
+    if gradients and not floor.choices.early and not floor.choices.held:
+        ways.append(Way("let the optimizer update early", peak - gradients))
+    return ways

@@ -1,0 +1,62 @@
+"""Kernels of a fused step and the bytes that they move, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from memplan._bytes import format_bytes
+from memplan.planning.graph.joint_graph import Phase
+
+Bound = Literal["bandwidth", "compute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What one kernel computes, once."""
+
+    kernel: str
+    """Its name in the generated code; of torch's own kernels, the op."""
+    fused: bool
+    """Whether Inductor wrote it."""
+    phase: Phase
+    ops: tuple[str, ...]
+    """Of the planned step, all or a part of each, in order."""
+    layers: tuple[str, ...]
+    where: str | None
+    """``file:line`` of the first of them in the user's code."""
+    bytes: int
+    flops: int
+    intensity: float
+    """FLOPs per byte."""
+    bound: Bound
+    """What takes longer on the device: moving the bytes, or computing."""
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Forward and backward pass of a step as fused kernels."""
+
+    device: str
+    """Whose rates say what a group is bound by."""
+    kernels_before: int
+    kernels_after: int
+    bytes_before: int
+    """Read and written in a step."""
+    bytes_after: int
+    groups: tuple[Group, ...]
+    """All kernels, in the order in which they run."""
+
+    @property
+    def bound_bytes(self) -> int:
+        """Moved by the groups that are bound by bandwidth."""
+        return sum(group.bytes for group in self.groups if group.bound == "bandwidth")
+
+    @property
+    def summary(self) -> str:
+        """What it comes to, in a line."""
+        before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
+        text = f"kernels {self.kernels_before} -> {self.kernels_after}, bytes moved {before} -> {after} a step"
+        if not self.bytes_after:
+            return text
+        return f"{text}; {100 * self.bound_bytes / self.bytes_after:.0f} % of what is left is bound by bandwidth"

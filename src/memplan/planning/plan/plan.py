@@ -1,0 +1,423 @@
+"""Plan: what is decided about a step, what it needs then, and why. Immutable, and the same value back from JSON."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from memplan import _json
+from memplan._bytes import format_bytes
+from memplan._json import Json, Unreadable
+from memplan._text import format_seconds, printable
+from memplan.errors import BudgetError, PlanFormatError, UsageError
+from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.plan.fusion import Fusion
+from memplan.planning.schedule.actions import Choices
+from memplan.simulation.timeline import Timeline
+from memplan.trace.json import write_whole
+
+FORMAT = "memplan.plan"
+SCHEMA = 1
+"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
+round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
+
+Lever = Literal["keep", "recompute", "encode", "offload", "lower precision", "in place", "update early", "accumulate"]
+Grade = Literal["exact", "reordered", "lossy"]
+ScopeKind = Literal["value", "segment", "parameter", "step"]
+
+_CHOSEN = ("recompute", "encode", "offload")
+"""The fields of Choices that hold values: names in JSON. Plans of before a lever lack its field."""
+_WIDTH, _SHOWN = 120, 12
+"""Of the table that a plan prints: its columns, and the decisions about single values."""
+_NAME, _LAYER = 22, 28
+"""Columns of a value's name and of its layer, at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a decision is about."""
+
+    kind: ScopeKind
+    names: tuple[str, ...] = ()
+    """Of the values or parameters, or the first and last value of a segment; none for the step."""
+
+    def __str__(self) -> str:
+        return ", ".join(self.names) or self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One lever, applied in one place."""
+
+    lever: Lever
+    scope: Scope
+    grade: Grade
+    bytes: int
+    """What ``keep`` holds from the forward to the backward pass; what any other lever frees of it, or of the step."""
+    seconds: float
+    """What it adds to the step."""
+    layer: str = ""
+    where: str | None = None
+    """``file:line`` of the user's code."""
+    reason: str = ""
+    details: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """What else a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "details", _json.frozen(self.details, "details"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decided about a step. Sizes in bytes, times in seconds."""
+
+    fingerprint: str
+    """Of the joint graph that it is for."""
+    torch: str
+    device: str
+    budget: int
+    decisions: tuple[Decision, ...]
+    """For people; ``choices`` is what is carried out."""
+    choices: Choices
+    names: Mapping[str, int] = field(hash=False)
+    """The id of every value that may be chosen, by its name: in JSON, choices are names."""
+    predicted: Timeline
+    """Bytes over time of the planned step."""
+    eager_peak: int
+    """Predicted peak of the step without a plan."""
+    floor: int
+    """The least budget that was found to be enough."""
+    lower_bound: int
+    """No schedule of these ops, with their forms in place and encoded, has a peak below it."""
+    seconds: float
+    """Predicted: what the plan adds to a step."""
+    step_seconds: float | None
+    """Predicted time of the step without a plan; None where no costs are known."""
+    lower_bound_seconds: float
+    """No plan within the budget adds less."""
+    resident: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """By cause, the bytes that are there all the time."""
+    program: str = ""
+    """The planned step as Python: to be read and run by people. The engine writes its own from the choices."""
+    notes: tuple[str, ...] = ()
+    heuristics: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """What the search was told, by the name of its setting."""
+    optimizer: str | None = None
+    """The name of the optimizer whose state and update are counted; None where none is, and in plans of before this
+    field."""
+    fusion: Fusion | None = None
+    """What the engine ``inductor`` makes of it; None for the engine ``graph``, and where Inductor does not say."""
+    precision: Precision = EXACT
+    """What the step computes in, and what values may be kept in."""
+    base_seconds: float | None = None
+    """Predicted time of the step in that precision, before ``seconds`` are added; None: ``step_seconds``."""
+    cast_copies: int = 0
+    """Bytes of copies of weights in lower precision that are there at once, at the most: beside the weights, which
+    stay what they are. They come and go with the step, and are not resident."""
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        chosen = set[int]().union(*(getattr(self.choices, name) for name in _CHOSEN))
+        assert chosen <= set(self.names.values()), "a choice has no name"
+        object.__setattr__(self, "heuristics", _json.frozen(self.heuristics, "heuristics"))
+
+    @property
+    def peak(self) -> int:
+        """Predicted peak of the planned step."""
+        return self.predicted.peak_reserved
+
+    @property
+    def grade(self) -> Grade:
+        """What it may change of the result. Fused kernels of an exact plan add in another order."""
+        return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
+
+    @property
+    def lost(self) -> Precision:
+        """What it really loses: its precision, less what was allowed and not made use of."""
+        saves = any(one.lever == "encode" and one.grade == "lossy" for one in self.decisions)
+        return self.precision if saves else replace(self.precision, save="exact")
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Predicted time of the planned step; None where no costs are known."""
+        base = self.step_seconds if self.base_seconds is None else self.base_seconds
+        return None if base is None else base + self.seconds
+
+    @property
+    def gap(self) -> float:
+        """Seconds that a better plan within the same budget could save at the most."""
+        return max(0.0, self.seconds - self.lower_bound_seconds)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
+        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
+        chosen = chosen or bool(self.precision.compute)
+        return self.eager_peak <= self.budget and not chosen
+
+    @property
+    def host_bytes(self) -> int:
+        """Pinned host memory that offloaded values take, at most."""
+        return sum(int(decision.details["host_bytes"]) for decision in self.decisions if decision.lever == "offload")
+
+    def count(self, lever: Lever) -> int:
+        """How many decisions use a lever."""
+        return sum(decision.lever == lever for decision in self.decisions)
+
+    def as_python(self) -> str:
+        """The planned forward and backward pass as Python that runs, each line with the user's file:line.
+
+        A plan that was read from a file has the text of that file: read it before you run it.
+        """
+        return self.program
+
+    def to_json(self) -> str:
+        """The plan as JSON text, the same text for the same plan."""
+        plain = _json.to_plain(self)
+        name_of = {value: name for name, value in self.names.items()}
+        for chosen in _CHOSEN:
+            plain["choices"][chosen] = [name_of[value] for value in sorted(getattr(self.choices, chosen))]
+        return _json.text_of({"format": FORMAT, **plain})
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "The text") -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanFormatError: not JSON, not a plan, of another schema version, or with what this memplan does not know.
+        """
+        try:
+            return _read(_json.parse(text))
+        except Unreadable as error:
+            raise PlanFormatError(
+                f"{source} is no plan that can be used: {error}",
+                expected=f"a plan of schema version {SCHEMA}, written by memplan",
+                do="Plan again, or read it with the memplan that wrote it",
+            ) from None
+
+    @property
+    def summary(self) -> str:
+        """What it comes to, in a paragraph."""
+        before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
+        budget = f"the budget of {format_bytes(self.budget)}"
+        least = "The least looked at" if self.choices.fused else "The least found to be enough"
+        floor = f"{least} is {format_bytes(self.floor)}, no less than {format_bytes(self.lower_bound)} can be."
+        if self.changes_nothing:
+            return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
+        base = self.step_seconds if self.base_seconds is None else self.base_seconds
+        share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
+        counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
+        if self.choices.offload:
+            counts += f", {self.count('offload')} offloaded ({format_bytes(self.host_bytes)} of host memory)"
+        counts += ", each parameter updated early" if self.choices.early else ""
+        bound = ""
+        if not self.choices.fused:  # of fused kernels none is known
+            bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
+            bound += f"(gap {format_seconds(self.gap)}). "
+        return (
+            f"A step on {self.device} in {budget}: predicted peak {before} -> {after}, "
+            f"{format_seconds(self.seconds)} added{share}, {counts}. {self._lossy}{bound}{floor}"
+        )
+
+    @property
+    def _lossy(self) -> str:
+        """What is lossy about it, in sentences; nothing where it is exact."""
+        if self.grade != "lossy":
+            return ""
+        total, before = self.total_seconds, self.step_seconds
+        took = f": {format_seconds(total)} predicted, {format_seconds(before)} without" if total and before else ""
+        text = f"Lossy, {self.lost}{took}. "
+        if self.cast_copies:
+            text += f"Weights stay {format_bytes(self.resident.get('weight', 0))} as they are, copies of them in "
+            text += f"{self.precision.compute} take {format_bytes(self.cast_copies)} at the most"
+            state = self.resident.get("optimizer_state", 0)
+            text += f", the optimizer's state {format_bytes(state)}. " if state else ". "
+        return text
+
+    def __str__(self) -> str:
+        """The summary and, where the step is changed, what fusion brings it, and a table: what is decided about the
+        whole step, then the largest of the rest, each with its reason."""
+        if self.changes_nothing:
+            return self.summary
+        fused = [] if self.fusion is None else [f"As fused kernels: {self.fusion.summary}."]
+        return "\n".join([self.summary, *fused, *_table(self.decisions)])
+
+
+def names_of(graph: JointGraph) -> dict[str, int]:
+    """The id of every value that a plan's choices may name: what the forward pass makes."""
+    return {graph.values[value].name: value for op in graph.forward_ops for value in op.makes}
+
+
+def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
+    """Refuse a plan for another model or other inputs.
+
+    Raises:
+        UsageError: the fingerprints differ, or the plan calls values otherwise.
+    """
+    names = names_of(graph)
+    if plan.fingerprint == graph.fingerprint and all(names.get(name) == value for name, value in plan.names.items()):
+        return
+    found, expected = plan.fingerprint[:16], graph.fingerprint[:16]
+    raise UsageError(
+        f"The plan is for another model, or for other inputs: its fingerprint is {found}"
+        + (", but its values are numbered otherwise" if found == expected else ""),
+        expected=f"{expected}, that of this model with these inputs",
+        do="Plan this step anew",
+    )
+
+
+def check_offloads(plan: Plan, graph: JointGraph) -> None:
+    """Refuse a plan that offloads values for a step that cannot. Raises UsageError."""
+    missing = plan.choices.offload - {one.value for one in graph.offloads}
+    if missing:
+        raise UsageError(
+            f"The plan keeps {_values(len(missing))} in host memory while the step runs on {plan.device}",
+            expected="a plan for where the step is to run: on the CPU there is no other memory",
+            do="Plan this step anew, or for that card without offloading: heuristics=Heuristics(offload=False)",
+        )
+
+
+def check_settings(
+    plan: Plan, *, early: bool, held: bool, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
+) -> None:
+    """Refuse a plan for another update, for gradients held otherwise, or for less beside the step than there is now.
+
+    Args:
+        plan: a plan for this graph.
+        early: whether each parameter is to be updated early.
+        held: whether gradients are there when the step begins.
+        fused: whether the engine ``inductor`` is to run it.
+        optimizer: a callable of the parameters, or None.
+        state: bytes of the optimizer's state.
+        peak: bytes that the plan's choices need with these settings.
+        budget: bytes that there are.
+
+    Raises:
+        UsageError: the plan was made for another ``early`` or ``held``, or another engine.
+        BudgetError: the plan's choices need more than the budget with what there is now.
+    """
+    options = (
+        (plan.choices.early, early, "early=True (--early)", "an update after the backward pass (early=False)"),
+        (plan.choices.held, held, "held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)"),
+        (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
+    )
+    for made, asked, yes, no in options:
+        if made != asked:
+            raise UsageError(
+                f"The plan was made for {yes if made else no}, and asked for is {yes if asked else no}",
+                expected="the same settings",
+                do=f"Ask for {yes if made else no}, or plan this step anew",
+            )
+    if peak > budget:
+        before = _with_optimizer(plan.optimizer, plan.resident.get("optimizer_state", 0))
+        now = _with_optimizer(optimizer_name(optimizer), state)
+        raise BudgetError(
+            f"The plan {'' if before == now else f'was made {before}; {now} it '}needs {format_bytes(peak)}",
+            expected=f"no more than the budget of {format_bytes(budget)}",
+            do="Plan this step anew, with this optimizer and this budget, or give the plan what it needs",
+            smallest_budget=peak,
+        )
+
+
+def optimizer_name(optimizer: Any) -> str | None:
+    """What to call a callable that makes an optimizer; None for None.
+
+    Example:
+        >>> optimizer_name(torch.optim.AdamW), optimizer_name(lambda parameters: torch.optim.AdamW(parameters))
+        ('AdamW', 'an optimizer')
+    """
+    if optimizer is None:
+        return None
+    name = getattr(getattr(optimizer, "func", optimizer), "__name__", "")  # of a functools.partial what it calls
+    return name if name.isidentifier() else "an optimizer"
+
+
+def _with_optimizer(name: str | None, state: int) -> str:
+    if name is None:
+        return f"with {format_bytes(state)} of state" if state else "without an optimizer"
+    return f"with {printable(name)} and {format_bytes(state)} of state"
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan to a file; one that is there already is replaced only when the new one is complete."""
+    write_whole(path, plan.to_json())
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan from a file that `save_plan` wrote. Raises PlanFormatError, OSError."""
+    with Path(path).open("rb") as file:
+        content = file.read(_json.LONGEST + 1)
+    return Plan.from_json(content.decode("utf-8", "replace"), str(path))
+
+
+def _table(decisions: Sequence[Decision]) -> list[str]:
+    """The lines of a table, reasons in its last column."""
+    whole = [decision for decision in decisions if decision.scope.kind == "step"]
+    rest = [decision for decision in decisions if decision.scope.kind != "step"]
+    rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
+    shown = [*whole, *rest[:_SHOWN]]
+    if not shown:
+        return []
+    rows = [("value", "layer", "bytes", "decision", "cost"), *map(_row, shown)]
+    value, layer, size, lever, cost = (max(map(len, column)) for column in zip(*rows, strict=True))
+    heads = [f"{a:<{value}}  {b:<{layer}}  {c:>{size}}  {d:<{lever}}  {e:>{cost}}  " for a, b, c, d, e in rows]
+    lines = [""]
+    for head, reason in zip(heads, ("reason", *(printable(one.reason) for one in shown)), strict=True):
+        first, *more = textwrap.wrap(reason, _WIDTH - len(head)) or [""]
+        lines.extend([(head + first).rstrip(), *(" " * len(head) + line for line in more)])
+    left = rest[_SHOWN:]
+    if left:
+        text = f"... {len(left)} more, {format_bytes(sum(one.bytes for one in left))}: {_by_lever(left)}"
+        lines.extend(textwrap.wrap(text, _WIDTH, subsequent_indent="    "))
+    return lines
+
+
+def _row(decision: Decision) -> tuple[str, str, str, str, str]:
+    name, layer = printable(str(decision.scope)), printable(decision.layer)
+    return (
+        name if len(name) <= _NAME else f"{name[: _NAME - 3]}...",
+        layer if len(layer) <= _LAYER else f"...{layer[3 - _LAYER :]}",  # layers differ at their end
+        format_bytes(decision.bytes),
+        decision.lever if decision.grade == "exact" else f"{decision.lever}, {decision.grade}",
+        format_seconds(decision.seconds) if decision.seconds else "-",
+    )
+
+
+def _by_lever(decisions: Sequence[Decision]) -> str:
+    """How many decisions of each lever there are, and their bytes: the most first."""
+    groups: dict[str, list[int]] = {}
+    for decision in decisions:
+        groups.setdefault(decision.lever, []).append(decision.bytes)
+    order = sorted(groups.items(), key=lambda item: (-sum(item[1]), item[0]))
+    return ", ".join(f"{len(sizes)} {lever} ({format_bytes(sum(sizes))})" for lever, sizes in order)
+
+
+def _values(number: int) -> str:
+    return f"{number} value" + ("" if number == 1 else "s")
+
+
+def _read(plain: Any) -> Plan:
+    if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
+        raise Unreadable(f'it has no "format": "{FORMAT}"')
+    if plain.get("schema") != SCHEMA:
+        raise Unreadable(f"its schema version is {plain.get('schema')!r:.20}")
+    names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
+    if len(set(names.values())) < len(names):
+        raise Unreadable("names gives two names to one value")
+    choices = plain.get("choices")
+    if not isinstance(choices, dict):
+        raise Unreadable("choices are missing")
+    for chosen in _CHOSEN:
+        given = choices.get(chosen, [] if chosen == "offload" else None)
+        if not isinstance(given, list):
+            raise Unreadable(f"choices has no list {chosen!r}")
+        odd = [name for name in given if not isinstance(name, str) or name not in names]
+        if odd:
+            raise Unreadable(f"choices names {odd[0]!r:.40}, which is none of its values")
+        choices[chosen] = [names[name] for name in given]
+    return _json.from_plain(Plan, plain, "the plan")

@@ -1,0 +1,99 @@
+"""What computing in lower precision comes to in a captured step: block by block, and in copies of weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from memplan._bytes import format_bytes
+from memplan._text import format_seconds
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph
+from memplan.planning.graph.precision import Precision
+from memplan.planning.passes.share_autocast_casts import CAST
+from memplan.planning.plan.plan import Decision, Scope
+from memplan.planning.schedule.scheduler import Schedule
+
+BLOCKS = 12
+"""Blocks that a step is told in, at most."""
+
+
+def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
+    """One decision for every block of layers that computes in lower precision, in the order in which they run. Its
+    bytes are what its results would take more; none of it comes on top of the step, whose time is another then."""
+    if not precision.compute:
+        return ()
+    copies = _copies(graph)
+    found = list[Decision]()
+    for block, ops in blocks(graph).items():
+        made = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
+        low = [v for v in made if graph.values[v].dtype == precision.compute]
+        if not low:
+            continue
+        size = sum(graph.values[v].bytes for v in low)
+        weights = sum(graph.values[v].bytes for op in ops for v in op.makes if v in copies)
+        reason = f"{precision.compute} in {len(low)} of {len(made)} results, forward and backward in "
+        reason += format_seconds(sum(op.seconds for op in ops))
+        reason += f"; {format_bytes(weights)} of copies of weights" if weights else ""
+        details = {"dtype": precision.compute, "cast_copies": weights, "values": len(low)}
+        names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
+        scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
+        found.append(Decision("lower precision", scope, "lossy", size, 0.0, block, where, reason, details))
+    return tuple(found)
+
+
+def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
+    """The ops of both passes by the block of layers that they belong to: the deepest modules of which there are not
+    more than BLOCKS."""
+    layers = [(op, _layer(graph, op)) for op in (*graph.forward_ops, *graph.backward_ops)]
+    deepest = max((layer.count(".") + 1 for _, layer in layers if layer), default=0)
+    depth = 1
+    for more in range(2, deepest + 1):
+        if len({_prefix(layer, more) for _, layer in layers}) > BLOCKS:
+            break
+        depth = more
+    found: dict[str, list[GraphOp]] = defaultdict(list)
+    for op, layer in layers:
+        found[_prefix(layer, depth)].append(op)
+    return found
+
+
+def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
+    """Blocks that compute in lower precision in one graph of a step, and take longer there than as they are written."""
+    written = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
+    found = list[str]()
+    for block, ops in blocks(low).items():
+        computes = any(low.values[v].dtype == compute for op in ops for v in op.makes)
+        if block and computes and sum(op.seconds for op in ops) > written.get(block, float("inf")):
+            found.append(block)
+    return tuple(found)
+
+
+def cast_copies(made: Schedule) -> int:
+    """Bytes of copies of parameters in lower precision that are there at once, at the most."""
+    copies, values = _copies(made.graph), made.graph.values
+    level = most = 0
+    for action in (*made.forward, *made.backward):
+        level += sum(values[value].bytes for value in action.makes if value in copies)
+        most = max(most, level)
+        level -= sum(values[value].bytes for value in action.frees if value in copies)
+    return most
+
+
+def _copies(graph: JointGraph) -> frozenset[int]:
+    """Values that are a parameter in fewer bits."""
+    values = graph.values
+    casts = (op for op in graph.forward_ops if op.target == CAST and len(op.reads) == 1 and len(op.makes) == 1)
+    return frozenset(
+        op.makes[0]
+        for op in casts
+        if values[op.reads[0]].kind == "parameter" and values[op.makes[0]].own_bytes < values[op.reads[0]].own_bytes
+    )
+
+
+def _layer(graph: JointGraph, op: GraphOp) -> str:
+    """Of a backward op, that of the forward op whose derivative it is."""
+    return op.layer or ("" if op.gradient_of is None else graph.ops[op.gradient_of].layer)
+
+
+def _prefix(layer: str, depth: int) -> str:
+    return ".".join(layer.split(".")[:depth])

@@ -1,0 +1,1 @@
+"""Choices -> what runs when; its Timeline; its code."""

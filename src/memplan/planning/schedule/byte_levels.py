@@ -1,0 +1,112 @@
+"""Schedule -> the bytes that are there during every action: what a planned step needs, counted one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Action, Choices
+from memplan.planning.schedule.scheduler import Schedule, taken
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Bytes on the device while a schedule runs."""
+
+    forward: tuple[int, ...]
+    """During each action of the forward pass: the most while it runs."""
+    backward: tuple[int, ...]
+    """During each action of the backward pass."""
+    update: int
+    """During the optimizer's update; at the end of the backward pass where there is none."""
+    boundary: int
+    """Between the forward and the backward pass."""
+
+    @property
+    def peak(self) -> int:
+        """The most of all."""
+        return max(*self.forward, *self.backward, self.update, self.boundary)
+
+    @property
+    def where(self) -> int | None:
+        """Index of the first action at the peak, the backward pass counted on after the forward pass; None where the
+        peak is the optimizer's update."""
+        levels = (*self.forward, *self.backward)
+        return levels.index(self.peak) if self.peak in levels else None
+
+
+def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) -> int:
+    """Bytes that are there from the beginning of the step to its end."""
+    level = surroundings.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
+    if choices.held:
+        level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
+    return level
+
+
+def levels(schedule: Schedule, surroundings: Surroundings | None = None) -> Levels:
+    """The bytes during every action of a schedule, and during the optimizer's update."""
+    around = Surroundings() if surroundings is None else surroundings
+    walk = _Walk(schedule, around)
+    forward = tuple(walk.step(action) for action in schedule.forward)
+    boundary = walk.level
+    backward = tuple(walk.step(action) for action in schedule.backward)
+    update = walk.level if schedule.choices.early else walk.level + around.update
+    return Levels(forward, backward, update, boundary)
+
+
+class ActionBytes:
+    """What each action of a schedule takes beyond what it makes."""
+
+    def __init__(self, schedule: Schedule, around: Surroundings) -> None:
+        self.graph, self.choices, self.around = schedule.graph, schedule.choices, around
+        self.encodings = {e.value: e for e in schedule.graph.encodings}
+
+    def transient(self, action: Action) -> int:
+        """What is gone again when the action ends."""
+        if action.kind == "run":
+            op = action.called(self.graph)
+            unwanted = self.owned(value for value in op.makes if value not in action.makes)
+            return op.discarded + unwanted + self._scratch(action, op)
+        if action.value is None:
+            return 0
+        if action.kind == "encode":
+            return self.encodings[action.value].encode_scratch
+        if action.kind == "decode":
+            return self.encodings[action.value].decode_scratch
+        if action.kind == "give" and self.choices.early and self.graph.values[action.value].kind == "parameter":
+            return self._copy(action) + self.around.update_of.get(action.value, 0)
+        return 0
+
+    def kept_copy(self, action: Action) -> int:
+        """The copy of a gradient that the receiver keeps."""
+        if action.kind != "give" or action.value is None or taken(self.graph, self.choices, action.value):
+            return 0
+        return self._copy(action)
+
+    def owned(self, values: Iterable[int]) -> int:
+        """Of the memory that these own."""
+        return sum(self.graph.values[value].bytes for value in values)
+
+    def _scratch(self, action: Action, op: GraphOp) -> int:
+        if action.direct is not None:
+            return self.encodings[action.direct].direct_scratch
+        return op.scratch if action.into is None else op.scratch - op.scratch_saved
+
+    def _copy(self, action: Action) -> int:
+        return self.graph.values[action.value].own_bytes if action.copies and action.value is not None else 0
+
+
+class _Walk(ActionBytes):
+    def __init__(self, schedule: Schedule, around: Surroundings) -> None:
+        super().__init__(schedule, around)
+        self.level = base_level(schedule.graph, schedule.choices, around)
+
+    def step(self, action: Action) -> int:
+        """Bytes while the action runs; ``level`` is what is left after it."""
+        replaced = 0 if action.into is None else self.graph.values[action.makes[0]].bytes
+        self.level += self.owned(action.makes) - replaced + self.kept_copy(action)
+        during = self.level + self.transient(action)
+        self.level -= self.owned(value for value in action.frees if not self.graph.values[value].held)
+        return during

@@ -1,0 +1,409 @@
+"""A Schedule as runnable Python: what the engine executes, and what a person reads.
+
+``forward(inputs)`` takes everything that is handed in, and returns (outputs, saved). ``backward(inputs, saved,
+tangents)`` is a generator: it yields lists of (value, gradient), each as soon as its gradients are complete, and needs
+each list to be emptied by who takes it. All lists that are handed in are emptied: every value is in one variable only,
+and is deleted after its last use.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from memplan._bytes import format_bytes
+from memplan._text import printable
+from memplan.errors import RecordingError
+from memplan.planning.graph import op_schema
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
+from memplan.planning.levers import encode, in_place
+from memplan.planning.schedule.actions import Action
+from memplan.planning.schedule.scheduler import Schedule
+
+WIDTH = 120
+_RESERVED = frozenset(
+    [
+        "_",
+        "aten",
+        "backward",
+        "device",
+        "forward",
+        "given",
+        "inf",
+        "inputs",
+        "laid_out",
+        "mark",
+        "memplan",
+        "nan",
+        "outputs",
+        "saved",
+        "tangents",
+        "torch",
+        "transfers",
+    ]
+)
+_OTHER_SIGNS = frozenset({"aten._conj.default", "aten._neg_view.default"})
+"""Views that read what they look at with another sign."""
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+def program(schedule: Schedule, *, marked: bool = False) -> str:
+    """The text of a module with ``forward`` and ``backward``.
+
+    Args:
+        schedule: what it does.
+        marked: call ``mark`` with the position of each action, of both passes one after the other, before what it does,
+            and ``laid_out`` with what it makes, and the strides and the dtype that this has.
+
+    Raises:
+        RecordingError: an op takes an argument that cannot be written down.
+    """
+    writer = _Writer(schedule, marked=marked)
+    forward = [*_described(_FORWARD, schedule), *writer.forward()]
+    backward = [*_described(_BACKWARD, schedule), *writer.backward()]
+    kernels = (
+        ["import memplan.planning.ops.piecewise"]
+        if any("torch.ops.memplan." in line for line in forward + backward)
+        else []
+    )
+    if any(action.kind == "store" for action in schedule.forward):
+        kernels.append("from memplan.planning import transfers")
+    head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
+    return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
+
+
+_FORWARD = "def forward(inputs):"
+_BACKWARD = "def backward(inputs, saved, tangents):"
+
+
+def read_in_backward(schedule: Schedule) -> frozenset[int]:
+    """The values handed in that the backward pass reads; it takes anything for the others."""
+    return frozenset(
+        value
+        for action in schedule.backward
+        for value in _needed(schedule.graph, action)
+        if schedule.graph.values[value].kind in RESIDENT
+    )
+
+
+def gives(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+    """The values whose gradients each list holds that ``backward`` yields."""
+    return tuple(tuple(_of(action) for action in group) for given, group in _grouped(schedule) if given)
+
+
+def _grouped(schedule: Schedule) -> Iterable[tuple[bool, list[Action]]]:
+    for given, group in groupby(schedule.backward, lambda action: action.kind == "give"):
+        yield given, list(group)
+
+
+def _of(action: Action) -> int:
+    assert action.value is not None
+    return action.value
+
+
+def _needed(graph: JointGraph, action: Action) -> tuple[int, ...]:
+    return tuple(graph.base(value) for value in action.reads)
+
+
+def _described(line: str, schedule: Schedule) -> list[str]:
+    graph = schedule.graph
+    again = sum(action.recomputed for action in schedule.backward)
+    size = sum(graph.values[value].bytes for value in schedule.saved)
+    text = f"saved for it: {format_bytes(size)} in {len(schedule.saved)} values; ops run again: {again}"
+    return [line, f'    """{text}."""'] if line == _BACKWARD else [line]
+
+
+class _Writer:
+    """Actions as lines."""
+
+    def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
+        self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
+        self.encodings = {e.value: e for e in self.graph.encodings}
+        self.offloads = {o.value: o for o in self.graph.offloads}
+        self.names = _names(self.graph)
+        self.last_read = {value: action for action in schedule.backward for value in action.reads}
+        self.lines: list[str] = []
+
+    # -- the two functions
+
+    def forward(self) -> list[str]:
+        """The body of the forward pass."""
+        self.lines = []
+        self.section("what is handed in")
+        self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read(self.schedule.forward))
+        self.section("forward")
+        for action in self.schedule.forward:
+            self.action(action)
+        self.section("outputs, and what is saved for the backward pass")
+        outputs = [self.expression(v) for v in self.graph.outputs]
+        saved = [self.names[v] for v in self.schedule.saved]
+        self.wrapped("outputs = [", outputs, "]")
+        self.wrapped("saved = [", saved, "]")
+        self.write("return outputs, saved")
+        return self.lines
+
+    def backward(self) -> list[str]:
+        """The body of the backward pass."""
+        self.lines = []
+        values = self.graph.values
+        self.section("what is handed in, what was saved, and the gradients of the outputs")
+        self.unpack([v.id for v in values if v.kind in RESIDENT], "inputs", read_in_backward(self.schedule))
+        self.unpack(self.schedule.saved, "saved", set(self.schedule.saved))
+        tangents = [v.id for v in values if v.kind == "tangent"]
+        self.unpack(tangents, "tangents", set(tangents))
+        self.section("backward")
+        for given, actions in _grouped(self.schedule):
+            if given:
+                self.give(actions)
+            else:
+                for action in actions:
+                    self.action(action)
+        return self.lines
+
+    def read(self, actions: Iterable[Action]) -> set[int]:
+        """What is handed in and read, or written, by any of these actions, or returned."""
+        found = {value for action in actions for value in _needed(self.graph, action)}
+        found |= {_of(action) for action in actions if action.kind == "write"}
+        return found | {self.graph.base(value) for value in self.graph.outputs}
+
+    def unpack(self, values: Sequence[int], source: str, used: Iterable[int]) -> None:
+        """Name what a list holds, and empty it."""
+        kept = set(used)
+        if kept & set(values):
+            self.wrapped("[", [self.names[v] if v in kept else "_" for v in values], f"] = {source}")
+        if kept & set(values) != set(values):
+            self.write("_ = None")
+        self.write(f"{source}.clear()")
+
+    # -- actions
+
+    def action(self, action: Action) -> None:
+        """One action, and what it frees."""
+        self.mark(1)
+        if action.kind == "run":
+            self.run(action)
+        elif action.kind == "write":
+            assert action.source is not None
+            target = self.graph.values[_of(action)]
+            self.write(f"{self.names[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
+        elif action.kind in ("encode", "decode"):
+            self.code(action)
+        elif action.kind != "receive":
+            self.transfer(action)
+        self.delete(action.frees if action.into is None else (action.into, *action.frees))
+
+    def run(self, action: Action) -> None:
+        """Call an op and name what it makes."""
+        op = action.called(self.graph)
+        names = [self.names[v] if v is not None and v in action.makes else "_" for v in op.outputs]
+        left = ", ".join(names) + "," * (op.multiple and len(names) == 1)
+        self.call(left, self.called(op, action), self.note(op, action), op)
+        if "_" in names:
+            self.write("_ = None")
+        self.lay_out(action.makes)
+
+    def called(self, op: GraphOp, action: Action) -> encode.Called:
+        """The call that really runs: with an encoded form in place of a value, or in the memory of one."""
+        if action.direct is not None:
+            encoding = self.encodings[action.direct]
+            return encode.direct_call(self.graph, encoding, op, in_place=action.into is not None)
+        if action.into is None:
+            return op.target, op.args, op.kwargs
+        over = in_place.operand(op, action.into, self.graph.values)
+        form = in_place.call_into(op.target, over.name)
+        return form.target, op.args, {**op.kwargs, **({} if form.out is None else {form.out: Ref(over.value)})}
+
+    def code(self, action: Action) -> None:
+        """Encode a value, or get one back."""
+        encoding = self.encodings[_of(action)]
+        encodes = action.kind == "encode"
+        made = self.graph.values[encoding.encoded if encodes else encoding.value]
+        call = (encode.encode_call if encodes else encode.decode_call)(self.graph, encoding)
+        self.call(self.names[made.id], call, f"{action.kind}s {encoding.codec}, {format_bytes(made.bytes)}")
+        self.lay_out([made.id])
+
+    def transfer(self, action: Action) -> None:
+        """Begin a copy to host memory or back, or wait for it."""
+        value, host = self.names[_of(action)], self.names[self.offloads[_of(action)].host]
+        size = format_bytes(self.graph.values[_of(action)].bytes)
+        if action.kind == "store":
+            self.write(f"{host}, {_copy(host)} = transfers.store({value})", f"offloads {size}")
+        elif action.kind == "fetch":
+            self.write(f"{value}, {_copy(host)} = transfers.fetch({host})", f"fetches {size}")
+        else:
+            self.write(f"{_copy(host)}.wait()")
+            self.write(f"del {_copy(host)}")
+
+    def call(self, left: str, called: encode.Called, note: str, op: GraphOp | None = None) -> None:
+        """Assign what a call returns."""
+        target, args, kwargs = called
+        self.wrapped(f"{left} = {_qualified(target, op)}(", self.arguments(args, kwargs, op), ")", note)
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: GraphOp | None) -> list[str]:
+        """What an op is called with, as text."""
+        named = [f"{_identifier(name, op)}={self.argument(part, op)}" for name, part in kwargs.items()]
+        return [self.argument(part, op) for part in args] + named
+
+    def mark(self, actions: int) -> None:
+        """Say which actions begin."""
+        if self.marked:
+            self.write(f"mark({self.place})")
+        self.place += actions
+
+    def lay_out(self, values: Iterable[int]) -> None:
+        """Say how what was made is laid out, and in what dtype."""
+        for value in values if self.marked else ():
+            name, made = self.names[value], self.graph.values[value]
+            self.write(f"{name} = laid_out({name}, {made.stride}, torch.{made.dtype})")
+
+    def give(self, actions: Sequence[Action]) -> None:
+        """Yield gradients that are complete at the same time."""
+        self.mark(len(actions))
+        parts, dead = list[str](), dict[int, None]()
+        for action in actions:
+            assert action.source is not None
+            copied = ".clone()" if action.copies else ""
+            parts.append(f"({_of(action)}, {self.expression(action.source)}{copied})")
+            dead.update(dict.fromkeys(action.frees))
+            base = self.graph.base(action.source)
+            if self.graph.values[base].kind == "result" and self.last_read[base] in actions:
+                dead[base] = None  # what the receiver keeps is to be in no hands but theirs
+        paths = ", ".join(self.graph.values[_of(action)].path for action in actions)
+        self.wrapped("given = [", parts, "]", f"gradient of {paths}")
+        self.delete(dead)
+        self.write("yield given")
+
+    # -- text
+
+    def expression(self, value: int) -> str:
+        """A value that owns memory by its name, a view by the calls that look into it."""
+        value = self.simplest(value)
+        found = self.graph.values[value]
+        if not found.is_view:
+            return self.names[value]
+        assert found.op is not None, "a view is made by an op"
+        op = self.graph.ops[found.op]
+        call = f"{_qualified(op.target, op)}({', '.join(self.arguments(op.args, op.kwargs, op))})"
+        return f"{call}[{op.outputs.index(value)}]" if op.multiple else call
+
+    def simplest(self, value: int) -> int:
+        """The first value of a chain of views that looks at all of the memory just as this one does: a matrix that was
+        transposed twice is the matrix."""
+        values = self.graph.values
+        last = found = values[value]
+        whole = math.prod(last.shape) * op_schema.itemsize(last.dtype) == values[last.base].bytes
+        if not whole or not op_schema.is_dense(last):
+            return value
+        while found.op is not None and found.is_view:
+            op = self.graph.ops[found.op]
+            if op.target in _OTHER_SIGNS or not op.args or not isinstance(op.args[0], Ref):
+                break
+            found = values[op.args[0].value]
+            if (found.shape, found.stride, found.dtype) == (last.shape, last.stride, last.dtype):
+                value = found.id
+        return value
+
+    def argument(self, part: Any, op: GraphOp | None) -> str:
+        """An argument as text.
+
+        Raises:
+            RecordingError: it is neither a value nor plain data.
+        """
+        if isinstance(part, Ref):
+            return self.expression(part.value)
+        if isinstance(part, tuple):
+            return "(" + "".join(f"{self.argument(one, op)}, " for one in part).rstrip() + ")"
+        if isinstance(part, list):
+            return "[" + ", ".join(self.argument(one, op) for one in part) + "]"
+        if isinstance(part, torch.device):
+            return f"device({str(part)!r})"
+        if type(part) in _PLAIN:
+            return repr(part)
+        raise RecordingError(
+            f"{'An op' if op is None else op.target} takes a {type(part).__name__}",
+            expected="tensors, numbers, texts, dtypes, devices, layouts, and lists of them",
+            layer=op.layer or None if op else None,
+            where=op.where if op else None,
+        )
+
+    def note(self, op: GraphOp, action: Action) -> str:
+        """Where an op comes from."""
+        made = sum(self.graph.values[value].bytes for value in action.makes)
+        parts = [op.layer, op.where or "", format_bytes(made) if made and action.into is None else ""]
+        if action.into is not None:
+            parts.append(f"in the memory of {self.names[action.into]}")
+        return ("again: " if action.recomputed else "") + ", ".join(part for part in parts if part)
+
+    def section(self, title: str) -> None:
+        if self.lines:
+            self.lines.append("")
+        self.lines.append(f"    # -- {title}")
+
+    def write(self, text: str, note: str = "") -> None:
+        note = printable(note)
+        if note and len(text) + len(note) + 8 > WIDTH:
+            self.lines.append(f"    # {note}")
+            note = ""
+        self.lines.append(f"    {text}" + (f"  # {note}" if note else ""))
+
+    def wrapped(self, before: str, parts: Sequence[str], after: str, note: str = "") -> None:
+        """A line with a list in it, over several lines where it is too long."""
+        line = before + ", ".join(parts) + after
+        if len(line) + 4 <= WIDTH:
+            return self.write(line, note)
+        self.write(before, note)
+        line = ""
+        for part in parts:
+            if line and len(line) + len(part) + 10 > WIDTH:
+                self.lines.append(f"        {line}")
+                line = ""
+            line += f"{' ' * bool(line)}{part},"
+        self.lines.append(f"        {line}")
+        self.write(after)
+
+    def delete(self, values: Iterable[int]) -> None:
+        names = [self.names[value] for value in values]
+        if names:
+            self.write(f"del {', '.join(names)}")
+
+
+def _names(graph: JointGraph) -> list[str]:
+    """A variable for each value: of what is handed in what it is in the model, else the value's own name."""
+    taken, names = set(_RESERVED), list[str]()
+    for value in graph.values:
+        own = {"input": f"input_{value.path}", "tangent": f"tangent_{value.path}"}.get(value.kind, value.name)
+        wanted = value.path if value.kind in ("parameter", "buffer") else own
+        name = re.sub(r"\W", "_", wanted, flags=re.ASCII)
+        if not name or name[0].isdigit() or keyword.iskeyword(name):
+            name = f"{value.kind}_{name}"
+        while name in taken or (value.kind == "host" and _copy(name) in taken):
+            name += "_"
+        taken |= {name, _copy(name)} if value.kind == "host" else {name}
+        names.append(name)
+    return names
+
+
+def _copy(host: str) -> str:
+    """The variable for a copy to or from host memory that is still underway."""
+    return f"{host}_copy"
+
+
+def _qualified(target: str, op: GraphOp | None) -> str:
+    """An op as it is called."""
+    for part in target.split("."):
+        _identifier(part, op)
+    return target if target.startswith("aten.") else f"torch.ops.{target}"
+
+
+def _identifier(name: str, op: GraphOp | None) -> str:
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise RecordingError(
+            f"{name!r} in a call of {'an op' if op is None else op.target}", expected="a name that Python allows"
+        )
+    return name

@@ -1,0 +1,190 @@
+"""Schedule -> Trace: a planned step as the same kind of value as a recorded one, for the same simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from memplan.planning.capture import opaque_calls
+from memplan.planning.graph.joint_graph import RESIDENT, Kind, Value
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Action
+from memplan.planning.schedule.byte_levels import ActionBytes
+from memplan.planning.schedule.scheduler import Schedule
+from memplan.simulation.simulate import simulate
+from memplan.simulation.timeline import Timeline
+from memplan.trace.model import Cause, Op, Operand, Phase, Storage, Trace
+
+_CAUSES: dict[Kind, Cause] = {
+    "parameter": "weight",
+    "buffer": "buffer",
+    "constant": "buffer",
+    "input": "input",
+    "tangent": "activation_gradient",
+}
+
+
+def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Timeline:
+    """Bytes over time of a planned step, by the simulator that recorded steps go through."""
+    return simulate(trace_of(schedule, surroundings))
+
+
+def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Trace:
+    """A planned step as a Trace: what is resident is built, the schedule is the one step."""
+    return _Tracer(schedule, surroundings or Surroundings()).trace()
+
+
+@dataclass
+class _Entry:
+    """A storage in the making."""
+
+    bytes: int
+    cause: Cause
+    born: int
+    value: Value | None
+    op: int | None
+    died: int | None = None
+    name: str = ""
+
+
+class _Tracer:
+    def __init__(self, schedule: Schedule, surroundings: Surroundings) -> None:
+        self.schedule, self.graph, self.around = schedule, schedule.graph, surroundings
+        self.device = surroundings.home.target.name
+        self.bytes = ActionBytes(schedule, surroundings)
+        self.parameters_gradients = {
+            self.graph.base(gradient): self.graph.values[of].path
+            for of, gradient in self.graph.gradients
+            if self.graph.values[of].kind == "parameter"
+        }
+        self.saved = set(schedule.saved)
+        self.tick = 0
+        self.entries: list[_Entry] = []
+        self.at: dict[int, int] = {}
+        """By value that owns memory: the storage it lies in now."""
+        self.ops: list[Op] = []
+        self.op_of: dict[int, int] = {}
+        """By op of the graph: its op in the trace, where it ran first."""
+
+    def trace(self) -> Trace:
+        """Walk all actions."""
+        self._build()
+        begin = self.tick
+        for action in self.schedule.forward:
+            self._act(action, "forward")
+        for action in self.schedule.backward:
+            self._act(action, "backward")
+        if self.around.update and not self.schedule.choices.early:
+            start = self.tick
+            self._passing(self.around.update, len(self.ops))
+            self._note("optimizer.step", "optimizer", start)
+        storages = tuple(
+            Storage(
+                number, e.bytes, e.cause, e.born, e.died, e.op, e.value.dtype if e.value else "",
+                e.value.shape if e.value else (), self.device, e.name,
+            )
+            for number, e in enumerate(self.entries)
+        )  # fmt: skip
+        return Trace("recorded", self.device, torch.__version__, tuple(self.ops), storages, (), (begin,), self.tick)
+
+    def _build(self) -> None:
+        for value in self.graph.values:
+            if value.kind in RESIDENT and not value.is_view:
+                self.at[value.id] = self._born(value.bytes, _CAUSES[value.kind], value, None, value.path)
+        if self.schedule.choices.held:
+            for of, _ in self.graph.gradients:
+                value = self.graph.values[of]
+                if value.kind == "parameter":
+                    self._born(value.own_bytes, "parameter_gradient", value, None, value.path)
+        for cause, size in self.around.by_cause().items():
+            self._born(size, cause, None, None, "")
+
+    # -- storages
+
+    def _born(self, size: int, cause: Cause, value: Value | None, op: int | None, name: str = "") -> int:
+        self.tick += 1
+        self.entries.append(_Entry(size, cause, self.tick, value, op, name=name))
+        return len(self.entries) - 1
+
+    def _dies(self, entry: int) -> None:
+        self.tick += 1
+        self.entries[entry].died = self.tick
+
+    def _passing(self, size: int, op: int) -> None:
+        if size:
+            self._dies(self._born(size, "temporary", None, op))
+
+    def _make(self, value: int, op: int, phase: Phase, into: int | None) -> None:
+        found = self.graph.values[value]
+        cause, name = self._cause(found, phase)
+        if into is None:
+            self.at[value] = self._born(found.bytes, cause, found, op, name)
+            return
+        entry = self.at[value] = self.at.pop(into)
+        if cause in ("parameter_gradient", "saved"):  # what it is for outlasts what it was made for
+            self.entries[entry].cause, self.entries[entry].name = cause, name
+
+    def _cause(self, value: Value, phase: Phase) -> tuple[Cause, str]:
+        if value.id in self.parameters_gradients:
+            return "parameter_gradient", self.parameters_gradients[value.id]
+        if value.kind == "tangent" or (phase == "backward" and self._made_in_backward(value)):
+            return "activation_gradient", ""
+        return ("saved" if phase == "forward" and value.id in self.saved else "activation"), ""
+
+    def _made_in_backward(self, value: Value) -> bool:
+        maker = self.graph.maker.get(value.id)
+        return maker is not None and maker.phase == "backward"
+
+    # -- actions
+
+    def _act(self, action: Action, phase: Phase) -> None:
+        start, op = self.tick, len(self.ops)
+        transient = self.bytes.transient(action)
+        frees_meanwhile = transient < 0
+        if frees_meanwhile:
+            transient += self._free(action)
+        for position, value in enumerate(self._on_device(action.makes)):
+            self._make(value, op, phase, action.into if position == 0 else None)
+        self._passing(transient, op)
+        copy = self.bytes.kept_copy(action)
+        if copy and action.value is not None:
+            of = self.graph.values[action.value]
+            self._born(copy, "parameter_gradient", of, op, of.path)
+        if not frees_meanwhile:
+            self._free(action)
+        self._note(self._name(action), phase, start, action)
+
+    def _free(self, action: Action) -> int:
+        """Free what the action frees: so many bytes."""
+        freed = [value for value in self._on_device(action.frees) if not self.graph.values[value].held]
+        for value in freed:
+            self._dies(self.at.pop(value))
+        return sum(self.graph.values[value].bytes for value in freed)
+
+    def _on_device(self, values: Iterable[int]) -> list[int]:
+        """Without copies in host memory."""
+        return [value for value in values if self.graph.values[value].kind != "host"]
+
+    def _name(self, action: Action) -> str:
+        if action.op is not None:
+            op = action.called(self.graph)
+            return opaque_calls.title_of(op.target, op.args)
+        return f"memplan.{action.kind}"
+
+    def _note(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:
+        index = len(self.ops)
+        reads: Iterable[int] = () if action is None else action.reads
+        graph_op = None if action is None or action.op is None else action.called(self.graph)
+        gradient_of = None if graph_op is None or graph_op.gradient_of is None else self.op_of.get(graph_op.gradient_of)
+        self.ops.append(
+            Op(
+                index, name, phase, 0, graph_op.layer if graph_op else "", graph_op.where if graph_op else None, start,
+                self.tick, tuple(Operand("", self.at[v]) for v in reads if v in self.at),
+                tuple(self.at[v] for v in (action.makes if action else ()) if v in self.at),
+                gradient_of=gradient_of, recomputed=bool(action and action.recomputed),
+            )
+        )  # fmt: skip
+        if graph_op is not None:
+            self.op_of.setdefault(graph_op.index, index)

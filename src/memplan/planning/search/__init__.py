@@ -1,0 +1,1 @@
+"""Budget -> choices; the lower bound."""

@@ -1,0 +1,247 @@
+"""A joint graph as flat lists and arrays: what the batch evaluator needs of it, looked up once.
+
+Forward values are numbered by themselves ("rows"), in the order of their ids; the backward pass is a row of *slots*:
+slot 0 is the moment at which the tangents are received, slot j the j-th backward op with all that is made again just
+before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.planning.graph.joint_graph import RESIDENT, Encoding, GraphOp, JointGraph, recomputable
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import base_level
+from memplan.planning.schedule.scheduler import changed_at_once, copied, taken
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """A gradient that is given away."""
+
+    slot: int
+    """After which backward op, if nothing that is made again reads the parameter later."""
+    copy: int
+    """Bytes of the copy that stays."""
+    transient: int
+    """Bytes that the optimizer holds for the moment."""
+    freed: int
+    """Bytes of the gradient that are freed by it."""
+    parameter: int | None
+    """The parameter that may change at once, so that its last read comes first; None if it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOp:
+    """A forward op in terms of rows."""
+
+    op: GraphOp
+    makes: tuple[int, ...]
+    reads: tuple[int, ...]
+    """Rows of the forward values that it reads, ascending."""
+    parameters: tuple[int, ...]
+    """Parameters that it reads and that may change once their gradient is given."""
+    overwrites: tuple[int, ...]
+    during: int
+    """Bytes that its results, kept or not, and its scratch take."""
+    taken: int
+    """By how much less it takes where its first result takes over memory."""
+
+
+class FlatGraph:
+    """The graph under one setting of surroundings, early and held."""
+
+    def __init__(self, graph: JointGraph, around: Surroundings, *, early: bool, held: bool) -> None:
+        self.graph, self.around, self.early, self.held = graph, around, early, held
+        self.base = base_level(graph, Choices(early=early, held=held), around)
+        self.outputs = {graph.base(value) for value in graph.outputs}
+        self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
+        self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
+        self.values = sorted(value for op in graph.forward_ops for value in op.makes)
+        self.row = {value: row for row, value in enumerate(self.values)}
+        self.bytes = np.array([graph.values[value].bytes for value in self.values], dtype=np.int64)
+        self.is_output = np.array([value in self.outputs for value in self.values], dtype=bool)
+        again = recomputable(graph)
+        self.droppable = tuple(value for value in self.values if value in again)
+        self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
+        self.encodings = tuple(
+            sorted((e for e in graph.encodings if e.value not in self.outputs), key=lambda e: e.value)
+        )
+        self.offloads = tuple(sorted((o for o in graph.offloads if o.value not in self.outputs), key=lambda o: o.value))
+        self.encoding_of = {self.row[e.value]: at for at, e in enumerate(self.encodings) if e.value in self.row}
+        self.gives: tuple[Give, ...] = ()
+        self.waits = False
+        """Whether some of them wait for the last read of a parameter."""
+        self._backward_statics()
+        self._forward_ops()
+        self._forward_frees()
+        self._readers()
+        self.maker = np.array([0] * len(self.values), dtype=np.int64)
+        """Which forward op makes each row's value."""
+        for at, op in enumerate(self.forward):
+            self.maker[list(op.makes)] = at
+        self._sums()
+        self.regular = self._is_regular()
+
+    # -- backward
+
+    def _backward_statics(self) -> None:
+        """Last uses and bytes of what does not depend on the choices: gradients and tangents."""
+        graph = self.graph
+        self.slots = len(graph.backward_ops) + 1
+        last = dict.fromkeys(self.tangents, 0)
+        for slot, op in enumerate(graph.backward_ops, 1):
+            last.update((value, slot) for value in (*op.reads, *op.makes))
+        kept = self._give_all(last)
+        given = {graph.base(gradient) for _, gradient in graph.gradients}
+        self.during = np.zeros(self.slots, dtype=np.int64)
+        self.net = np.zeros(self.slots, dtype=np.int64)
+        self.first_result = np.zeros(self.slots, dtype=np.int64)
+        self.taken = np.zeros(self.slots, dtype=bool)
+        """Whether the slot's op takes over memory of something else than a forward value."""
+        self.during[0] = self.net[0] = sum(graph.values[value].bytes for value in self.tangents)
+        fixed = self.resident | self.outputs | kept | given | {v for v in self.tangents if graph.values[v].held}
+        for value, slot in last.items():
+            if value not in fixed and value not in self.row:
+                self.net[slot] -= graph.values[value].bytes
+        self.overwritten: list[tuple[int, int]] = []
+        """(slot, row) of forward values whose memory a backward op can take over."""
+        for slot, op in enumerate(graph.backward_ops, 1):
+            made = sum(graph.values[value].bytes for value in op.makes)
+            self.during[slot] = made + op.discarded + op.scratch
+            self.net[slot] += made
+            if op.makes:
+                self.first_result[slot] = graph.values[op.makes[0]].bytes + op.scratch_saved
+                candidates = [v for v in op.overwrites if v not in fixed and v not in self.tangents]
+                self.taken[slot] = any(last[v] == slot for v in candidates if v not in self.row)
+                self.overwritten += [(slot, self.row[v]) for v in candidates if v in self.row]
+
+    def _give_all(self, last: dict[int, int]) -> set[int]:
+        """Fill ``gives``; the bases of gradients that stay."""
+        graph, choices = self.graph, Choices(early=self.early, held=self.held)
+        users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
+        copies = copied(graph, choices)
+        drafts, kept = list[tuple[int, int, int, int, int | None]](), set[int]()
+        for of, gradient in graph.gradients:
+            base, size = graph.base(gradient), graph.values[of].own_bytes * (of in copies)
+            changed, used_up = changed_at_once(graph, choices, of), taken(graph, choices, of)
+            slot = max(last.get(base, 0), last.get(graph.base(of), 0) if changed else 0)
+            if of not in copies and not used_up:
+                kept.add(base)
+            early = self.early and graph.values[of].kind == "parameter"
+            transient = self.around.update_of.get(of, 0) + size if early else 0
+            drafts.append((slot, 0 if used_up else size, transient, base, graph.base(of) if changed else None))
+        fixed = self.resident | self.outputs | kept
+        final = {base: at for at, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
+        self.gives = tuple(
+            Give(
+                slot, copy, transient,
+                graph.values[base].bytes if final[base] == at and base not in fixed else 0, parameter,
+            )
+            for at, (slot, copy, transient, base, parameter) in enumerate(drafts)
+        )  # fmt: skip
+        self.waits = any(parameter is not None for *_, parameter in drafts)
+        self.shared_waits = any(users[base] > 1 and parameter is not None for *_, base, parameter in drafts)
+        return kept
+
+    # -- forward
+
+    def _forward_ops(self) -> None:
+        graph = self.graph
+        updated = {give.parameter for give in self.gives if give.parameter is not None}
+        size = {row: int(b) for row, b in enumerate(self.bytes)}
+
+        def flat(op: GraphOp) -> ForwardOp:
+            return ForwardOp(
+                op,
+                tuple(self.row[v] for v in op.makes),
+                tuple(sorted(self.row[v] for v in op.reads if v in self.row)),
+                tuple(v for v in op.reads if v in updated),
+                tuple(self.row[v] for v in op.overwrites if v in self.row and v not in self.outputs),
+                sum(size[self.row[v]] for v in op.makes) + op.discarded + op.scratch,
+                size[self.row[op.makes[0]]] + op.scratch_saved if op.makes else 0,
+            )
+
+        self.forward = tuple(flat(op) for op in graph.forward_ops)
+        self.rerun = tuple(one if one.op.again is None else flat(one.op.again) for one in self.forward)
+        """What runs where the results of each are made again."""
+        self.given_at = defaultdict[int, list[int]](list)
+        """Parameter -> its gives."""
+        for at, give in enumerate(self.gives):
+            if give.parameter is not None:
+                self.given_at[give.parameter].append(at)
+
+    def _forward_frees(self) -> None:
+        """Where each value is used last in the forward pass: by an op, or written into something after one."""
+        position = {op.op.index: at for at, op in enumerate(self.forward)}
+        last = {value: op.op.index for op in self.forward for value in (*op.op.reads, *op.op.makes)}
+        self.used_last = np.array([position[last[value]] for value in self.values], dtype=np.int64)
+        self.freed_at = self.used_last.copy()
+        self.written = np.zeros(len(self.values), dtype=bool)
+        for target, source in self.graph.mutations:
+            base = self.graph.base(source)
+            if base in self.row:
+                row = self.row[base]
+                after = max(last.get(target, -1), last[base])
+                self.freed_at[row] = max(self.freed_at[row], position[after])
+                self.written[row] = True
+
+    def _readers(self) -> None:
+        """Backward ops that read each forward value as it is; and those that may read its encoded form."""
+        may = {(op, self.row[e.value]): at for at, e in enumerate(self.encodings) for op in e.direct}
+        self.readers: list[list[int]] = [[] for _ in self.values]
+        self.direct: list[tuple[int, list[tuple[int, int]]]] = []
+        """(slot, [(encoding, row), ...] in the order of the op's reads)."""
+        for slot, op in enumerate(self.graph.backward_ops, 1):
+            rows = [self.row[value] for value in op.reads if value in self.row]
+            direct = [(may[op.index, row], row) for row in rows if (op.index, row) in may]
+            if direct:
+                self.direct.append((slot, direct))
+            for row in rows:
+                if (op.index, row) not in may:
+                    self.readers[row].append(slot)
+
+    def _sums(self) -> None:
+        """What all candidates have in common, as arrays."""
+        none = np.iinfo(np.int32).max
+        self.first_read = np.array([slots[0] if slots else none for slots in self.readers], dtype=np.int32)
+        self.last_read = np.array([slots[-1] if slots else -1 for slots in self.readers], dtype=np.int32)
+        self.made = np.array([sum(int(self.bytes[row]) for row in op.makes) for op in self.forward], dtype=np.int64)
+        self.forward_during = np.array([op.during for op in self.forward], dtype=np.int64)
+        self.forward_overwrites = [
+            (at, over)
+            for at, op in enumerate(self.forward)
+            if op.makes
+            and (over := [row for row in op.overwrites if self.freed_at[row] == at and not self.written[row]])
+        ]
+        self.by_freed = np.argsort(self.freed_at, kind="stable")
+        self.freed_positions, self.freed_starts = np.unique(self.freed_at[self.by_freed], return_index=True)
+        self.given = np.zeros(self.slots, dtype=np.int64)
+        """Bytes that the gradients given away in each slot change; and the most meanwhile."""
+        self.given_most = np.zeros(self.slots, dtype=np.int64)
+        for give in self.gives:
+            self.given[give.slot] += give.copy
+            level = self.given[give.slot] + give.transient
+            self.given_most[give.slot] = max(self.given_most[give.slot], level)
+            self.given[give.slot] -= give.freed
+
+    def _is_regular(self) -> bool:
+        """Whether the batch evaluator knows all that the graph has. What it does not know is rare: a gradient that is a
+        forward value or something handed in, gradients that wait and share memory, writes after backward ops."""
+        bases = {self.graph.base(gradient) for _, gradient in self.graph.gradients}
+        sources = {self.graph.base(source) for _, source in self.graph.mutations}
+        foreign = any(v in self.row or v in self.resident for v in bases)
+        late = any(v not in self.row and v not in self.resident for v in sources)
+        return not (foreign or late or self.shared_waits or len(self.encoding_of) < len(self.encodings))
+
+
+def bytes_of(graph: JointGraph, encoding: Encoding) -> int:
+    """Of the encoded form."""
+    return graph.values[encoding.encoded].bytes

@@ -1,0 +1,409 @@
+"""What no schedule can beat: a lower bound of the peak, and of the seconds that a budget adds.
+
+Both rest on what every schedule of this space has in common. Take a position of the backward pass, the run of op j.
+
+- What does not depend on the choices is there: what is resident, the outputs, the gradients made and not yet given
+  away, the op's own results and scratch (less one result, where it can take over memory).
+- A forward value that the backward pass reads at or before j and at or after j is there, since it is made again at
+  most once and lives until its last use. So is one that cannot be made again and is read at or after j; if it can be
+  encoded, at least its encoded form; not so, if it can be offloaded.
+
+These two, with what the forward pass needs anyway (a value lives from its op to the last op that reads it), give
+`lower_bound`.
+
+For the seconds, say for every forward value v and op o, and for some positions j, whether the value is there at j
+(``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether an encoded form is there at j
+(``code[v, j]``) and whether the value is offloaded (``away[v]``). Every schedule has
+
+    there[v, j] + again[op of v, j] + code[v, j] + away[v] >= 1             for v read by the backward pass after j
+    there[u, j] + again[op of u, j] + code[u, j] + away[u] >= again[o, j]   for u read by an op o
+    sum over v of bytes[v] * there[v, j] + (encoded forms, alike) <= budget - (what is there at j anyway)
+    again[o] >= again[o, j]
+    wait + what a pass takes and adds >= sum of the seconds of all copies of the pass
+
+and adds at least the seconds of all o with ``again[o]``, and the waits of both passes. With all of them in [0, 1]
+instead of {0, 1}, the least sum is the optimum of a linear program, and so a lower bound of what any schedule within
+the budget adds (`Relaxation`). The fewer positions, the lower the bound; it holds for any set of them. Values of few
+bytes are taken to be there always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.search.flat_graph import FlatGraph, Ints, bytes_of
+
+Floats = npt.NDArray[np.float64]
+
+
+def lower_bound(
+    graph: JointGraph, surroundings: Surroundings | None = None, *, early: bool = False, held: bool = False
+) -> int:
+    """Bytes that every schedule of the graph needs at its peak, at least."""
+    around = Surroundings() if surroundings is None else surroundings
+    return Unavoidable(FlatGraph(graph, around, early=early, held=held)).peak
+
+
+@dataclass(frozen=True, slots=True)
+class Fractions:
+    """A solution of the relaxed problem."""
+
+    seconds: float
+    keep: Floats
+    """For every forward value: whether it is there between the forward and the backward pass."""
+    code: Floats
+    """For every encoding: whether its form is there then."""
+    away: Floats
+    """For every offload: whether it is used."""
+
+
+class Unavoidable:
+    """What is there at every position whatever is chosen."""
+
+    def __init__(self, flat: FlatGraph) -> None:
+        self.flat = flat
+        may_drop = set(flat.drop_rows.tolist())
+        self.forced = np.array([row not in may_drop for row in range(len(flat.values))], dtype=bool)
+        """Values that cannot be made again."""
+        self.smallest = flat.bytes.copy()
+        """Bytes that a value needs when it is kept in whatever form."""
+        for row, at in flat.encoding_of.items():
+            self.smallest[row] = min(self.smallest[row], bytes_of(flat.graph, flat.encodings[at]))
+        self.smallest[[flat.row[one.value] for one in flat.offloads]] = 0
+        self._reads()
+        self.forward = self._forward()
+        self.slots, self.end = self._slots()
+
+    @property
+    def peak(self) -> int:
+        """The most of all positions."""
+        return int(max(self.forward.max(initial=0), self.slots.max(), self.end))
+
+    def _reads(self) -> None:
+        """First and last slot in which a value is read as it is; 0 and -1 where none does."""
+        flat = self.flat
+        readers = [list(slots) for slots in flat.readers]
+        self.read = np.array([bool(slots) for slots in readers], dtype=bool)
+        self.first = np.array([slots[0] if slots else 0 for slots in readers], dtype=np.int64)
+        self.last = np.array([slots[-1] if slots else -1 for slots in readers], dtype=np.int64)
+        self.direct: list[list[int]] = [[] for _ in readers]
+        """Slots of the ops that read a value or its encoded form."""
+        for slot, candidates in flat.direct:
+            for _, row in candidates:
+                self.direct[row].append(slot)
+        latest = (max([*slots, *direct], default=-1) for slots, direct in zip(readers, self.direct, strict=True))
+        self.any_last = np.array(list(latest), dtype=np.int64)
+
+    def counted(self, row: int, slot: int, forward: int | None) -> int:
+        """Bytes that the levels of a position (a slot, or a forward op) count for a forward value that is not surely
+        there as it is."""
+        small = int(self.smallest[row])
+        if forward is not None:
+            return small if self.forced[row] and self.any_last[row] >= 0 else 0
+        waits = self.forced[row] and self.read[row] and slot < self.first[row]
+        return small if waits or slot in self.direct[row] else 0
+
+    def _forward(self) -> Ints:
+        flat = self.flat
+        stays = self.forced & (self.any_last >= 0) & ~flat.is_output
+        rest = np.where(flat.is_output, flat.bytes, np.where(stays, self.smallest, 0))
+        level, found = flat.base, np.zeros(len(flat.forward), dtype=np.int64)
+        frees: list[list[int]] = [[] for _ in flat.forward]
+        for row, at in enumerate(flat.freed_at):
+            frees[at].append(row)
+        for at, op in enumerate(flat.forward):
+            taken = max(0, op.taken) if op.overwrites and op.makes else 0
+            found[at] = level + op.during - taken
+            level += sum(int(flat.bytes[row]) for row in op.makes)
+            level -= sum(int(flat.bytes[row] - rest[row]) for row in frees[at])
+        return found
+
+    def _slots(self) -> tuple[Ints, int]:
+        """The level in every slot, and at the end of the backward pass or during the optimizer's update."""
+        flat = self.flat
+        level = np.zeros(flat.slots + 1, dtype=np.int64)
+        level[1:] = np.cumsum(flat.net)
+        for give in flat.gives:
+            # Where the graph is not regular or the parameter may be read again, a copy may be made later than here: it
+            # is sure at the end only.
+            level[give.slot + 1 if flat.regular and give.parameter is None else -1 :] += give.copy
+            level[give.slot + 1 :] -= give.freed
+        there = np.zeros(flat.slots + 1, dtype=np.int64)
+        """Differences of what forward values need."""
+        for row in np.flatnonzero(~flat.is_output):
+            start = 0 if self.forced[row] else int(self.first[row])
+            if self.read[row]:
+                if start < self.first[row]:
+                    there[start] += self.smallest[row]
+                    there[self.first[row]] -= self.smallest[row]
+                there[self.first[row]] += flat.bytes[row]
+                there[self.last[row] + 1] -= flat.bytes[row]
+        there = np.cumsum(there)[:-1]
+        for row in np.flatnonzero(~flat.is_output):
+            for slot in set(self.direct[row]):
+                if not (self.read[row] and self.first[row] <= slot <= self.last[row]) and not (
+                    self.forced[row] and self.read[row] and slot < self.first[row]
+                ):
+                    there[slot] += self.smallest[row]
+        outputs = int(flat.bytes[flat.is_output].sum())
+        self.fixed = flat.base + outputs + level[:-1] + self._during()
+        end = flat.base + outputs + int(level[-1]) + (0 if flat.early else flat.around.update)
+        return self.fixed + there, end
+
+    def _during(self) -> Ints:
+        """The least that each slot's op takes: in place where it can be, with an encoded operand where it can."""
+        flat = self.flat
+        in_place = flat.taken.copy()
+        in_place[[slot for slot, _ in flat.overwritten]] = True
+        during = flat.during - np.where(in_place, np.maximum(flat.first_result, 0), 0)
+        for slot, candidates in flat.direct:
+            op = flat.graph.backward_ops[slot - 1]
+            scratch = min(flat.encodings[at].direct_scratch for at, _ in candidates)
+            taken = flat.first_result[slot] - op.scratch_saved if in_place[slot] else 0
+            during[slot] = min(during[slot], flat.during[slot] - op.scratch + scratch - taken)
+        return during
+
+
+class Relaxation:
+    """The linear program of one graph, for any budget."""
+
+    def __init__(self, flat: FlatGraph, *, small: int = 0, size: int = 8_000) -> None:
+        """Values of at most ``small`` bytes are left out; ``size`` bounds the number of variables, more or less."""
+        self.flat, self.least, self.small = flat, Unavoidable(flat), small
+        self.program = Program()
+        self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
+        self.codes = self.program.variables(self._cost_of_code(at) for at in range(len(flat.encodings)))
+        self.away = {flat.row[one.value]: self.program.variable(one.use_seconds) for one in flat.offloads}
+        self._wait_for_copies()
+        self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
+        self.may = set(flat.drop_rows.tolist())
+        room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
+        self.kept: dict[int, int] = {}
+        """Row -> the variable that says whether it is there between the passes."""
+        self.coded: dict[int, int] = {}
+        for slot in self._slots(min(room, 16)):
+            _Position(self, slot, None)
+        for at in self._forward(min(room // 4, 4)):
+            _Position(self, 0, at)
+
+    def seconds(self, budget: int) -> Fractions | None:
+        """The least seconds that a schedule within the budget adds; None where there is none."""
+        if budget < self.least.peak:
+            return None
+        solution = self.program.solve(budget)
+        if solution is None:
+            return None
+        seconds, x = solution
+        keep = np.ones(len(self.flat.values))
+        code = np.zeros(len(self.flat.encodings))
+        for row, variable in self.kept.items():
+            keep[row] = x[variable]
+        for at, variable in self.coded.items():
+            code[at] = x[variable]
+        away = np.array([x[self.away[self.flat.row[one.value]]] for one in self.flat.offloads])
+        return Fractions(max(seconds, 0.0), keep, code, away)
+
+    def _wait_for_copies(self) -> None:
+        """All copies of a pass are done by its end: what they take beyond it, and beyond what is added to it, the step
+        waits. A variable is of [0, 1]: here, of the seconds of all copies."""
+        flat = self.flat
+        whole = sum(one.copy_seconds for one in flat.offloads)
+        if not whole:
+            return
+        copies = [(self.away[flat.row[one.value]], -one.copy_seconds) for one in flat.offloads]
+        encode = [(self.codes + at, one.encode_seconds) for at, one in enumerate(flat.encodings)]
+        decode = [(self.codes + at, one.decode_seconds) for at, one in enumerate(flat.encodings)]
+        again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.rerun)]
+        passes = ((flat.graph.forward_ops, encode), (flat.graph.backward_ops, [*decode, *again]))
+        for ops, added in passes:
+            wait = (self.program.variable(whole), whole)
+            self.program.at_least([wait, *copies, *added], -sum(op.seconds for op in ops))
+
+    def _cost_of_code(self, at: int) -> float:
+        encoding = self.flat.encodings[at]
+        decoded = encoding.whole and self.least.read[self.flat.row[encoding.value]]
+        return encoding.use_seconds + (encoding.decode_seconds if decoded else 0.0)
+
+    def _slots(self, count: int) -> list[int]:
+        """The first slot, and those where most is there if all is kept."""
+        flat, least = self.flat, self.least
+        change = np.zeros(flat.slots + 1, dtype=np.int64)
+        for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
+            change[0] += flat.bytes[row]
+            change[least.first[row]] -= flat.bytes[row]
+        return sorted({0} | _highest(least.slots + np.cumsum(change)[:-1], count - 1))
+
+    def _forward(self, count: int) -> list[int]:
+        """Forward ops where most is there if all is kept."""
+        flat, least = self.flat, self.least
+        change = np.zeros(len(flat.forward) + 1, dtype=np.int64)
+        for row in np.flatnonzero(least.read & ~least.forced & ~flat.is_output):
+            change[flat.freed_at[row] + 1] += flat.bytes[row]
+        return sorted(_highest(least.forward + np.cumsum(change)[:-1], count))
+
+
+class _Position:
+    """The variables and conditions of one position: of a slot, or of a forward op."""
+
+    def __init__(self, of: Relaxation, slot: int, forward: int | None) -> None:
+        self.of, self.slot, self.forward = of, slot, forward
+        self.main = forward is None and slot == 0
+        self.there: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.again: dict[int, int] = {}
+        self.sizes: list[tuple[int, int]] = []
+        flat, least = of.flat, of.least
+        stack, seen = list[int](), set[int]()
+        for row in range(len(flat.values)):
+            if self._free(row):
+                continue
+            if least.read[row] and least.last[row] > slot:
+                self._demand(row, None, whole=True)
+                stack.append(row)
+            if least.direct[row] and max(least.direct[row]) > slot:
+                self._demand(row, None, whole=False)
+                stack.append(row)
+        while stack:
+            row = stack.pop()
+            op = of.maker[row]
+            if op in seen or row not in of.may:
+                continue
+            seen.add(op)
+            for read in flat.rerun[op].reads:
+                if not self._free(read):
+                    self._demand(read, self._again(op), whole=True)
+                    stack.append(read)
+        level = int(least.slots[slot] if forward is None else least.forward[forward])
+        of.program.limit(self.sizes, level)
+        if self.main:
+            of.kept, of.coded = self.there, self.codes
+
+    def _free(self, row: int) -> bool:
+        """Whether a value is there anyway, or taken to be."""
+        flat, least = self.of.flat, self.of.least
+        if flat.is_output[row] or flat.bytes[row] <= self.of.small:
+            return True
+        if self.forward is not None:
+            return bool(flat.freed_at[row] >= self.forward)
+        return bool(least.read[row] and least.first[row] <= self.slot <= least.last[row])
+
+    def _demand(self, row: int, user: int | None, *, whole: bool) -> None:
+        """The value has to be there or to be made again: in any case, or if an op runs again. ``whole``: an encoding
+        that does not give the value itself does not help."""
+        of = self.of
+        terms = [(self._there(row), 1.0)]
+        if row in of.may:
+            terms.append((self._again(of.maker[row]), 1.0))
+        code = of.flat.encoding_of.get(row)
+        if code is not None and (of.flat.encodings[code].whole or not whole):
+            terms.append((self._code(code, row), 1.0))
+        if row in of.away:
+            terms.append((of.away[row], 1.0))
+        if user is not None:
+            terms.append((user, -1.0))
+        of.program.at_least(terms, 1.0 if user is None else 0.0)
+
+    def _there(self, row: int) -> int:
+        if row not in self.there:
+            self.there[row] = self.of.program.variable(0.0)
+            counted = self.of.least.counted(row, self.slot, self.forward)
+            self.sizes.append((self.there[row], int(self.of.flat.bytes[row]) - counted))
+        return self.there[row]
+
+    def _again(self, op: int) -> int:
+        if self.main:
+            return self.of.ops + op
+        if op not in self.again:
+            self.again[op] = self.of.program.variable(0.0)
+            self.of.program.at_least([(self.of.ops + op, 1.0), (self.again[op], -1.0)], 0.0)
+        return self.again[op]
+
+    def _code(self, code: int, row: int) -> int:
+        if code not in self.codes:
+            self.codes[code] = self.of.program.variable(0.0)
+            self.of.program.at_least([(self.of.codes + code, 1.0), (self.codes[code], -1.0)], 0.0)
+            counted = self.of.least.counted(row, self.slot, self.forward)
+            self.sizes.append((self.codes[code], int(self.of.least.smallest[row]) - counted))
+        return self.codes[code]
+
+
+class Program:
+    """A linear program in [0, 1], written row by row."""
+
+    def __init__(self) -> None:
+        self.costs: list[float] = []
+        self.rows: list[tuple[list[tuple[int, float]], float]] = []
+        """Terms and what they are to come to, at least."""
+        self.limits: list[tuple[list[tuple[int, int]], int]] = []
+        """Terms in bytes, and bytes that are there anyway."""
+
+    def variable(self, cost: float) -> int:
+        """A new variable's index."""
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def variables(self, costs: Iterable[float]) -> int:
+        """The index of the first of some new variables."""
+        first = len(self.costs)
+        self.costs += costs
+        return first
+
+    def at_least(self, terms: list[tuple[int, float]], value: float) -> None:
+        """A condition."""
+        self.rows.append((terms, value))
+
+    def limit(self, terms: list[tuple[int, int]], level: int) -> None:
+        """The bytes of the terms and the level are within the budget."""
+        self.limits.append((terms, level))
+
+    def solve(self, budget: int) -> tuple[float, Floats] | None:
+        """The least cost under a budget, and the variables; None where no solution is found."""
+        from scipy.optimize import linprog
+
+        if any(level > budget for _, level in self.limits):
+            return None
+        demands, wants, limits, unit = self._matrices
+        right = np.array([(budget - level) / unit for _, level in self.limits])
+        found = linprog(
+            self.costs, A_ub=_stack(demands, limits), b_ub=np.concatenate([wants, right]), bounds=(0, 1), method="highs"
+        )
+        return (float(found.fun), np.asarray(found.x)) if found.status == 0 else None
+
+    @cached_property
+    def _matrices(self) -> tuple[Any, Floats, Any, float]:
+        """Both kinds of conditions as `<=`; bytes in units of the largest value, as solvers like it."""
+        unit = float(max((size for terms, _ in self.limits for _, size in terms), default=1) or 1)
+        demands = _sparse([[(column, -entry) for column, entry in terms] for terms, _ in self.rows], len(self.costs))
+        limits = _sparse([[(c, size / unit) for c, size in terms] for terms, _ in self.limits], len(self.costs))
+        return demands, np.array([-value for _, value in self.rows]), limits, unit
+
+
+def _sparse(rows: list[list[tuple[int, float]]], columns: int) -> Any:
+    from scipy import sparse
+
+    at = [row for row, terms in enumerate(rows) for _ in terms]
+    flat = [term for terms in rows for term in terms]
+    entries = ([entry for _, entry in flat], (at, [column for column, _ in flat]))
+    return sparse.csr_matrix(entries, shape=(len(rows), columns))
+
+
+def _stack(first: Any, second: Any) -> Any:
+    from scipy import sparse
+
+    return sparse.vstack([first, second])
+
+
+def _highest(levels: Ints, count: int) -> set[int]:
+    """Indices of the highest level in each of so many parts."""
+    if not len(levels) or count < 1:
+        return set()
+    parts = np.array_split(np.arange(len(levels)), min(count, len(levels)))
+    return {int(part[np.argmax(levels[part])]) for part in parts}

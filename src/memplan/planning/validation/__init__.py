@@ -1,0 +1,1 @@
+"""An independent checker: slow, obvious, shares no code with the search."""

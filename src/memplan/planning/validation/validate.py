@@ -1,0 +1,150 @@
+"""The independent checker of schedules: slow, obvious, and without a line in common with what makes or counts them.
+
+It notes which memory is live and still as it was made: an op that reads nothing else makes what it should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from memplan.errors import ScheduleError
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Action
+from memplan.planning.schedule.scheduler import Schedule
+from memplan.planning.validation.host_copies import ENDS, check_copies
+
+
+def validate(
+    graph: JointGraph, schedule: Schedule, budget: int | None = None, surroundings: Surroundings | None = None
+) -> int:
+    """Count the peak of a schedule. Raises ScheduleError where it is not within budget, or not what the graph says."""
+    check_copies(schedule)
+    return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
+
+
+class _Walk:
+    def __init__(self, graph: JointGraph, plan: Schedule, budget: float, around: Surroundings) -> None:
+        self.graph, self.values, self.plan, self.budget, self.around = graph, graph.values, plan, budget, around
+        self.tangents = {v.id for v in graph.values if v.kind == "tangent"}
+        self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
+        self.outputs = {graph.values[value].base for value in graph.outputs}
+        trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
+        self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
+        self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
+        self.can = can = {("receive", -1): (set[int](), self.tangents, 0)}  # what is read, what is made, and scratch
+        can |= {("encode", e.value): ({e.value}, {e.encoded}, e.encode_scratch) for e in graph.encodings}
+        can |= {("decode", e.value): ({e.encoded}, {e.value}, e.decode_scratch) for e in graph.encodings if e.whole}
+        can |= {("store", o.value): ({o.value}, {o.host}, 0) for o in graph.offloads}
+        can |= {("fetch", o.value): ({o.host}, {o.value}, 0) for o in graph.offloads}
+        can |= {(kind, o.value): ({o.value, o.host}, set[int](), 0) for kind in ENDS for o in graph.offloads}
+        self.peak = self.level = around.held_bytes + sum(trained) * plan.choices.held + self.size(self.resident)
+
+    def walk(self) -> int:
+        for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
+            for at, action in enumerate(actions):
+                self.place = f"{phase} action {at} ({action.kind} {action.value if action.op is None else action.op})"
+                self.need((action.kind == "receive") == ((phase, at) == ("backward", 0)), "tangents come first, once")
+                self.need(action.kind == "run" or action.into is action.direct is action.op is None, "only ops do that")
+                self.do(action, phase)
+                for value in action.frees:
+                    self.drop(value)
+            self.place = f"the end of the {phase} pass"
+            if phase == "forward":
+                saved = self.live - self.resident - self.outputs
+                self.need(saved == {*self.plan.saved} - self.outputs, f"{self.names(saved)} live, not what is saved")
+                self.changed |= self.outputs - self.resident - {*self.plan.saved}  # what is not handed on
+        self.need(self.ran == [o.index for o in self.graph.ops if o.makes or o.discarded or o.once], "not all ran once")
+        due = {*dict(self.graph.mutations)} - self.written | {*dict(self.graph.gradients)} - self.given
+        self.need(not due, f"the write or the gradient of {self.names(due)} is missing")
+        odd = self.live ^ (self.resident | self.outputs | self.theirs)
+        self.need(not odd, f"{self.names(odd)} should have been freed, or should not")
+        self.put((), 0 if self.plan.choices.early else self.around.update)
+        return self.peak
+
+    def do(self, action: Action, phase: str) -> None:
+        value, source = -1 if action.value is None else action.value, -1 if action.source is None else action.source
+        form = self.can.get((action.kind, value))
+        if action.kind == "run" and action.op is not None:
+            self.run(action, self.graph.ops[action.op], phase)
+        elif form is not None and form[1].isdisjoint(self.graph.irreplaceable - self.tangents):
+            self.check(action, form[0], form[1])
+            self.put(form[1], form[2])
+        elif (action.kind, phase) == ("write", "forward"):
+            self.check(action, (self.values[source].base,), ())
+            self.need((value, source) in self.graph.mutations and value not in self.written, "not this, or not twice")
+            self.written.add(value)
+            self.changed.add(self.values[value].base)
+        else:
+            self.give(action, value, source, phase)
+
+    def run(self, action: Action, op: GraphOp, phase: str) -> None:
+        op = op.again if action.recomputed and op.again else op
+        scratch = op.scratch - op.scratch_saved * (action.into is not None)
+        makes, idle, reads = {*action.makes}, set[int](), [*op.reads]
+        if action.recomputed:
+            allowed = op.phase == "forward" and phase == "backward" and not (op.random or op.once)
+            self.need(allowed and self.again.isdisjoint(makes), f"{op.target} must not run again here, or so often")
+            self.again |= makes
+            norm = op.target == "aten._native_batch_norm_legit_functional.default"
+            if norm and op.args[5] is True and makes <= {*op.outputs[:3]}:
+                idle = {self.values[arg.value].base for arg in op.args[3:5] if isinstance(arg, Ref)}
+        else:
+            self.need(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
+            self.ran.append(op.index)
+        if action.direct is not None:
+            found = [e for e in self.graph.encodings if e.value == action.direct and op.index in e.direct]
+            self.need(bool(found) and action.direct in reads, f"{op.target} cannot read an encoded form of it")
+            reads[reads.index(action.direct)], scratch = found[0].encoded, found[0].direct_scratch
+        self.check(action, reads, action.makes, idle)
+        self.need(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
+        if action.into is not None:
+            fits = action.makes[:1] == op.makes[:1] and self.size([action.into]) == self.size(op.makes[:1])
+            fits = fits and action.into in {*op.overwrites} & {*reads} - self.tangents
+            self.need(fits, f"{op.target} must not write over {self.names([action.into])}")
+            self.drop(action.into)
+        self.put(makes, op.discarded + scratch + self.size({*op.makes} - makes))
+
+    def give(self, action: Action, of: int, source: int, phase: str) -> None:
+        values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
+        early, held = parameter and self.plan.choices.early, parameter and self.plan.choices.held
+        known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
+        self.need(known and of not in self.given, "there is no such thing to do here, or it is done")
+        self.check(action, (base,), ())
+        shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
+        foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
+        self.need(action.copies or held or not (shared or foreign), "a gradient that is not its alone must be copied")
+        self.put((), (copy := values[of].own_bytes * action.copies) + early * self.around.update_of.get(of, 0))
+        if not (early or held):
+            self.level += copy
+            self.theirs |= set[int]() if action.copies else {base}
+        self.changed |= self.theirs | {*[values[of].base] * (early or values[of].hooked)}  # who has it may change it
+        self.given.add(of)
+
+    def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:
+        self.need({*action.reads} == {*reads} and sorted(action.makes) == sorted({*makes}), "it says otherwise")
+        self.need(self.live >= {*reads}, f"{self.names({*reads} - self.live)} is not there to be read")
+        self.need(not (it := self.changed & {*reads} - {*idle}), f"{self.names(it)} has changed since, or is not saved")
+        self.need(self.live.isdisjoint(makes), f"{self.names(self.live & {*makes})} is there already")
+
+    def put(self, makes: Collection[int], transient: int) -> None:
+        self.live.update(makes)
+        self.level += self.size(makes)
+        self.peak = max(self.peak, self.level + transient)
+        self.need(self.peak <= self.budget, f"{self.level + transient} bytes live, the budget is {self.budget}")
+
+    def drop(self, value: int) -> None:
+        kept = value in self.resident or value in self.outputs or value in self.theirs
+        self.need(value in self.live and not kept, f"{self.names([value])} is not there to be freed, or has to stay")
+        self.live.remove(value)
+        self.level -= 0 if self.values[value].held else self.size([value])
+
+    def size(self, values: Iterable[int]) -> int:
+        return sum(self.values[value].bytes for value in values)
+
+    def names(self, values: Iterable[int]) -> str:
+        return ", ".join(self.values[value].name for value in sorted(values)) or "nothing"
+
+    def need(self, right: bool, otherwise: str) -> None:
+        if not right:
+            raise ScheduleError(f"The schedule is wrong at {self.place}: {otherwise}")

@@ -1,0 +1,67 @@
+"""A step for a card, driven through the caching allocator."""
+
+from __future__ import annotations
+
+from memplan.simulation.allocator.allocator import CachingAllocator, OutOfMemory
+from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.peaks import Level
+from memplan.trace.model import Call, Storage, Trace
+
+_Event = tuple[int, int, Storage | Call]
+_DEATH, _BIRTH, _CALL = 0, 1, 2
+_APART = 1 << 20
+"""Added to a stream's number: every stream has pools of its own."""
+
+
+def drive(
+    trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool = False, capacity: int | None = None
+) -> tuple[CachingAllocator, list[Level]]:
+    """The allocator after all events of a trace, and the levels after each.
+
+    ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
+    neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used
+    (`record_stream`) is free at once in the low case, in the high case when the step next synchronizes.
+
+    Raises:
+        OutOfMemory: more than ``capacity`` bytes were needed.
+    """
+    allocator = CachingAllocator(settings, capacity=capacity)
+    addresses: dict[int, int] = {}
+    levels: list[Level] = []
+    for tick, kind, what in _events(trace):
+        if isinstance(what, Call):
+            if what.kind == "empty_cache":
+                allocator.empty_cache(tick=tick)
+            else:
+                allocator.synchronize(tick=tick)
+        elif kind == _BIRTH:
+            size = what.low if low and what.low is not None else what.bytes
+            stream = what.stream + _APART if apart and what.low is not None else what.stream
+            address = allocator.malloc(size, stream=stream, owner=what.id, tick=tick)
+            addresses[what.id] = address
+        else:
+            address = addresses.pop(what.id)
+            if not low:
+                for stream in what.used_on:
+                    allocator.record_stream(address, stream)
+            allocator.free(address, tick=tick)
+        levels.append((tick, allocator.allocated, allocator.reserved))
+    return allocator, levels
+
+
+def fits(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> bool:
+    """Whether a step runs in ``capacity`` bytes, with all that the allocator does before it gives up."""
+    try:
+        drive(trace, settings, low=low, capacity=capacity)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def _events(trace: Trace) -> list[_Event]:
+    counted = trace.counted
+    events: list[_Event] = [(s.born, _BIRTH, s) for s in counted]
+    events += [(s.died, _DEATH, s) for s in counted if s.died is not None]
+    events += [(call.tick, _CALL, call) for call in trace.calls]
+    # no two of a recorded step share a tick; of one that was changed by hand, deaths come first, as on the CPU
+    return sorted(events, key=lambda event: event[:2])

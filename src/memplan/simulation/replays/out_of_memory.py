@@ -1,0 +1,216 @@
+"""Why a request failed: what was free and could not serve it, who held the rest, and which setting would help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from memplan._bytes import format_bytes
+from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALL_SEGMENT, segment_size
+from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
+from memplan.simulation.replays.exact import OutOfMemoryEvent
+from memplan.simulation.replays.replayed import Replay
+from memplan.simulation.replays.what_if import Capacity, recorded_capacity, what_if
+from memplan.simulation.snapshots.read import Frame
+from memplan.simulation.timeline import DEFAULT_POOL, Block, Pool, Segment
+
+REMEDIES = (
+    "expandable_segments:True",
+    "max_split_size_mb:64",
+    "max_split_size_mb:128",
+    "max_split_size_mb:256",
+    "max_split_size_mb:512",
+    "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",
+    "roundup_power2_divisions:8",
+    "large_segment_size_mb:64",
+    "expandable_segments:True,roundup_power2_divisions:8",
+)
+"""What is tried, in this order: first what costs nothing, last what helps few. Garbage is collected only where the
+process is held to a share of the memory."""
+
+_CLASSES = tuple(step << 20 for step in (0, 1, 2, 10, 20, 100, 500))
+_TORCH = re.compile(r"(^|[/\\])(site|dist)-packages[/\\]torch[/\\]|[/\\]pytorch[/\\]torch[/\\]|^torch[/\\]")
+
+
+@dataclass(frozen=True, slots=True)
+class FreeBlocks:
+    """Free blocks of one pool, stream and class of sizes, in bytes, and why none of them served."""
+
+    pool: Pool
+    stream: int
+    small: bool
+    least: int
+    """The lower end of the class: its blocks are at least so large, and smaller than the next class's."""
+    count: int
+    bytes: int
+    largest: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Blocks in use that were allocated from one line, in bytes."""
+
+    frame: Frame | None
+    """The innermost line that is not torch's own; else the innermost of all; None where no stack is recorded."""
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Settings under which the same requests are all served, and the peaks under them, in bytes."""
+
+    settings: AllocatorSettings
+    peak_reserved: int
+    fragmentation: int
+
+
+@dataclass(frozen=True, slots=True)
+class OomExplanation:
+    """Why a request failed. Bytes throughout."""
+
+    oom: OutOfMemoryEvent
+    needed: int
+    """What would have had to come from the card."""
+    capacity: Capacity | None
+    stack: tuple[Frame, ...]
+    """Where the request came from, the innermost line first."""
+    free: tuple[FreeBlocks, ...]
+    """The blocks that could nearly have served first."""
+    waiting: int
+    """In blocks that were given back and are still in use on other streams."""
+    largest_free: int
+    largest_why: str
+    holders: tuple[Holder, ...]
+    """The ones that hold the most first."""
+    remedies: tuple[Remedy, ...]
+    tried: tuple[str, ...]
+    shortfall: int
+    """How much more the card would have had to have for this request."""
+    beyond: int
+    """By how much the blocks in use and the request exceed the card: more than 0, and no setting can help."""
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost line of the stack that is not torch's own."""
+        return innermost(self.stack)
+
+
+def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequence[str] = REMEDIES) -> OomExplanation:
+    """Explain why a request of a replay failed.
+
+    Each of the settings is tried by a replay of the whole history on a card of the same capacity.
+
+    Args:
+        replay: one with an ``oom``.
+        oom: which; by default the last.
+        tried: settings to try, as in PYTORCH_ALLOC_CONF.
+
+    Example:
+        >>> explain_oom(memplan.replay("oom.pickle")).remedies[0].settings
+        AllocatorSettings(..., expandable_segments=True, ...)
+    """
+    oom = replay.ooms[-1] if oom is None else oom
+    known = recorded_capacity(replay) if replay.compared else None
+    if replay.capacity is not None:
+        known = Capacity(replay.capacity, True)
+    blocks = [(segment, block) for segment in oom.segments for block in segment.blocks]
+    groups = _free_groups(blocks, oom)
+    largest = max((block for _, block in blocks if block.state == "inactive"), key=lambda b: b.size, default=None)
+    needed = _from_the_card(replay.settings, oom.requested)
+    left = max(oom.free or 0, 0) if known is None or known.is_card else 0
+    capacity = None if known is None else known.bytes
+    remedies = tuple(_remedies(replay, tried, capacity)) if capacity is not None else ()
+    return OomExplanation(
+        oom=oom,
+        needed=needed,
+        capacity=known,
+        stack=tuple(_stack_at(replay, oom)),
+        free=tuple(groups),
+        waiting=sum(block.size for _, block in blocks if block.state == "active_pending_free"),
+        largest_free=0 if largest is None else largest.size,
+        largest_why="" if largest is None else _why_not(_segment_of(blocks, largest), largest.size, oom),
+        holders=tuple(holders(replay, oom.segments)),
+        remedies=remedies,
+        tried=tuple(tried) if capacity is not None else (),
+        shortfall=max(needed - left, 1),
+        beyond=0 if capacity is None else max(oom.allocated + oom.requested - capacity, 0),
+    )
+
+
+def _from_the_card(settings: AllocatorSettings, size: int) -> int:
+    """What a block takes from the card where nothing that is held serves."""
+    if not settings.expandable_segments:
+        return segment_size(settings, size)
+    page = SMALL_SEGMENT if size <= LARGEST_SMALL else settings.large_segment_size
+    return -(-size // page) * page
+
+
+def holders(replay: Replay, segments: Iterable[Segment]) -> list[Holder]:
+    """Who holds the blocks in use: grouped by the innermost line that is not torch's own, the most first."""
+    found: dict[Frame | None, tuple[int, int]] = {}
+    for segment in segments:
+        for block in segment.blocks:
+            if block.state != "inactive":
+                frame = innermost(replay.stack_of(block.owner))
+                count, size = found.get(frame, (0, 0))
+                found[frame] = count + 1, size + block.size
+    rows = [Holder(frame, count, size) for frame, (count, size) in found.items()]
+    return sorted(rows, key=lambda row: -row.bytes)
+
+
+def innermost(stack: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of the user's own Python, else the innermost of all; None of none."""
+    for frame in stack:
+        if frame.filename.endswith(".py") and not _TORCH.search(frame.filename):
+            return frame
+    return stack[0] if stack else None
+
+
+def _stack_at(replay: Replay, oom: OutOfMemoryEvent) -> Sequence[Frame]:
+    entries = replay.snapshot.entries
+    return replay.snapshot.stacks[entries[oom.index].stack] if 0 <= oom.index < len(entries) else ()
+
+
+def _remedies(replay: Replay, tried: Sequence[str], capacity: int) -> Iterable[Remedy]:
+    for text in tried:
+        settings = parse_settings(text)
+        if settings == replay.settings:
+            continue
+        other = what_if(replay, settings, capacity)
+        if other.fits:
+            yield Remedy(settings, other.peak_reserved, other.fragmentation)
+
+
+def _free_groups(blocks: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent) -> list[FreeBlocks]:
+    found: dict[tuple[Pool, int, bool, int], list[int]] = {}
+    for segment, block in blocks:
+        if block.state == "inactive":
+            least = max(step for step in _CLASSES if step <= block.size)
+            found.setdefault((segment.pool, segment.stream, segment.small, least), []).append(block.size)
+    rows: list[FreeBlocks] = []
+    for (pool, stream, small, least), sizes in found.items():
+        kind = Segment(0, 0, stream, small, pool, False, ())
+        why = _why_not(kind, max(sizes), oom)
+        rows.append(FreeBlocks(pool, stream, small, least, len(sizes), sum(sizes), max(sizes), why))
+    near = (oom.pool, oom.stream, oom.requested <= LARGEST_SMALL)
+    return sorted(rows, key=lambda row: ((row.pool, row.stream, row.small) != near, -row.largest))
+
+
+def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:
+    """Why a free block of a segment did not serve."""
+    if segment.pool != oom.pool:
+        return "of another memory pool" if segment.pool == DEFAULT_POOL else "of a private memory pool"
+    if segment.stream != oom.stream:
+        return "of another stream"
+    if segment.small != (oom.requested <= LARGEST_SMALL):
+        return "kept for requests up to 1 MiB" if segment.small else "kept for requests above 1 MiB"
+    if size < oom.requested:
+        return f"{format_bytes(oom.requested - size)} too small"
+    return "above max_split_size, so kept whole for larger requests"
+
+
+def _segment_of(blocks: Sequence[tuple[Segment, Block]], wanted: Block) -> Segment:
+    return next(segment for segment, block in blocks if block is wanted)

@@ -1,0 +1,87 @@
+"""A snapshot of torch's CUDA memory -> Replay: the same events through the same simulator as every prediction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memplan._bytes import parse_bytes
+from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
+from memplan.simulation.replays.exact import Exact
+from memplan.simulation.replays.initial_state import Start, rewind
+from memplan.simulation.replays.replayed import Replay, timeline_over
+from memplan.simulation.replays.requests import Request, requests_of
+from memplan.simulation.snapshots.read import Snapshot, read_snapshot
+
+_REPAIRS = 20
+
+
+def replay(
+    path_or_dict: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    settings: str | AllocatorSettings | None = None,
+    capacity: str | int | None = None,
+    gpu: int | None = None,
+) -> Replay:
+    """Replay the history of a snapshot of torch's CUDA memory.
+
+    As it stands, every address and every segment is compared with the recorded ones. With ``settings`` or
+    ``capacity`` it is a what-if: the same requests, in the same order, to an allocator with other settings, on a card
+    with so much memory.
+
+    Args:
+        path_or_dict: a file that `torch.cuda.memory._dump_snapshot` wrote (or JSON of the same, each also as .gz), or
+            the dict of `torch.cuda.memory._snapshot()`. A pickle is read without running anything in it.
+        settings: as in PYTORCH_ALLOC_CONF; by default as recorded.
+        capacity: bytes that the card can give to torch ("24 GiB" or a number). By default, where the recording ran
+            out of memory, what there was then; else no end.
+        gpu: whose history; needed where the snapshot has more than one.
+
+    Raises:
+        TargetError: the file cannot be read.
+        SnapshotFormatError: it is no snapshot.
+        DeviceError: the snapshot is of several GPUs, or not of the one asked for.
+        UsageError: settings that do not exist.
+        UnitError: a capacity that is no number of bytes.
+
+    Example:
+        >>> replay = memplan.replay("snapshot.pickle")
+        >>> replay.mismatches
+        []
+        >>> memplan.replay("snapshot.pickle", settings="expandable_segments:True").peak_reserved
+        17951621120
+    """
+    chosen = parse_settings(settings) if isinstance(settings, str) else settings
+    limit = None if capacity is None else parse_bytes(capacity)
+    snapshot = read_snapshot(path_or_dict, gpu)
+    start = rewind(snapshot)
+    requests = requests_of(snapshot, start)
+    exact = replay_exactly(snapshot, start, requests)
+    if chosen is None and limit is None:
+        return exact
+    from memplan.simulation.replays.what_if import what_if
+
+    return what_if(exact, chosen, limit)
+
+
+def replay_exactly(snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> Replay:
+    """The replay of a snapshot under its own settings, compared with what is recorded.
+
+    What the start leaves open, the sizes of a few blocks, is settled by where torch put later ones.
+    """
+    best = exact = Exact(snapshot, start, requests)
+    exact.run()
+    for _ in range(_REPAIRS):
+        if exact.suspect is None:
+            break
+        start = start.enlarged(*exact.suspect)
+        exact = Exact(snapshot, start, requests)
+        exact.run()
+        if len(exact.mismatches) < len(best.mismatches):
+            best = exact
+    timeline = timeline_over(snapshot, best.levels, best.allocator)
+    return Replay(
+        snapshot, best.start, tuple(requests), snapshot.settings, None, True, best.mismatches, timeline,
+        tuple(best.ooms),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Files of torch.cuda.memory snapshots, read and written."""

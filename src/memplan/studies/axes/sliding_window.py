@@ -1,0 +1,187 @@
+"""Inference of a volume in overlapping patches, as MONAI's ``sliding_window_inference`` runs it.
+
+What it holds beside a patch's forward pass: the volume, one float for each voxel and class (the aggregation buffer),
+and one for each voxel that counts how many patches cover it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memplan import _torch
+from memplan.errors import InputError
+from memplan.trace.model import Trace
+from memplan.trace.recording.session import Build
+from memplan.trace.spec import Spec
+from memplan.trace.step import StepOptions, build_of
+
+Place = tuple[slice, ...]
+"""Of a patch in the volume."""
+RECORDED = 3
+"""Batches of patches that a recording runs: from the second on, each holds what the one before it holds, but for the
+last, which may be smaller."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A volume that is inferred patch by patch; the first input of the step is one patch, (1, channels, ...)."""
+
+    volume: tuple[int, ...]
+    """Its spatial dimensions."""
+    overlap: float = 0.25
+    """Share of a patch that it has in common with the next one, in each dimension: 0 <= overlap < 1."""
+    batch: int = 1
+    """Patches that the model takes at a time."""
+
+    def checked(self) -> Window:
+        """The same.
+
+        Raises:
+            InputError: a volume, overlap or batch that cannot be.
+        """
+        if not self.volume or any(size < 1 for size in self.volume):
+            raise InputError(f"a volume of {self.volume}", expected="sizes above 0, as in 512x512x320", do="Give these")
+        if not 0 <= self.overlap < 1:
+            raise InputError(
+                f"overlap {self.overlap}", expected="a share of the patch, 0 <= overlap < 1", do="Give one"
+            )
+        if self.batch < 1:
+            raise InputError(f"{self.batch} patches at a time", expected="1 or more", do="Give that")
+        return self
+
+
+def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, on_card: bool) -> Build:
+    """A ``build`` whose step infers the volume.
+
+    Raises:
+        InputError: the step has no patch as its first input, or one of other dimensions than the volume.
+    """
+    patch = options.inputs[0] if len(options.inputs) == 1 else None
+    if not isinstance(patch, (Spec, torch.Tensor)) or len(patch.shape) != 2 + len(window.volume) or options.kwargs:
+        raise InputError(
+            f"{_count(options)} for a volume of {'x'.join(map(str, window.volume))}",
+            expected=f"one input, a patch of (1, channels, {len(window.volume)} sizes), and nothing else",
+            do="Give the patch alone, such as 1x1x96x96x96",
+        )
+    size = tuple(int(n) for n in patch.shape[2:])
+    volume = Spec((1, int(patch.shape[1]), *window.volume), patch.dtype)
+
+    def wrapped() -> Any:
+        made = make()
+        return Sliding(made, size, window, RECORDED) if isinstance(made, nn.Module) else made
+
+    wrapped.__qualname__ = getattr(make, "__qualname__", "the model")
+    alone = replace(options, inputs=(volume,), targets=(), loss=None, optimizer=None, train=False)
+    return build_of(wrapped, alone, on_card=on_card)
+
+
+class Sliding(nn.Module):
+    """(1, channels, *volume) -> the model's output for the volume, averaged where patches overlap.
+
+    Holds and frees what MONAI's function of version 1.6 does, with ``mode="constant"``, in its order.
+    """
+
+    def __init__(self, model: nn.Module, patch: Sequence[int], window: Window, most: int | None = None) -> None:
+        super().__init__()
+        self.model, self._patch, self._window, self._most = model, tuple(patch), window, most
+
+    def forward(self, volume: torch.Tensor) -> Any:
+        """Run the model over all patches; over ``most`` batches of them, with the last, where it is given."""
+        sizes = volume.shape[2:]
+        missing = [max(size - int(have), 0) for size, have in zip(self._patch, sizes, strict=True)]
+        volume = _padded(volume, missing)
+        places = list(_places(volume.shape[2:], self._patch, self._window.overlap))
+        if self._most is not None:
+            places = _first_and_last(places, self._window.batch, self._most)
+        weight = torch.ones((1, 1, *self._patch), dtype=volume.dtype, device=volume.device)
+        sums: list[torch.Tensor] = []
+        counts: list[torch.Tensor] = []
+        batches = _batched(places, self._window.batch)
+        structure: Any = None
+        for batch in batches:
+            patches = [volume[(slice(None), slice(None), *place)] for place in batch]
+            # what the batch before gave is still held by its names while this one runs, as in MONAI's loop
+            data = torch.cat(patches) if self._window.batch > 1 else patches[0]
+            output = self.model(data)
+            parts, structure = _torch.tree_flatten(output)
+            for index, part in enumerate(parts):
+                scale = [out / size for out, size in zip(part.shape[2:], self._patch, strict=True)]
+                same = all(one == 1 for one in scale)
+                shared = weight if same else functional.interpolate(weight, tuple(part.shape[2:]), mode="nearest-exact")
+                if len(sums) <= index:
+                    whole = [int(size * one) for size, one in zip(volume.shape[2:], scale, strict=True)]
+                    sums.append(torch.zeros((1, part.shape[1], *whole), dtype=volume.dtype, device=volume.device))
+                    counts.append(torch.zeros((1, 1, *whole), dtype=volume.dtype, device=volume.device))
+                    for place in places:
+                        counts[index][(slice(None), slice(None), *_scaled(place, scale))] += shared
+                part *= shared
+                for row, place in enumerate(batch):
+                    sums[index][(slice(None), slice(None), *_scaled(place, scale))] += part[row : row + 1]
+        for index in range(len(sums)):
+            sums[index] /= counts.pop(0)
+        if any(missing):
+            kept = [slice(less // 2, less // 2 + int(size)) for less, size in zip(missing, sizes, strict=True)]
+            sums = [part[(slice(None), slice(None), *_scaled(kept, _scale(part, volume)))] for part in sums]
+        return sums[0] if len(sums) == 1 else _torch.tree_unflatten(sums, structure)
+
+
+def aggregation_bytes(trace: Trace) -> int:
+    """Of a recorded `Sliding`: what the aggregation buffers and the counts of covering patches take together."""
+    found = [one for one in trace.returned if one.layer == Sliding.__name__]
+    storages = {storage.id: storage for storage in trace.storages}
+    total = 0
+    for view in found[0].tensors if found else ():
+        storage = storages.get(view.storage)
+        if storage is not None:
+            total += storage.bytes + storage.bytes // max(1, view.shape[1])
+    return total
+
+
+def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
+    """A volume that is at least as large as a patch."""
+    if not any(missing):
+        return volume
+    return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
+
+
+def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
+    return [int(out) / int(size) for out, size in zip(part.shape[2:], whole.shape[2:], strict=True)]
+
+
+def _first_and_last(places: Sequence[Place], batch: int, most: int) -> list[Place]:
+    """The places of so many batches, of which the last is the last of all: it may be smaller, and kernels may take more
+    for it."""
+    first, rest = places[: (most - 1) * batch], places[(most - 1) * batch :]
+    return [*first, *rest[-(len(rest) % batch or batch) :]]
+
+
+def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Place]:
+    """Where the patches lie; the last of a dimension ends with the volume."""
+    starts: list[list[int]] = []
+    for whole, size in zip(volume, patch, strict=True):
+        step = size if size == whole else max(1, int(size * (1 - overlap)))
+        count = 1 if size >= whole else math.ceil((whole - size) / step) + 1
+        starts.append([min(number * step, whole - size) for number in range(count)])
+    for corner in itertools.product(*starts):
+        yield tuple(slice(first, first + size) for first, size in zip(corner, patch, strict=True))
+
+
+def _scaled(place: Sequence[slice], scale: Sequence[float]) -> Place:
+    return tuple(slice(int(one.start * by), int(one.stop * by)) for one, by in zip(place, scale, strict=True))
+
+
+def _batched(places: list[Place], size: int) -> list[tuple[Place, ...]]:
+    return [tuple(places[first : first + size]) for first in range(0, len(places), size)]
+
+
+def _count(options: StepOptions) -> str:
+    keywords = f" and the keywords {', '.join(options.kwargs)}" if options.kwargs else ""
+    return f"{len(options.inputs)} input(s){keywords}"

@@ -1,0 +1,1 @@
+"""The largest value that fits."""

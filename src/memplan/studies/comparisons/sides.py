@@ -1,0 +1,264 @@
+"""One side of a comparison out of whatever says where memory goes: a trace, an explanation, a plan, a saved one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memplan import _json
+from memplan._json import Unreadable
+from memplan.errors import InputError, TargetError
+from memplan.explanation.explain import explain_trace
+from memplan.explanation.layers import OUTSIDE
+from memplan.explanation.model import Explanation, LayerRow
+from memplan.planning.plan.plan import Plan
+from memplan.simulation.simulate import live_at
+from memplan.studies.axes.ranges import parts_of
+from memplan.studies.comparisons.comparison import CAST_COPIES, STEP, Decided, LayerPart, Side
+from memplan.studies.comparisons.pruned_weights import masks_of
+from memplan.studies.comparisons.step_time import rates_for, step_time
+from memplan.studies.sweeps.points import KNOWN
+from memplan.studies.sweeps.sweep import FORMAT as SWEEP
+from memplan.studies.sweeps.sweep import Point, Sweep
+from memplan.trace import json as trace_json
+from memplan.trace.model import Storage, Trace, at_least
+
+_CAST = "aten._to_copy.default"
+KINDS = (
+    "a module, a callable that makes one, a build, a Trace, an Explanation, a Plan, a point of a Sweep, or the file of "
+    "one of these"
+)
+
+
+def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
+    """The side that a Trace, an Explanation, a Plan, a point of a Sweep or the file of one is.
+
+    Args:
+        what: one of these.
+        title: what to call it.
+        settings: of the caching allocator, for a Trace.
+
+    Raises:
+        InputError: a file that is none of these, or ``settings`` for what was simulated before.
+        TargetError: a file that cannot be read, or something else altogether.
+    """
+    if isinstance(what, (str, os.PathLike)):
+        what = read(what)
+    if isinstance(what, Sweep):
+        what = what.point()
+    if isinstance(what, Trace):
+        return of_trace(what, title, settings=settings)
+    if settings is not None:
+        raise InputError(
+            f"{title} and settings of an allocator", expected="these only where a step is recorded", do="Leave them out"
+        )
+    if isinstance(what, Explanation):
+        return of_explanation(what.to_dict(), title)
+    if isinstance(what, Plan):
+        return of_plan(what, title)
+    if isinstance(what, Point):
+        return of_point(what, title)
+    return of_explanation(what, title)
+
+
+def is_saved(what: Any) -> bool:
+    """Whether something says itself what a step takes, so that nothing is left to record."""
+    return isinstance(what, (Trace, Explanation, Plan, Point, Sweep, str, os.PathLike))
+
+
+def split_point(name: str) -> tuple[str, str]:
+    """The path of a file, and which point of a sweep in it is meant: ``sweep.json#3``, ``sweep.json#batch=8``."""
+    path, mark, point = name.rpartition("#")
+    return (path, point) if mark and not os.path.exists(name) else (name, "")
+
+
+def read(name: str | os.PathLike[str]) -> Any:
+    """What a file holds: a Trace, a Plan, a Sweep or one point of it, or the plain data of an Explanation.
+
+    Args:
+        name: the path, with the point after a ``#``.
+
+    Raises:
+        TargetError: there is no such file.
+        InputError: it holds something else, or no such point.
+        TraceFormatError, PlanFormatError: it holds one that cannot be used.
+    """
+    text, point = split_point(os.fspath(name))
+    path = Path(text)
+    found = _read(path)
+    if isinstance(found, Sweep):
+        return _point(found, point)
+    if point:
+        raise InputError(
+            f"{path} holds no sweep, and #{point} names a point of one", expected="the path alone", do="Leave it out"
+        )
+    return found
+
+
+def _point(sweep: Sweep, which: str) -> Point:
+    """By its number, from 1 on, or by values of its axes."""
+    if not which:
+        return sweep.point()
+    if which.isascii() and which.isdigit():
+        return sweep.point(int(which))
+    values = {}
+    for pair in parts_of(which, "a point"):
+        name, equals, value = pair.rpartition("=")
+        if not equals:
+            raise InputError(f"the point {pair!r}", expected="its number, or batch=8,precision=bf16", do="Write it so")
+        values[name.strip()] = value.strip()
+    return sweep.point(**values)
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_json.LONGEST + 1).decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TargetError(f"{path} cannot be read ({reason})", expected=KINDS, do="Check the path") from error
+    try:
+        data = _json.parse(text)
+    except Unreadable as error:
+        raise InputError(f"{path}: {error}", expected=_FILES, do="Name such a file") from None
+    kind = data.get("format") if isinstance(data, Mapping) else None
+    if kind == trace_json.FORMAT:
+        return trace_json.loads(text, str(path))
+    if kind == SWEEP:
+        return Sweep.from_json(text, str(path))
+    if kind == "memplan.plan":
+        return Plan.from_json(text, str(path))
+    if kind == "memplan.fit" and data.get("plan") is None:
+        raise InputError(
+            f"{path} holds no plan: the step did not fit", expected=_FILES, do="Fit it into more, or name another file"
+        )
+    if kind == "memplan.fit":
+        return Plan.from_json(_json.text_of(data["plan"]), str(path))
+    if isinstance(data, Mapping) and isinstance(data.get("timeline"), Mapping) and "by_cause" in data:
+        return data
+    raise InputError(f"{path} holds something else", expected=_FILES, do="Name such a file")
+
+
+_FILES = "what explain --json or --trace, fit --json or --plan, or sweep --json wrote"
+
+
+def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: str | None = None) -> Side:
+    """A recorded or measured step; its time is a roofline's where the device's rates are known."""
+    explanation = explain_trace(trace, title=title, train=train, settings=settings)
+    low = at_least(trace)
+    weights = [storage for storage in low.counted if storage.cause == "weight"]
+    peak = explanation.timeline.peak_tick
+    copies = cast_copies(low)
+    by_cause = dict(explanation.by_cause)
+    for storage in live_at(low, peak):
+        if storage.id in copies:
+            by_cause[storage.cause] -= storage.bytes
+            by_cause[CAST_COPIES] = by_cause.get(CAST_COPIES, 0) + storage.bytes
+    found = rates_for(trace.device)
+    time = None if found is None else step_time(trace, found[0])
+    activations = {s.id for s in low.counted if s.cause in ("saved", "activation")} - copies
+    return Side(
+        title, trace.origin, trace.device, explanation.train, explanation.timeline.peak_allocated,
+        explanation.timeline.peak_reserved, by_cause, _parts(explanation.layers), explanation.saved_bytes,
+        sum(storage.bytes for storage in weights), _most(low, copies), _most(low, activations),
+        sum(map(_elements, weights)), outputs_of(trace),
+        None if time is None else time.seconds, "" if time is None or found is None else found[1],
+        masks_of(trace), notes=tuple(trace.notes),
+    )  # fmt: skip
+
+
+def cast_copies(trace: Trace) -> set[int]:
+    """The storages that hold a weight in another dtype, as autocast makes them."""
+    found: set[int] = set()
+    for storage in trace.counted:
+        maker = trace.ops[storage.op] if storage.op is not None else None
+        if maker is None or maker.name != _CAST or len(maker.reads) != 1:
+            continue
+        source = trace.storages[maker.reads[0].storage]
+        if source.cause == "weight" and source.dtype != storage.dtype and storage.cause != "temporary":
+            found.add(storage.id)
+    return found
+
+
+def _most(trace: Trace, storages: set[int]) -> int:
+    """The most bytes that some storages hold at any one time."""
+    found = [storage for storage in trace.counted if storage.id in storages]
+    events = [(s.born, s.bytes) for s in found] + [(s.died, -s.bytes) for s in found if s.died is not None]
+    return max(accumulate(size for _, size in sorted(events)), default=0)
+
+
+def outputs_of(trace: Trace) -> tuple[str, ...] | None:
+    """Shapes and dtypes of what the model returns; None where no module was called."""
+    for returned in trace.returned:
+        if returned.tensors:
+            return tuple(_described(trace, view.shape, view.storage) for view in returned.tensors)
+    return None
+
+
+def _described(trace: Trace, shape: tuple[int, ...], storage: int) -> str:
+    sizes = "x".join(map(str, shape)) or "scalar"
+    return f"{sizes} {trace.storages[storage].dtype}" if storage >= 0 else sizes
+
+
+def _elements(storage: Storage) -> int:
+    found = getattr(torch, storage.dtype, None)
+    return storage.bytes // (found.itemsize if isinstance(found, torch.dtype) else 1)
+
+
+def _parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
+    return tuple(LayerPart(r.name, r.kind, r.output_bytes, r.saved_bytes, r.weight_bytes) for r in rows)
+
+
+def of_explanation(data: Any, title: str) -> Side:
+    """An explanation as plain data, as `memplan.Explanation.to_dict` gives it.
+
+    Raises:
+        TargetError: it is something else.
+    """
+    try:
+        timeline, causes = data["timeline"], _json.from_plain(Mapping[str, int], data["by_cause"], "by_cause")
+        layers = _json.from_plain(tuple[LayerRow, ...], data["layers"], "layers")
+        peaks = [_json.from_plain(int, timeline[f"peak_{kind}"], kind) for kind in ("allocated", "reserved")]
+        saved = _json.from_plain(int, data["saved_bytes"], "saved_bytes")
+        device, train = (str(data["device"]), bool(data["train"]))
+        most = _json.from_plain(Mapping[str, int], data["by_cause_most"], "by_cause_most")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise TargetError(
+            f"{title} is of type {type(data).__name__}, without {error}", expected=KINDS, do="Name one of these"
+        ) from None
+    except Unreadable as error:
+        raise InputError(f"{title}: {error}", expected=_FILES, do="Explain the step again") from None
+    return Side(
+        title, "explained", device, train, peaks[0], peaks[1], dict(causes), _parts(layers), saved, most.get("weight")
+    )
+
+
+def of_point(point: Point, title: str) -> Side:
+    """A point of a sweep: what is there at its peak, by cause. It has no layers."""
+    row = point.row
+    causes = {cause: row[cause] for cause in (*KNOWN, "rounding")} | {"workspace": row["workspace_low"]}
+    title = title if title == point.title else f"{title}: {point.place}"
+    return Side(title, "swept", point.device, None, row["peak"], row["reserved"], causes, ())
+
+
+def of_plan(plan: Plan, title: str) -> Side:
+    """A planned step: what is there all the time by cause, and what the step holds beside it at its peak."""
+    kept: dict[str, int] = {}
+    values = [decision for decision in plan.decisions if decision.scope.kind == "value"]
+    for decision in values:
+        size = decision.bytes if decision.lever == "keep" else int(decision.details.get("encoded_bytes", 0))
+        layer = decision.layer or OUTSIDE
+        kept[layer] = kept.get(layer, 0) + size
+    decided = tuple(Decided(str(one.scope), one.layer, one.lever, one.bytes) for one in values)
+    resident = {cause: size for cause, size in plan.resident.items() if size}
+    layers = tuple(LayerPart(name, "", 0, size, 0) for name, size in kept.items())
+    return Side(
+        title, "planned", plan.device, True, plan.peak, plan.predicted.peak_reserved,
+        resident | {STEP: plan.peak - sum(resident.values())}, layers, sum(kept.values()), plan.resident.get("weight"),
+        seconds=plan.total_seconds, seconds_by="as the plan has it", decided=decided, notes=plan.notes,
+    )  # fmt: skip

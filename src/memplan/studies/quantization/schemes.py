@@ -1,0 +1,206 @@
+"""Which of torchao's quantizers does what was asked for, and what it leaves alone. torchao is imported here only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan._torch import dispatch
+from memplan.errors import InputError, UsageError
+from memplan.studies.quantization.quantized import Activations, Layer, Weights
+
+GROUPS = (128, 64, 32)
+"""Sizes of the groups of inputs that share a scale and a zero in 4 bits; the largest that divides a layer's inputs."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How weights and activations are held."""
+
+    weights: Weights
+    activations: Activations | None
+    title: str
+    """What torchao calls it."""
+    config: Callable[[int], Any] | None
+    """torchao's config for a size of group; None where this torchao has none that runs here."""
+    why_not: str = ""
+    """Why it does not run here."""
+
+
+def scheme_of(weights: str | None, activations: str | None) -> Scheme:
+    """The scheme that was asked for.
+
+    Raises:
+        InputError: there is none.
+        UsageError: torchao is not installed.
+    """
+    if weights not in get_args(Weights):
+        raise InputError(
+            f"weights={weights!r}" + (f" with activations={activations!r}" if activations else ""),
+            expected=f"weights in {' or '.join(get_args(Weights))}: activations are quantized only beside them",
+            do="Say which (--weights int8)",
+        )
+    if activations not in (None, *get_args(Activations)):
+        raise InputError(
+            f"activations={activations!r}",
+            expected=f"{' or '.join(get_args(Activations))}, or none",
+            do="Leave it out for weights alone",
+        )
+    api = _torchao()
+    # set_inductor_config: no switch of the compiler is turned for the whole process, since what runs here runs eagerly
+    if weights == "int8" and activations is None:
+        return Scheme(
+            "int8", None, "Int8WeightOnlyConfig", lambda _: api.Int8WeightOnlyConfig(set_inductor_config=False)
+        )
+    if weights == "int8":
+        dynamic = api.Int8DynamicActivationInt8WeightConfig
+        return Scheme("int8", "int8", dynamic.__name__, lambda _: dynamic(set_inductor_config=False))
+    if activations is None:
+        return _int4()
+    return _int4_dynamic()
+
+
+def _int4() -> Scheme:
+    title = "PrototypeInt4WeightOnlyConfig"
+    try:
+        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig as config
+    except ImportError:
+        return Scheme("int4", None, title, None, "this torchao has no 4-bit weights for the CPU")
+    return Scheme("int4", None, title, lambda group: config(group_size=group, set_inductor_config=False))
+
+
+def _int4_dynamic() -> Scheme:
+    title = "Int8DynamicActivationInt4WeightConfig"
+    try:
+        from torchao.prototype.quantization.int4 import Int8DynamicActivationInt4WeightConfig as config
+    except ImportError:
+        return Scheme("int4", "int8", title, None, "this torchao has no 4-bit weights for the CPU")
+    if not dispatch.has_cpu_kernel("torchao::da8w4_linear_cpu"):
+        return Scheme("int4", "int8", title, None, "its kernel da8w4_linear_cpu is not in this build of torchao")
+    return Scheme("int4", "int8", title, lambda group: config(group_size=group, set_inductor_config=False))
+
+
+def _torchao() -> Any:
+    logger = logging.getLogger("torchao")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it tells of its own kernels for GPUs that do not load here
+    try:
+        import torchao.quantization as api
+    except ImportError as error:
+        raise UsageError(
+            f"torchao cannot be imported ({error})",
+            expected="torchao, which quantizes the model",
+            do="Install it: pip install 'memplan[quantize]'",
+        ) from error
+    finally:
+        logger.setLevel(level)
+    return api
+
+
+def apply(model: nn.Module, scheme: Scheme) -> None:
+    """Quantize what the scheme quantizes, in place."""
+    assert scheme.config is not None, "a scheme that does not run was refused"
+    api = _torchao()
+    for group in GROUPS if scheme.weights == "int4" else GROUPS[:1]:
+        wanted = {name for name, module in model.named_modules() if reason(module, scheme) is None
+                  and (scheme.weights == "int8" or _group(module) == group)}  # fmt: skip
+        if not wanted:
+            continue
+        try:
+            api.quantize_(model, scheme.config(group), filter_fn=lambda module, name, own=wanted: name in own)
+        except Exception as error:  # another library's: it can refuse a weight in any way
+            raise UsageError(
+                f"torchao's {scheme.title} raised {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+                expected="weights that it can quantize here",
+                do="Try --weights int8, or another dtype of the model (--precision bf16-true)",
+            ) from error
+
+
+def reason(module: nn.Module, scheme: Scheme) -> str | None:
+    """Why the weight of a layer stays as it is; None where it is quantized."""
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "the attention around it reads its weight itself"
+    if not isinstance(module, nn.Linear):
+        return f"torchao quantizes nn.Linear, not {type(module).__name__}"
+    if scheme.weights == "int4" and _group(module) is None:
+        return f"its {module.in_features} inputs are no multiple of {GROUPS[-1]}, the smallest group"
+    outputs = 32 if scheme.activations else 16
+    if scheme.weights == "int4" and module.out_features % outputs:
+        return f"its {module.out_features} outputs are no multiple of {outputs}, as the kernel wants them"
+    return None
+
+
+def _group(module: nn.Module) -> int | None:
+    inputs = module.in_features if isinstance(module, nn.Linear) else 1
+    return next((group for group in GROUPS if inputs % group == 0), None)
+
+
+def packed_bytes(module: nn.Linear, scheme: Scheme) -> int:
+    """What a layer's weight takes in 4 bits: two numbers a byte, and a scale and a zero for each group.
+
+    With activations in 8 bits, scales are in float32 and zeros in a byte each; what the kernel may add is not counted.
+    """
+    groups = module.in_features // (_group(module) or module.in_features)
+    each = torch.float32.itemsize + 1 if scheme.activations else 2 * module.weight.element_size()
+    return module.weight.numel() // 2 + groups * module.out_features * each
+
+
+def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tuple[Layer, ...]:
+    """Every layer with a weight of two dimensions or more: its bytes as they were, as they are, and why.
+
+    A weight that several layers share counts for the first of them.
+
+    Args:
+        before: the model as it was.
+        scheme: what is done to it.
+        after: the model as it is; None where the scheme does not run here, and its bytes follow from its form.
+    """
+    others = dict(after.named_modules()) if after is not None else {}
+    shared = _sharers(before)
+    rows: list[Layer] = []
+    was_seen, is_seen = set[int](), set[int]()
+    for path, module in before.named_modules():
+        own = {name: p for name, p in module.named_parameters(recurse=False) if p.dim() > 1}
+        if not own:
+            continue
+        why = reason(module, scheme)
+        was = _new_bytes(own.values(), was_seen)
+        if after is not None:
+            now = _new_bytes([getattr(others[path], name) for name in own], is_seen)
+        else:
+            now = packed_bytes(module, scheme) if why is None and isinstance(module, nn.Linear) else was
+        if why is not None and (quantized := [o for o in shared.get(path, ()) if reason(o[1], scheme) is None]):
+            why += f"; {quantized[0][0]} shares its weight and got one of its own in {scheme.weights}"
+        rows.append(Layer(path or type(module).__name__, type(module).__name__, was, now, why))
+    return tuple(rows)
+
+
+def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages of weights, of those not seen before."""
+    total = 0
+    for weight in weights:
+        for tensor in _torch.inner_tensors(weight).values():
+            storage = tensor.untyped_storage()
+            key = _torch.storage_key(storage)
+            total += 0 if key in seen else storage.nbytes()
+            seen.add(key)
+    return total
+
+
+def _sharers(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
+    """Layer -> the other layers that hold one of its parameters, too."""
+    holders: dict[int, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append((path, module))
+    found: dict[str, list[tuple[str, nn.Module]]] = {}
+    for several in holders.values():
+        for path, _ in several:
+            found.setdefault(path, []).extend(other for other in several if other[0] != path)
+    return found

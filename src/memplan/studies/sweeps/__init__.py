@@ -1,0 +1,1 @@
+"""Many points of a step."""

@@ -1,0 +1,303 @@
+"""What the points of a sweep say together: what is fixed, what grows along an axis, where parts change places."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from memplan._bytes import format_bytes
+from memplan._json import Signed
+from memplan.studies.axes.axes import Argument, Axis, Batch, Layers, Size
+from memplan.studies.sweeps.points import KNOWN, PARTS
+
+STRAIGHT = 0.01
+"""Residual up to which points are told of as a line."""
+
+BENT = 0.05
+"""Residual from which on points lie on no line at all: what a line would say of them is not told."""
+
+_CLEAR = 0.05
+"""Of the peak: by how much a part has to lead on one side of a crossing, else the two are as good as equal."""
+
+_NOTHING = 1e-6
+"""Bytes: what arithmetic in floating point leaves of a line that is flat."""
+
+FITTED = ("peak", "reserved", *KNOWN, "rounding", "workspace_low", "workspace_high", "fragmentation")
+"""What of a row is fitted. ``peak`` is the sum of the causes and ``workspace_low``, and so is its line."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``fixed + slope * measure ** power`` bytes, where the measure is how many units of the axis there are."""
+
+    fixed: Signed
+    slope: Signed
+    residual: float = 0.0
+    """How far a point is off it at most, as a share of the largest point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Square:
+    """``fixed + slope * measure + square * measure ** 2`` bytes."""
+
+    fixed: Signed
+    slope: Signed
+    square: Signed
+    residual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How bytes grow along an axis, the other axes held: a line by least squares through the points."""
+
+    axis: str
+    unit: str
+    """What one more of the measure is: a sample, a pixel, a voxel, a token, or the axis itself."""
+    at: Mapping[str, Any]
+    """Values of the other axes."""
+    values: tuple[Any, ...]
+    """Of the points that it goes through. Where the first ones lie on another line, since another moment of the step
+    is the highest there, these are the others."""
+    power: int
+    """1; of an axis whose measure is not known (an argument, an attribute) also 2 or 3, where a line does not do."""
+    lines: Mapping[str, Line]
+    """Of the peak, of reserved and of every cause."""
+    residual: float
+    """How far the peak of a point is off the line at most, as a share of that peak."""
+    square: Square | None = None
+    """Of the peak, where no line does and its square does."""
+    least: int = 0
+    """The smallest peak of these points, in bytes."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the peaks lie on the line, or on its square: within 5 %. Else no number of it means anything."""
+        return self.residual <= BENT or self.square is not None
+
+    @property
+    def fixed(self) -> float:
+        """The part of the peak that does not move with the axis, in bytes."""
+        return self.lines["peak"].fixed
+
+    @property
+    def slope(self) -> float:
+        """What each unit adds to the peak, in bytes."""
+        return self.lines["peak"].slope
+
+    def __str__(self) -> str:
+        begin = f"{place_of(self.axis, self.at)}, {shown(self.values[0])} to {shown(self.values[-1])}: "
+        each = _each(self.unit)
+        if self.square is not None:
+            square = self.square
+            return (
+                f"{begin}no line, but with its square: {self._fixed(square.fixed)}, {_bytes(square.slope)} {each}, "
+                f"{_bytes(square.square)} {each} squared, residual {_percent(square.residual)}"
+            )
+        if not self.holds:
+            return f"{begin}no straight line: the best is up to {_percent(self.residual)} off the peaks"
+        power = {1: "", 2: " squared", 3: " cubed"}[self.power]
+        told = f"{begin}{self._fixed(self.fixed)}, {_bytes(self.slope)} {each}{power}"
+        return f"{told} (from two points)" if len(self.values) == 2 else f"{told}, residual {_percent(self.residual)}"
+
+    def _fixed(self, fixed: float) -> str:
+        """What is there without any of the axis, which is nothing below 0: a line that begins there holds between the
+        points alone."""
+        if fixed > -1:
+            return f"fixed {_bytes(max(fixed, 0.0))}"
+        if -fixed <= STRAIGHT * self.least:
+            return "fixed about 0 B"
+        return f"no fixed part (the line begins at {_bytes(fixed)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where along an axis another part becomes the largest."""
+
+    axis: str
+    at: Mapping[str, Any]
+    below: str
+    above: str
+    between: tuple[Any, Any]
+    """The points next to it."""
+    value: Signed | None
+    """About where, from a line between them; None where a value of the axis is no single number."""
+
+    def __str__(self) -> str:
+        about = f"below about {self.value:.3g}" if self.value is not None else "below"
+        return (
+            f"{place_of(self.axis, self.at)}: {about} {LABELS[self.below]} are the largest part, above it "
+            f"{LABELS[self.above]} (between {' and '.join(shown(value) for value in self.between)})"
+        )
+
+
+LABELS = {
+    "weights": "weights",
+    "inputs": "inputs",
+    "saved": "saved activations",
+    "gradients": "gradients",
+    "optimizer": "optimizer states",
+    "temporaries": "temporaries",
+    "workspace": "workspaces (at their most)",
+    "rounding": "roundings",
+}
+
+
+def fits_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Fit]:
+    """A fit for every axis of numbers and every choice of the others with at least two points."""
+    found: list[Fit] = []
+    for axis in axes:
+        for at, points in _along(axis, axes, rows):
+            measures = [axis.measure(row[axis.name]) for row in points]
+            if len(points) >= 2 and all(measure is not None for measure in measures):
+                found.append(_fit(axis, at, points, numpy.array(measures, dtype=float)))
+    return found
+
+
+def crossings_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Crossing]:
+    """Every place along an axis of numbers where another part becomes the largest."""
+    found: list[Crossing] = []
+    for axis in axes:
+        for at, points in _along(axis, axes, rows):
+            if all(axis.measure(row[axis.name]) is not None for row in points):
+                found += _crossings(axis, at, points)
+    return found
+
+
+def part_bytes(row: Row) -> dict[str, int]:
+    """A row's bytes by part; workspaces at their most."""
+    return {
+        part: row["workspace_high"] if part == "workspace" else sum(row[cause] for cause in causes)
+        for part, causes in PARTS.items()
+    }
+
+
+def _along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """The rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
+    groups: list[tuple[dict[str, Any], list[Row]]] = []
+    others = [other.name for other in axes if other.name != axis.name]
+    for row in rows:
+        if row["status"] != "ok":
+            continue
+        at = {name: row[name] for name in others}
+        group = next((points for known, points in groups if known == at), None)
+        if group is None:
+            groups.append((at, [row]))
+        else:
+            group.append(row)
+    return [(at, sorted(points, key=lambda row: axis.measure(row[axis.name]) or 0.0)) for at, points in groups]
+
+
+def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:
+    peaks = _column(points, "peak")
+    first, power = _straight(measures, peaks, (1, 2, 3) if isinstance(axis, (Argument, Layers)) else (1,))
+    used, x = points[first:], measures[first:] ** power
+    residual = _line(x, peaks[first:])[1]
+    lines = {name: _line(x, _column(used, name))[0] for name in FITTED}
+    bends = residual > STRAIGHT and len(points) >= 5 and not isinstance(axis, Batch)
+    square = _square(measures, peaks) if bends else None
+    values = tuple(row[axis.name] for row in (points if square else used))
+    least = min(row["peak"] for row in points if row[axis.name] in values)
+    return Fit(axis.name, axis.unit, at, values, power, lines, residual, square, least)
+
+
+def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
+    """From which point on, at least three of them where there are, the points lie on a line, and in which power."""
+    tried = [(0, power, _line(measures**power, peaks)[1]) for power in powers]
+    if len(peaks) == 2:
+        return 0, 1
+    tried += [(first, 1, _line(measures[first:], peaks[first:])[1]) for first in range(1, len(peaks) - 2)]
+    good = next((one for one in tried if one[2] <= STRAIGHT), None)
+    first, power, _ = good or min(tried[: len(powers)], key=lambda one: one[2])
+    return first, power
+
+
+def _column(rows: Sequence[Row], name: str) -> Any:
+    return numpy.array([row[name] for row in rows], dtype=float)
+
+
+def _line(x: Any, y: Any) -> tuple[Line, float]:
+    scale = float(numpy.abs(x).max()) or 1.0  # else large powers lose digits
+    slope, fixed = numpy.polyfit(x / scale, y, 1) if numpy.ptp(x) else (0.0, float(y.mean()))
+    off = numpy.abs(fixed + slope * x / scale - y)
+    share = float(off.max() / max(float(numpy.abs(y).max()), 1.0))
+    return Line(float(fixed), float(slope / scale), share), _residual(fixed + slope * x / scale, y)
+
+
+def _square(x: Any, y: Any) -> Square | None:
+    scale = float(x.max())  # else the sums of powers lose digits
+    square, slope, fixed = numpy.polyfit(x / scale, y, 2)
+    residual = _residual(fixed + slope * (x / scale) + square * (x / scale) ** 2, y)
+    if residual > STRAIGHT or square <= 0:
+        return None
+    return Square(float(fixed), float(slope / scale), float(square / scale**2), residual)
+
+
+def _residual(fitted: Any, y: Any) -> float:
+    return float(numpy.max(numpy.abs(fitted - y) / numpy.maximum(numpy.abs(y), 1)))
+
+
+def _crossings(axis: Axis, at: dict[str, Any], points: list[Row]) -> list[Crossing]:
+    found: list[Crossing] = []
+    for row, following in itertools.pairwise(points):
+        before, after = part_bytes(row), part_bytes(following)
+        below, above = _largest(before), _largest(after)
+        if below == above:
+            continue
+        start, end = axis.measure(row[axis.name]) or 0.0, axis.measure(following[axis.name]) or 0.0
+        ahead, behind = before[below] - before[above], after[above] - after[below]
+        if max(ahead / row["peak_high"], behind / following["peak_high"]) < _CLEAR:
+            continue
+        crossed = start + (end - start) * ahead / (ahead + behind) if ahead + behind else start
+        values = row[axis.name], following[axis.name]
+        found.append(Crossing(axis.name, at, below, above, values, _value(axis, crossed, values)))
+    return found
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    return max(parts, key=lambda part: parts[part])
+
+
+def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
+    """The value of an axis with a measure, where values are single numbers."""
+    if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
+        return None
+    return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure
+
+
+_COUNTED = ("sample", "position", "pixel", "voxel", "token")
+
+
+def _each(unit: str) -> str:
+    """After bytes: ``a sample``; what has no word for one of it is multiplied with: ``times width``."""
+    return f"a {unit}" if unit in _COUNTED else f"times {unit}"
+
+
+def _bytes(number: float) -> str:
+    if abs(number) < _NOTHING:
+        return "0 B"
+    return format_bytes(round(number)) if abs(number) >= 10 else f"{number:.2g} B"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def place_of(axis: str, at: Mapping[str, Any]) -> str:
+    """The axis, and where the others stand: ``batch (size 96)``."""
+    return f"{axis} ({place_of_all(at)})" if at else axis
+
+
+def place_of_all(values: Mapping[str, Any]) -> str:
+    """Where all axes stand: ``batch 8, precision bf16``."""
+    return ", ".join(f"{name} {shown(value)}" for name, value in values.items())
+
+
+def shown(value: Any) -> str:
+    """A value of an axis for people."""
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

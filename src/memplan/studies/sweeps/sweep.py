@@ -1,0 +1,319 @@
+"""A step at every point of some axes: its bytes by cause, what is fixed and what grows, what is largest where."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan._bytes import format_bytes
+from memplan._text import printable
+from memplan.errors import InputError, MemplanError
+from memplan.explanation.explain import device_of
+from memplan.studies.axes.axes import Axis, axis_of, without_data
+from memplan.studies.axes.ranges import values_of
+from memplan.studies.axes.subject import Subject
+from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
+from memplan.studies.sweeps.parallel import Done, Task, run
+from memplan.studies.sweeps.points import KNOWN, Outcome
+from memplan.trace.model import Trace
+from memplan.trace.recording.session import Target, choose_target
+from memplan.trace.step import StepOptions
+
+KEYS = ("status", "reason")
+"""What a row has beside values of axes and bytes: ``ok`` or ``failed``, and why."""
+SIZES = (
+    "peak", "peak_high", "reserved", "reserved_high", "needs", "needs_high", *KNOWN, "rounding", "workspace_low",
+    "workspace_high", "fragmentation",
+)  # fmt: skip
+"""The bytes of a row that did not fail."""
+_LISTED = 6
+"""Points that a message names."""
+FORMAT = "memplan.sweep"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of a sweep by itself: a side of a comparison."""
+
+    target: str
+    device: str
+    values: Mapping[str, Any]
+    """Of each axis."""
+    row: Mapping[str, Any]
+
+    @property
+    def place(self) -> str:
+        """Where it stands: ``batch 8, precision bf16``."""
+        return place_of_all(self.values)
+
+    @property
+    def title(self) -> str:
+        """What to call it: ``resnet18 at batch 8, precision bf16``."""
+        return f"{self.target} at {self.place}"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The points of some axes. All sizes are bytes.
+
+    A row has the value of each axis by its name; ``status``, "ok" or "failed", and ``reason``; ``peak``, ``reserved``
+    and ``needs`` (with the CUDA context) of the case with the least workspaces, the same with ``_high`` of the one with
+    the most; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The causes and
+    ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
+
+    Example:
+        >>> [row["peak"] for row in sweep.rows if row["status"] == "ok"]
+        [91234304, 163840512]
+    """
+
+    title: str
+    device: str
+    axes: Mapping[str, tuple[Any, ...]]
+    rows: list[dict[str, Any]]
+    fits: tuple[Fit, ...]
+    crossings: tuple[Crossing, ...]
+    notes: tuple[str, ...] = ()
+    points: int = 0
+    """How many there are; more than rows where Ctrl-C ended it."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it before all points were done."""
+        return len(self.rows) < self.points
+
+    def point(self, number: int | None = None, /, **values: Any) -> Point:
+        """One of the rows: by its number, from 1 on, or by values of axes that it alone has.
+
+        Raises:
+            InputError: no row is so, or several are; or it failed.
+
+        Example:
+            >>> memplan.compare(sweep.point(batch=8), sweep.point(batch=16)).difference
+            72606208
+        """
+        every = [Point(self.title, self.device, {name: row[name] for name in self.axes}, row) for row in self.rows]
+        unknown = sorted(set(values) - set(self.axes))
+        if unknown:
+            raise InputError(f"the axis {unknown[0]!r} of {self.title}", expected=", ".join(self.axes), do="Name one")
+        found = [
+            one for place, one in enumerate(every, 1)
+            if number in (None, place) and all(_is(one.values[name], value) for name, value in values.items())
+        ]  # fmt: skip
+        if len(found) != 1:
+            asked = " and ".join(f"{name} {shown(value)}" for name, value in values.items())
+            asked = f"number {number}" if number is not None else asked
+            more = f"; and {len(every) - _LISTED} more" if len(every) > _LISTED else ""
+            raise InputError(
+                f"The sweep of {self.title} has {len(found) or 'no'} point{'s' * (len(found) > 1)}"
+                f"{asked and f' with {asked}'}",
+                expected="one of " + "; ".join(f"{n}: {one.place}" for n, one in enumerate(every[:_LISTED], 1)) + more,
+                do="Name it by its number, or by the value of each axis: sweep.json#3, sweep.json#batch=8",
+            )
+        if found[0].row["status"] != "ok":
+            raise InputError(
+                f"{found[0].title} failed: {found[0].row['reason']}", expected="a point with bytes", do="Name another"
+            )
+        return found[0]
+
+    def to_json(self) -> str:
+        """The sweep as JSON text: the same text for the same points. `from_json` reads it back."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str, source: str = "The text") -> Sweep:
+        """The sweep that `to_json` wrote.
+
+        Raises:
+            InputError: not JSON, no sweep, or one that cannot be.
+        """
+        from memplan.studies.sweeps import sweep_json
+
+        return sweep_json.loads(text, source)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "title": self.title,
+            "device": self.device,
+            "axes": {name: [_plain(value) for value in values] for name, values in self.axes.items()},
+            "points": self.points,
+            "rows": [_plain(row) for row in self.rows],
+            "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
+            "crossings": [_plain(crossing) for crossing in self.crossings],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        failed = sum(row["status"] == "failed" for row in self.rows)
+        done = [row["peak"] for row in self.rows if row["status"] == "ok"]
+        span = f"peaks from {format_bytes(min(done))} to {format_bytes(max(done))}" if done else "no peak"
+        lines = [
+            f"{self.title} on {self.device}: {len(self.rows)} points of {', '.join(self.axes)}; {span}"
+            + (f"; {failed} failed" if failed else "")
+            + (f"; interrupted, {self.points - len(self.rows)} are left" if self.interrupted else "")
+        ]
+        lines += [str(fit) for fit in self.fits]
+        lines += [str(crossing) for crossing in self.crossings]
+        return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
+
+
+def sweep(
+    what: Any,
+    axes: Mapping[str, Any],
+    *inputs: Any,
+    kwargs: Mapping[str, Any] = {},  # read only
+    targets: Any = (),
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    device: str | torch.device | None = None,
+    autocast: torch.dtype | str | None = None,
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+    settings: str | None = None,
+    jobs: int | None = None,
+    progress: Done | None = None,
+) -> Sweep:
+    """Record a step at every point of some axes, and say what is fixed, what grows, and what is largest where.
+
+    Args:
+        what: a module, a callable that makes one, or a ``build`` that returns a step.
+        axes: values by the name of an axis: ``batch``; ``size`` or ``patch``, all spatial dimensions of image inputs
+            and of the targets that share them (``128`` or ``"96x96x48"``); ``sequence``; ``precision`` ("fp32", "bf16",
+            "fp16", "bf16-true", "fp16-true"); an argument of the callable; ``"encoder.*.kernel_size"``, an attribute
+            of the layers that a pattern names, which are made anew with it, or ``".name"``, one of the model itself.
+            Values are an iterable or text:
+            ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all combinations; each is recorded once.
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: as for `memplan.explain`.
+        jobs: processes side by side. None: as many as there are cores, where the points are worth
+            it. The rows do not depend on it.
+        progress: called with the number of points done and of all.
+
+    Returns:
+        A Sweep. A point that fails is kept with its reason. After Ctrl-C it has the points that were done.
+
+    Raises:
+        InputError: an axis that the step does not take, or no values.
+        MemplanError: of the first point, where no point can be recorded.
+
+    Example:
+        >>> print(memplan.sweep(resnet18, {"batch": [8, 16, 32]}, "8x3x224x224"))
+        resnet18 on cpu: 3 points of batch; ...
+    """
+    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
+    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
+    subject = Subject(again(what), options)
+    target = choose_target(device_of(what) if device is None else device)
+    chosen = [(axis_of(str(name), subject), values_of(values, str(name))) for name, values in dict(axes).items()]
+    return swept(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
+
+
+def swept(
+    subject: Subject,
+    axes: Sequence[tuple[Axis, tuple[Any, ...]]],
+    target: Target,
+    *,
+    settings: str | None = None,
+    jobs: int | None = None,
+    progress: Done | None = None,
+    title: str = "",
+) -> Sweep:
+    """As `sweep`, of a subject and axes that are chosen; ``title`` is what to call it."""
+    _check(axes, jobs)
+    subject = without_data(subject)
+    for axis, values in axes:
+        for value in values:
+            axis.at(subject, value)  # raises before anything is recorded
+    names = [axis.name for axis, _ in axes]
+    points = [dict(zip(names, point, strict=True)) for point in itertools.product(*(values for _, values in axes))]
+    tasks: list[Task] = [(_at(subject, [axis for axis, _ in axes], point), target, settings) for point in points]
+    outcomes = run(tasks, jobs, progress or (lambda done, total: None))
+    rows = [_row(point, outcomes[number]) for number, point in enumerate(points) if number in outcomes]
+    errors = [outcome.error for _, outcome in sorted(outcomes.items())]
+    if all(errors) and len(errors) == len(points):
+        raise _all_failed(errors[0], points)
+    notes = dict.fromkeys(note for _, outcome in sorted(outcomes.items()) for note in outcome.notes)
+    only = [axis for axis, _ in axes]
+    named = {axis.name: values for axis, values in axes}
+    fits, crossings = tuple(fits_of(only, rows)), tuple(crossings_of(only, rows))
+    return Sweep(title or subject.title, target.name, named, rows, fits, crossings, tuple(notes), len(points))
+
+
+def again(what: Any) -> Any:
+    """What can be recorded again with other values.
+
+    Raises:
+        InputError: a Trace cannot.
+    """
+    if isinstance(what, Trace):
+        raise InputError(
+            "a Trace, whose step is recorded",
+            expected="what can be recorded again: a module or a callable",
+            do="Pass it",
+        )
+    return what
+
+
+def _check(axes: Sequence[tuple[Axis, tuple[Any, ...]]], jobs: int | None) -> None:
+    if not axes:
+        raise InputError("no axis to sweep over", expected="one at least, such as batch", do="Give its values")
+    names = [axis.name for axis, _ in axes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise InputError(f"the axis {twice} twice", expected="each axis once", do="Join its values")
+    taken = next((name for name in names if name in (*KEYS, *SIZES)), None)
+    if taken is not None:
+        raise InputError(
+            f"the axis {taken}, and rows hold something else by that name",
+            expected="an argument of another name",
+            do="Vary a function that calls yours with it under another name",
+        )
+    if jobs is not None and (isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1):
+        raise InputError(f"jobs={jobs!r}", expected="a number of processes, 1 or more", do="Leave it out for all cores")
+
+
+def _at(subject: Subject, axes: Sequence[Axis], point: Mapping[str, Any]) -> Subject:
+    for axis in axes:
+        subject = axis.at(subject, point[axis.name])
+    return subject
+
+
+def _row(point: Mapping[str, Any], outcome: Outcome) -> dict[str, Any]:
+    if outcome.bytes is None:
+        assert outcome.error is not None, "a point has bytes or an error"
+        return {**point, "status": "failed", "reason": outcome.error.found}
+    return {**point, "status": "ok", "reason": "", **outcome.bytes.row()}
+
+
+def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]]) -> MemplanError:
+    assert error is not None, "each point failed"
+    first = error.about(f"at {place_of_all(points[0])}")
+    if len(points) == 1:
+        return first
+    return InputError(
+        f"none of the {len(points)} points can be recorded; the first, {first.found}",
+        expected=error.expected, do=error.do,
+    )  # fmt: skip
+
+
+def _is(value: Any, asked: Any) -> bool:
+    """Whether a value of an axis is what was asked for, or written so."""
+    return (value == asked and type(value) is type(asked)) or shown(value) == str(asked)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

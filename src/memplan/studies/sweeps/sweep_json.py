@@ -1,0 +1,85 @@
+"""A saved sweep, read again. Nothing in it is trusted: a file can come from a stranger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memplan import _json
+from memplan._json import Json, Unreadable
+from memplan.errors import InputError
+from memplan.studies.sweeps.fits import Crossing, Fit
+from memplan.studies.sweeps.points import KNOWN
+from memplan.studies.sweeps.sweep import FORMAT, KEYS, SCHEMA, SIZES, Sweep
+
+
+@dataclass(frozen=True)
+class _File:
+    format: str
+    schema: int
+    title: str
+    device: str
+    axes: Mapping[str, tuple[Json, ...]]
+    points: int
+    rows: tuple[Mapping[str, Json], ...]
+    fits: tuple[Fit, ...]
+    crossings: tuple[Crossing, ...]
+    notes: tuple[str, ...]
+
+
+def loads(text: str, source: str = "The text") -> Sweep:
+    """The sweep that `Sweep.to_json` wrote, equal to it where the values of its axes are numbers, texts and tuples.
+
+    Args:
+        text: JSON.
+        source: what to call it in an error.
+
+    Raises:
+        InputError: not JSON, no sweep, of another schema version, or with bytes that cannot be.
+    """
+    try:
+        return _sweep(_json.parse(text))
+    except Unreadable as error:
+        raise InputError(
+            f"{source} is no sweep that can be used: {error}",
+            expected=f"a sweep of schema version {SCHEMA}, as memplan sweep --json writes it",
+            do="Sweep again, or read it with the memplan that wrote it",
+        ) from None
+
+
+def _sweep(plain: Any) -> Sweep:
+    if not isinstance(plain, dict) or (plain.get("format"), plain.get("schema")) != (FORMAT, SCHEMA):
+        kind = [plain.get("format"), plain.get("schema")] if isinstance(plain, dict) else type(plain).__name__
+        raise Unreadable(f"its format and schema version are {kind!r:.60}")
+    for fit in plain["fits"] if isinstance(plain.get("fits"), list) else ():
+        if isinstance(fit, dict):
+            fit.pop("holds", None)  # follows from the rest
+    file = _json.from_plain(_File, plain, "it")
+    for number, row in enumerate(file.rows):
+        _check_row(row, file.axes, f"it.rows[{number}]")
+    for number, fit in enumerate(file.fits):
+        if fit.power not in (1, 2, 3) or "peak" not in fit.lines or not fit.values:
+            raise Unreadable(f"it.fits[{number}] has no line of the peak, no values, or a power above 3")
+    if file.points < len(file.rows):
+        raise Unreadable(f"it has {len(file.rows)} rows of {file.points} points")
+    rows = [dict(row) for row in file.rows]
+    return Sweep(file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points)
+
+
+def _check_row(row: Mapping[str, Any], axes: Mapping[str, Any], place: str) -> None:
+    """That a row has what rows have, and that its parts add up to its peak."""
+    status = _json.from_plain(str, row.get("status"), f"{place}.status")
+    if status not in ("ok", "failed"):
+        raise Unreadable(f"{place}.status is {status!r:.40}, not ok or failed")
+    sizes = SIZES if status == "ok" else ()
+    wrong = sorted({*axes, *KEYS, *sizes} ^ row.keys())
+    if wrong:
+        raise Unreadable(f"{place} {'has an unknown' if wrong[0] in row else 'lacks'} {wrong[0]!r:.40}")
+    _json.from_plain(str, row["reason"], f"{place}.reason")
+    for name in sizes:
+        _json.from_plain(int, row[name], f"{place}.{name}")
+    if status == "ok":
+        parts = sum(row[name] for name in (*KNOWN, "rounding", "workspace_low"))
+        if (parts, row["reserved"]) != (row["peak"], row["peak"] + row["fragmentation"]):
+            raise Unreadable(f"{place} has bytes that do not add up")

@@ -1,0 +1,203 @@
+"""What of `torch.cuda` and `torch.accelerator` answers while a step for a card is recorded; the rest stops it."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.devices import Device
+from memplan.errors import StepError
+from memplan.trace.fake_cuda.residence import Card
+from memplan.trace.fake_cuda.streams import Event, OnDevice, Streams
+from memplan.trace.recording.place import format_frame, user_frame
+
+Answer = Callable[..., Any]
+
+_NOTHING = (
+    "init", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_device", "set_rng_state",
+    "set_rng_state_all", "set_per_process_memory_fraction", "set_sync_debug_mode", "reset_max_memory_cached",
+    "reset_accumulated_memory_stats", "reset_accumulated_host_memory_stats", "reset_peak_host_memory_stats",
+)  # fmt: skip
+"""Functions that change nothing a recording knows of, and answer None."""
+
+_KEPT = frozenset({"amp", "nvtx", "check_error", "classproperty", "cudaStatus", "lru_cache", "cast", "is_initialized"})
+"""What stays as it is: plain Python that asks nothing of a GPU, or is replaced by itself below."""
+
+
+def answers(card: Card, device: Device) -> dict[str, Answer]:
+    """The emulated functions of `torch.cuda`: by name, what answers instead."""
+    return {
+        **dict.fromkeys(_NOTHING, _nothing),
+        **_about(device),
+        **_memory(card, device),
+        **_streams(card),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "device": OnDevice,
+        "device_of": OnDevice,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "initial_seed": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "can_device_access_peer": lambda *_: False,
+        "get_sync_debug_mode": lambda: 0,
+        "get_allocator_backend": lambda: "native",
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+    }
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _about(device: Device) -> dict[str, Answer]:
+    major, minor = device.architecture
+    properties = SimpleNamespace(
+        name=device.title, major=major, minor=minor, total_memory=device.capacity, is_integrated=0,
+        multi_processor_count=device.multiprocessors, warp_size=32, max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536, gcnArchName="", is_multi_gpu_board=0,
+    )  # fmt: skip
+    return {
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: (major, minor),
+        "get_device_properties": lambda device=None: properties,
+        "get_arch_list": lambda: [f"sm_{major}{minor}"],
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or major >= 8,
+        "is_tf32_supported": lambda: major >= 8,
+    }
+
+
+def _memory(card: Card, device: Device) -> dict[str, Answer]:
+    """Queries answer with the bytes that tensors hold; what the allocator holds besides is known after simulating."""
+    ledger = card.ledger
+
+    def now(device: Any = None) -> int:
+        return ledger.level
+
+    def peak(device: Any = None) -> int:
+        return ledger.most
+
+    def forget(device: Any = None) -> None:
+        ledger.most = ledger.level
+
+    def stats(device: Any = None) -> dict[str, int]:
+        held: dict[str, int] = defaultdict(int)
+        for kind in ("allocated", "reserved", "active", "requested"):
+            held[f"{kind}_bytes.all.current"], held[f"{kind}_bytes.all.peak"] = now(), peak()
+        return held
+
+    return {
+        "memory_allocated": now, "memory_reserved": now, "memory_cached": now,
+        "max_memory_allocated": peak, "max_memory_reserved": peak, "max_memory_cached": peak,
+        "reset_peak_memory_stats": forget, "reset_max_memory_allocated": forget,
+        "memory_stats": stats, "memory_summary": lambda *_, **__: "(recorded without a GPU)",
+        "mem_get_info": lambda device_=None: (device.capacity - now(), device.capacity),
+        "get_memory_info": lambda device_=None: (device.capacity - now(), device.capacity),
+        "empty_cache": lambda: card.call("empty_cache"),
+        "synchronize": lambda device=None: card.call("synchronize"),
+    }  # fmt: skip
+
+
+def _streams(card: Card) -> dict[str, Answer]:
+    streams = Streams(card)
+    return {
+        "Stream": streams.Stream,
+        "Event": Event,
+        "stream": streams.context,
+        "StreamContext": streams.context,
+        "set_stream": streams.set,
+        "current_stream": streams.current,
+        "default_stream": lambda device=None: streams.default,
+    }
+
+
+@contextmanager
+def installed(card: Card, device: Device) -> Iterator[None]:
+    """What is public in `torch.cuda` and `torch.accelerator` answers without a GPU, or names itself and stops."""
+    known = answers(card, device)
+    accelerator = known | {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": lambda: 0, "current_device_idx": lambda: 0,
+        "set_device_index": _nothing, "set_device_idx": _nothing, "device_index": OnDevice,
+        "empty_host_cache": _nothing,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for module, emulated in ((torch.cuda, known), (torch.accelerator, accelerator)):
+            stack.enter_context(_torch.patched(module, **_replaced(module, emulated)))
+        for module in (torch.cuda.memory, torch.cuda.random):
+            own = {name: answer for name, answer in known.items() if name in vars(module)}
+            stack.enter_context(_torch.patched(module, **own))
+        ranges = dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), _nothing)
+        within = lambda *_, **__: nullcontext()  # noqa: E731
+        stack.enter_context(_torch.patched(torch.cuda.nvtx, **ranges, range=within))
+        stack.enter_context(_torch.patched(torch.backends.cuda, is_built=lambda: True))
+        # a recurrent network's weights are not made one buffer: they are taken to be one already, at the same bytes
+        no = lambda tensor: False  # noqa: E731
+        stack.enter_context(_torch.patched(torch.backends.cudnn, is_available=lambda: True, is_acceptable=no))
+        stack.enter_context(_torch.checkpoints_for_cuda())
+        stack.enter_context(_torch.histories_replaced(lambda name: _refusal(torch.cuda.memory, name)))
+        stack.enter_context(_torch.patched(torch, Generator=_Generator))
+        stack.enter_context(_torch.patched(torch.nn.DataParallel, scatter=_scatter))
+        if torch.version.cuda is None:
+            stack.enter_context(_torch.patched(torch.version, cuda="12.8"))
+        yield
+
+
+class _Generator(torch.Generator):
+    """Stands in for `torch.Generator`, which makes one on a card only with a GPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """One on the CPU, whatever the device."""
+        return _HOST_GENERATOR("cpu")
+
+
+_HOST_GENERATOR = torch.Generator
+
+
+def _scatter(self: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    """`torch.nn.DataParallel` over one card: everything goes there."""
+    to_card = lambda leaf: leaf.to("cuda") if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
+    return (_torch.tree_map(to_card, tuple(inputs)),), (_torch.tree_map(to_card, dict(kwargs or {})),)
+
+
+def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str, Any]:
+    """For every public function and class of a module: what answers instead, or what stops the recording."""
+    found: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        if name in emulated:
+            found[name] = emulated[name]
+        elif name.startswith("_") or name in _KEPT or not _is_own(value, module):
+            continue
+        elif inspect.isclass(value):
+            if not issubclass(value, (BaseException, tuple)) and not name.endswith(("Storage", "Tensor")):
+                found[name] = type(name, (), {"__init__": _refusal(module, name)})
+        elif callable(value):
+            found[name] = _refusal(module, name)
+    return found
+
+
+def _is_own(value: Any, module: types.ModuleType) -> bool:
+    """Whether something belongs to the module rather than being imported into it."""
+    return getattr(value, "__module__", "").startswith(module.__name__)
+
+
+def _refusal(module: types.ModuleType, name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise StepError(
+            f"{module.__name__}.{name} needs a GPU, and a recording has none",
+            expected="of torch.cuda only what can be answered without one: devices, memory queries, streams, events",
+            do="Leave the call out of build and step while they are recorded",
+            where=format_frame(user_frame()),
+        )
+
+    return refuse

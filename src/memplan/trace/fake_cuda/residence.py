@@ -1,0 +1,131 @@
+"""Which storages lie on the card, while a step for one is recorded on fake tensors of the CPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+
+from memplan import _torch
+from memplan.errors import DeviceError
+from memplan.trace.model import HOST, ON_CARD, Call
+from memplan.trace.recording.ledger import Ledger
+
+CUDA = torch.device(ON_CARD)
+CPU = torch.device(HOST)
+
+
+OnCard = Literal["unknown", "named", "everything"]
+"""What is known of a step before it is recorded: nothing; that it names CUDA; that all of it lies on the card."""
+
+
+class NamedLate(BaseException):
+    """CUDA was named for the first time inside of a step, after everything had been taken to lie on the card.
+
+    Not an Exception: it has to pass the user's own handlers.
+    """
+
+
+class Card:
+    """Where storages lie, and what the step asked of the card's allocator.
+
+    Until building ends, only what names CUDA lies on the card. If nothing did by then, everything does, unless
+    ``on_card`` says that the step will name it ("named"), or that it does not matter if it does ("everything").
+    """
+
+    def __init__(self, ledger: Ledger, inside: Callable[[], bool], on_card: OnCard) -> None:
+        self.ledger = ledger
+        self._inside = inside
+        self._thread = threading.get_ident()
+        self.everything = on_card == "everything"
+        self.named = on_card == "named"
+        self.calls: list[Call] = []
+        self._destination: str | None = None
+        self._known = on_card
+        if self.everything:
+            ledger.device = ON_CARD
+
+    @property
+    def destination(self) -> str | None:
+        """Where the results of the running op go, if that was said."""
+        return self._destination
+
+    def inside(self) -> bool:
+        """Whether a tensor is what it is, on the CPU: while an op is dispatched, and to any other thread."""
+        return self._inside() or threading.get_ident() != self._thread
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's storage lies on the card."""
+        if threading.get_ident() != self._thread:
+            return False
+        if self.everything:
+            return True
+        try:
+            entry = self.ledger.find(tensor)
+        except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as vmap makes them
+            entry = self.ledger.find(_torch.unwrapped(tensor))
+        return entry is not None and entry.device == ON_CARD
+
+    def end_build(self, *, computed: bool) -> None:
+        """Building is over: if nothing named CUDA, everything lies on the card.
+
+        Raises:
+            NothingNamed: so it is, and building ``computed`` something that CUDA has kernels of its own for.
+        """
+        if self.named or self.everything:
+            return
+        if computed:
+            raise NothingNamed
+        self.everything = True
+        self.ledger.take_to(ON_CARD)
+
+    def name(self) -> None:
+        """The step names CUDA."""
+        if self.everything and self._known == "unknown":
+            raise NamedLate
+        self.named = True
+
+    @contextmanager
+    def going(self, device: torch.device) -> Iterator[None]:
+        """Whatever is made inside lies on ``device``."""
+        before = self._destination
+        self._destination = ON_CARD if self.everything or device.type == "cuda" else HOST
+        try:
+            yield
+        finally:
+            self._destination = before
+
+    def going_where_named(self, device: torch.device) -> AbstractContextManager[None]:
+        """As `going`, where the step itself names the device."""
+        found = wanted(device)
+        self.name()
+        return self.going(found)
+
+    def call(self, kind: Any) -> None:
+        """Note a call that matters to the allocator, as an event of its own."""
+        self.ledger.clock += 1
+        self.calls.append(Call(self.ledger.clock, kind))
+
+
+class NothingNamed(BaseException):
+    """Building named CUDA nowhere and computed with kernels: they were the CPU's, and have to be recorded as CUDA's."""
+
+
+def wanted(device: Any) -> torch.device:
+    """The device that an argument asks for; a number is a CUDA device.
+
+    Raises:
+        DeviceError: a second card.
+    """
+    found = CUDA if isinstance(device, int) and not isinstance(device, bool) else torch.device(device)
+    index = device if isinstance(device, int) else found.index
+    if found.type == "cuda" and index:
+        raise DeviceError(
+            f"device cuda:{index}",
+            expected="one card, cuda:0: a recording knows one",
+            do="Record the part of the step that runs on each card by itself",
+        )
+    return found

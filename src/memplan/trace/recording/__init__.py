@@ -1,0 +1,1 @@
+"""The modes that see every op and storage; stand-ins; causes."""

@@ -1,0 +1,84 @@
+"""How the forward ops of a step are called: their tensors as views, their other arguments as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.trace.model import Form, Option, View
+from memplan.trace.recording.ledger import Ledger
+
+
+class Forms:
+    """Notes the forms of ops, and what modules returned."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.forms: list[Form] = []
+        self.returned: list[tuple[int, int, tuple[View, ...]]] = []
+        """id() of the module, how many ops had begun, its tensors."""
+        self._ledger = ledger
+        self._arguments: dict[Any, list[tuple[int, str, bool, Any]]] = {}
+
+    def note(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note one op. ``func`` is None where the observer ran it in another form; such an op has no positions."""
+        if func is None:
+            return
+        reads: list[tuple[str, View]] = []
+        options: list[tuple[str, Option]] = []
+        for position, name, is_tensor, default in self._of(func):
+            value = args[position] if position < len(args) else kwargs.get(name, default)
+            views = [(name, view) for view in self._views(value)] if is_tensor else []
+            reads += views
+            if not views and (option := _plain(value)) is not None:  # a number can stand for a tensor: x + 1
+                options.append((name, option))
+        self.forms.append(Form(op, tuple(reads), tuple(self._views(result)), tuple(options)))
+
+    def returns(self, module: int, after: int, result: Any) -> None:
+        """Note what a module returned."""
+        self.returned.append((module, after, tuple(self._views(list(tensors_in(result))))))
+
+    def _of(self, func: Any) -> list[tuple[int, str, bool, Any]]:
+        known = self._arguments.get(func)
+        if known is None:
+            known = self._arguments[func] = [
+                (position, argument.name, "Tensor" in str(argument.type), argument.default_value)
+                for position, argument in enumerate(_torch.arguments(func))
+            ]
+        return known
+
+    def _views(self, value: Any) -> Iterator[View]:
+        if isinstance(value, torch.Tensor):
+            entry = self._ledger.find(value) if value.layout == torch.strided else None
+            if entry is not None:
+                yield View(entry.id, tuple(value.shape), tuple(value.stride()), int(value.storage_offset()))
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from self._views(item)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a module returned, in lists, tuples, mappings and dataclasses, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def _plain(value: Any) -> Option:
+    """Numbers, texts and lists of such; None for anything else, such as a dtype."""
+    if isinstance(value, (bool, int, float, str)):
+        return value if not isinstance(value, float) or value - value == 0 else str(value)
+    if isinstance(value, (list, tuple)) and all(item is None or isinstance(item, (bool, int, float)) for item in value):
+        return tuple(value)
+    return None

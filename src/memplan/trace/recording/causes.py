@@ -1,0 +1,238 @@
+"""From what was noted to a Trace: names of layers, causes of storages, who saved what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from memplan import _torch
+from memplan.trace.model import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
+from memplan.trace.recording.ledger import Entry
+from memplan.trace.recording.observer import Note, Observer
+from memplan.trace.recording.place import Place, format_frame
+
+
+@dataclass(slots=True)
+class Finished:
+    """The parts of a Trace that recording and measuring make alike."""
+
+    ops: list[Op]
+    storages: list[Storage]
+    layers: list[Layer]
+    forms: tuple[Form, ...]
+    returned: tuple[Returned, ...]
+
+
+@dataclass(slots=True)
+class _Names:
+    modules: dict[int, str] = field(default_factory=dict)
+    layers: list[Layer] = field(default_factory=list)
+    storages: dict[int, str] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)
+
+
+def finish(observer: Observer, first_step: int) -> Finished:
+    """Resolve names and causes. Call it while the step's models are alive.
+
+    ``first_step`` is the tick at which building ended.
+    """
+    names = _name(observer)
+    ops = _ops(observer, names)
+    sharers = _sharers(observer, ops)
+    for entry in observer.ledger.entries:
+        for companion in entry.companions:  # a reserve is saved with the tensor that stands for it
+            if entry.id in sharers:
+                sharers.setdefault(companion.id, sharers[entry.id])
+    frames: dict[int, Storage] = {}
+    updated = {op.writes[0] for op in ops if op.phase == "optimizer" and op.writes and op.writes[0] in _operands(op)}
+    for entry in observer.ledger.entries:
+        cause = _cause(entry, observer, ops, sharers, updated, first_step)
+        weight = observer.marks.gradients.get(entry.id, entry.id)
+        frames[entry.id] = Storage(
+            entry.id, entry.bytes, cause, entry.born, entry.died, entry.op, entry.dtype, entry.shape, entry.device,
+            names.storages.get(weight, ""), tuple(sharers.get(entry.id, ())), entry.low, entry.stream, entry.used_on,
+        )  # fmt: skip
+    seen = observer.forms
+    returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in seen.returned)
+    return Finished(ops, list(frames.values()), names.layers, tuple(seen.forms), returned)
+
+
+def module_names(place: Place) -> dict[int, str]:
+    """id of a module -> its path. Modules of the only model have the path that `named_modules` gives.
+
+    The root itself goes by its class name. Where there are several models (or losses that are modules), the paths
+    of each begin with its class name.
+    """
+    live = list(place.live_modules())
+    children = {id(child) for module in live for child in module.children()}
+    roots = [module for module in live if id(module) not in children]
+    models = [root for root in roots if any(True for _ in root.parameters())]
+    called = set(place.called)
+    used = [root for root in models if any(id(m) in called for m in root.modules())] or models
+    result: dict[int, str] = {}
+    taken: dict[str, int] = {}
+    for root in used + [r for r in roots if r not in used]:
+        kind = type(root).__name__
+        taken[kind] = taken.get(kind, 0) + 1
+        title = kind if taken[kind] == 1 else f"{kind}#{taken[kind]}"
+        prefix = "" if len(used) == 1 and root is used[0] else title + "."
+        for path, module in root.named_modules():
+            result.setdefault(id(module), prefix + path if path else title)
+    return result
+
+
+def _name(observer: Observer) -> _Names:
+    names = _Names(module_names(observer.place))
+    for module in observer.place.live_modules():
+        layer = _layer(module, names, observer)
+        if layer is not None:
+            names.layers.append(layer)
+    return names
+
+
+def _layer(module: nn.Module, names: _Names, observer: Observer) -> Layer | None:
+    path = names.modules.get(id(module))
+    if path is None:
+        return None
+    owned: list[list[int]] = [[], []]
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    for kind, tensors in enumerate((parameters, buffers)):
+        for name, tensor in tensors:
+            for part, inner in _torch.inner_tensors(tensor).items():  # a quantized weight has several
+                entry = observer.ledger.find(inner)
+                if entry is not None:
+                    owned[kind].append(entry.id)
+                    names.storages.setdefault(entry.id, f"{path}.{name}" + (f".{part}" if part else ""))
+                    names.owners.setdefault(entry.id, path)
+    made = format_frame(observer.place.made.get(id(module)))
+    return Layer(path, type(module).__name__, tuple(owned[0]), tuple(owned[1]), made)
+
+
+def _ops(observer: Observer, names: _Names) -> list[Op]:
+    frames: dict[tuple[str, int], str | None] = {}
+    ops: list[Op] = []
+    for index, note in enumerate(observer.notes):
+        recomputed = note.phase == "backward" and note.grad_enabled and note.module != 0
+        source = None
+        if note.phase == "backward" and not recomputed and note.sequence is not None:
+            source = observer.by_sequence.get(note.sequence)
+        if note.frame is not None and note.frame not in frames:
+            frames[note.frame] = format_frame(note.frame)
+        where = frames[note.frame] if note.frame is not None else None
+        layer = names.modules.get(note.module, "")
+        if source is not None:
+            layer, where = ops[source].layer, ops[source].where
+        elif note.phase in ("backward", "optimizer") and not layer:
+            layer = _owner(note, observer, names)
+        ops.append(
+            Op(
+                index, note.name, note.phase, note.step, layer, where, note.start, note.end,
+                tuple(Operand(name, storage) for name, storage in note.reads), tuple(note.writes),
+                note.needs_grad, source, recomputed,
+            )
+        )  # fmt: skip
+    return ops
+
+
+def _operands(op: Op) -> set[int]:
+    return {operand.storage for operand in op.reads}
+
+
+def _owner(note: Note, observer: Observer, names: _Names) -> str:
+    """The layer of the one weight whose value or gradient an op handles; "" where it handles several."""
+    gradients = observer.marks.gradients
+    found = {
+        names.owners[weight]
+        for entry in (*(storage for _, storage in note.reads), *note.writes)
+        if (weight := gradients.get(entry, entry)) in names.owners
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def _sharers(observer: Observer, ops: list[Op]) -> dict[int, list[Sharer]]:
+    """For every storage that a derivative formula read: the forward ops whose formulas these were."""
+    entries = observer.ledger.entries
+    found: dict[int, dict[tuple[int, str], Sharer]] = {}
+    again = _second_runs(ops)
+    for op in ops:
+        if op.phase != "backward" or op.gradient_of is None:
+            continue
+        source = ops[op.gradient_of]
+        for read in op.reads:
+            birth = entries[read.storage].op
+            maker = ops[birth] if birth is not None else None
+            if maker is not None and maker.phase == "backward" and not maker.recomputed and maker.index > source.index:
+                continue
+            if maker is not None and maker.phase == "optimizer":
+                continue
+            for role in _roles(source, read, again):
+                found.setdefault(read.storage, {}).setdefault(
+                    (source.index, role), Sharer(source.index, role, read.name)
+                )
+    return {storage: list(sharers.values()) for storage, sharers in found.items()}
+
+
+def _roles(source: Op, read: Operand, again: dict[int, list[tuple[str, str]]]) -> list[str]:
+    """In which roles the forward op met a storage that its backward reads."""
+    if read.storage in source.writes:
+        # in place: the formula of an op that overwrote its input can only mean the result
+        return ["result"]
+    roles = sorted({operand.name for operand in source.reads if operand.storage == read.storage})
+    # under checkpointing the formula reads what the op's second run met
+    roles = roles or sorted({role for name, role in again.get(read.storage, ()) if name == source.name})
+    if not roles and read.name in {operand.name for operand in source.reads}:
+        roles = [read.name]  # a copy that the op made for its formula, which calls it by the same name
+    return roles or ["kept"]
+
+
+def _second_runs(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
+    """Storage -> (op, role) of the recomputed ops that read or made it."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for op in ops:
+        if op.recomputed:
+            for operand in op.reads:
+                found.setdefault(operand.storage, []).append((op.name, operand.name))
+            for storage in op.writes:
+                found.setdefault(storage, []).append((op.name, "result"))
+    return found
+
+
+def _cause(
+    entry: Entry,
+    observer: Observer,
+    ops: list[Op],
+    sharers: dict[int, list[Sharer]],
+    updated: set[int],
+    first_step: int,
+) -> Cause:
+    marks = observer.marks
+    if entry.id in marks.workspaces:
+        return "workspace"
+    if entry.id in marks.weights:
+        return "weight"
+    if entry.id in marks.buffers:
+        return "buffer"
+    if entry.id in marks.states:
+        return "optimizer_state"
+    if entry.id in marks.gradients:
+        return "parameter_gradient"
+    if entry.born <= first_step and entry.id in updated:
+        return "optimizer_state"  # made while building and changed by every update: a hand-written momentum
+    if entry.born <= first_step:
+        return "temporary" if entry.died is not None and entry.died <= first_step else "input"
+    op = ops[entry.op] if entry.op is not None else None
+    if op is None:
+        return "saved" if entry.id in sharers and entry.died is not None else "input"
+    if entry.died is not None and entry.died <= op.end:
+        return "temporary"
+    if op.phase == "optimizer":
+        return "temporary"
+    if op.phase == "forward" and not op.reads and not op.layer:
+        return "input"
+    if entry.id in sharers:
+        return "saved"
+    if op.phase == "backward" and not op.recomputed:
+        return "activation_gradient"
+    return "activation"

@@ -1,0 +1,273 @@
+"""What predicting and measuring do around a step: random state kept, garbage collected at set times, errors located."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+from memplan import _torch
+from memplan.devices import Device, find, of_properties
+from memplan.errors import DataDependentError, MemplanError, StepError
+from memplan.trace.model import HOST
+from memplan.trace.recording.causes import module_names
+from memplan.trace.recording.observer import Observer
+from memplan.trace.recording.place import format_frame, frame_of_error
+
+Step = Callable[[], Any]
+Build = Callable[[], Step]
+
+# what torch says where a build without CUDA is asked for it, or a machine without a GPU
+_CUDA = re.compile(
+    r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver",
+    re.I,
+)
+COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
+CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a step is recorded for: the CPU, or a card of the catalogue or of this machine."""
+
+    name: str
+    card: Device | None = None
+    notes: tuple[str, ...] = ()
+
+
+def choose_target(device: str | torch.device | None) -> Target:
+    """The device to plan for, and what has to be said about the choice.
+
+    Raises:
+        DeviceError: no such device in the catalogue, or none on this machine.
+    """
+    if device is None:
+        own = own_card()
+        return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))
+    text = str(device).strip().lower()
+    if text == HOST:
+        return Target(HOST)
+    if re.fullmatch(r"cuda(:\d+)?|gpu", text):
+        own = own_card()
+        if own is not None:
+            return Target(own.name, own)
+    card = find(text)
+    return Target(card.name, card)
+
+
+def own_card(place: torch.device | None = None) -> Device | None:
+    """This machine's GPU, the current one or the one of that name; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    number = torch.cuda.current_device() if place is None or place.index is None else place.index
+    found = torch.cuda.get_device_properties(number)
+    return of_properties(found.name, found.total_memory, found.major, found.minor, found.multi_processor_count)
+
+
+def check_steps(steps: int) -> None:
+    """Raises UsageError unless ``steps`` is a whole number of at least 1."""
+    from memplan.errors import UsageError
+
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise UsageError(f"steps={steps!r}", expected="a whole number of steps, at least 1", do="Leave it out for 2.")
+
+
+@contextmanager
+def undisturbed(*, cuda: bool = False) -> Iterator[None]:
+    """Random state as it was afterwards; cyclic garbage collected between steps only.
+
+    When Python's collector would free a cycle inside a step depends on everything else that the process did before,
+    so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
+    `torch.cuda.is_available()` answers no.
+    """
+    state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = _numpy_state()
+    try:
+        with (
+            collector_held(),
+            _defaults_kept(),
+            _one_process(),
+            nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
+        ):
+            yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            import numpy
+
+            numpy.random.set_state(numpy_state)
+
+
+_holding = ContextVar("_holding", default=False)
+"""Whether this is inside `collector_held`, and what is frozen is its."""
+
+
+@contextmanager
+def collector_held() -> Iterator[None]:
+    """Cyclic garbage is collected where that is asked for alone, and only of what was made in here.
+
+    Tracing and compiling make and hold so many objects that Python's collector takes a fifth of their time. What was
+    there before is none of our business, and walking it at every step would cost a third of a second each time.
+    """
+    enabled, inside = gc.isenabled(), _holding.get()
+    frees = not inside and not gc.get_freeze_count()  # what the user froze stays so, and nothing joins it
+    gc.disable()
+    if inside:
+        gc.collect()  # what others in here have left would stay to the end
+    if frees or inside:
+        gc.freeze()
+    token = _holding.set(frees or inside)
+    try:
+        yield
+    finally:
+        _holding.reset(token)
+        if frees:
+            gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _defaults_kept() -> Iterator[None]:
+    """What a build sets for the whole process is as before: default device and dtype, cuDNN's switches."""
+    cudnn = torch.backends.cudnn
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    set_device, changed = torch.set_default_device, list[Any]()
+
+    def set_and_note(new: Any) -> None:
+        changed.append(new)
+        set_device(new)
+
+    switches = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with _torch.patched(torch, set_default_device=set_and_note):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if changed:  # asking torch now would ask for a GPU
+            set_device(None if device.type == HOST else device)
+        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Data loaders load in this process.
+
+    A worker process would have to take hooks and fake tensors along; what it holds is no part of the step anyway.
+    """
+    init = DataLoader.__init__
+
+    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
+        for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
+            given.pop(name, None)
+        init(**given)
+
+    def in_order(self: Any) -> Iterator[int]:
+        """Which sample comes when is drawn from values that a recording has not, and does not matter to memory."""
+        return (number % len(self.data_source) for number in range(self.num_samples))
+
+    with _torch.patched(DataLoader, __init__=init_here), _torch.patched(RandomSampler, __iter__=in_order):
+        yield
+
+
+def _numpy_state() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy.random.get_state()
+
+
+def run_build(build: Build, observer: Observer) -> Step:
+    """Call ``build`` and see that it returns a step.
+
+    Raises:
+        StepError: it raised, or it returned something else.
+    """
+    if not callable(build):
+        raise StepError(
+            f"{build!r} is not callable",
+            expected="build(), a callable that returns the step",
+            do="Pass the function itself.",
+        )
+    with located(observer, "build"):
+        step = build()
+    if not callable(step) or isinstance(step, torch.nn.Module):
+        raise StepError(
+            f"build returned {_describe(step)}",
+            expected="a step: a callable without arguments that runs one training step",
+            do="Return the inner function; to look at a module alone, use memplan.explain(module, *inputs).",
+        )
+    return step
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.nn.Module):
+        return f"the module {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+@contextmanager
+def located(observer: Observer, what: str) -> Iterator[None]:
+    """Turn whatever the user's code or torch raises into one message with the layer and the line."""
+    try:
+        yield
+    except MemplanError:
+        raise
+    except _torch.DATA_DEPENDENT as error:
+        layer, where = _locate(observer, error)
+        func = getattr(error, "func", None)
+        raise DataDependentError(
+            f"{func or 'an op'} makes a tensor whose shape depends on values, and recording has no values",
+            expected="shapes that follow from the shapes of the inputs",
+            do="Run memplan.measure(build) instead: it really runs the step."
+            if observer.card is None
+            else "Give the step shapes that are known, or measure it for the CPU: memplan.measure(build)",
+            layer=layer,
+            where=where,
+        ) from error
+    except Exception as error:  # the user's code can raise anything; the original stays as __cause__
+        layer, where = _locate(observer, error)
+        text = str(error).strip().split("\n")[0] or "no message"
+        if _CUDA.search(text) and observer.card is not None:
+            raise StepError(
+                f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}",
+                expected="of CUDA only what can be answered without a GPU: tensors, devices, streams, events, autocast",
+                do="Leave the call out of build and step while they are recorded",
+                layer=layer,
+                where=where,
+            ) from error
+        if _CUDA.search(text):
+            raise StepError(
+                f"{what} puts something on CUDA",
+                expected="the CPU: no card was named to record for",
+                do="Name one, as in device='h100' (memplan devices lists them)",
+                layer=layer,
+                where=where,
+            ) from error
+        raise StepError(
+            f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}",
+            expected="a step that runs",
+            do="Check the inputs; mend the step if it fails without memplan, too; else run memplan.measure(build)",
+            layer=layer,
+            where=where,
+        ) from error
+
+
+def _locate(observer: Observer, error: BaseException) -> tuple[str | None, str | None]:
+    where = format_frame(frame_of_error(error))
+    return module_names(observer.place).get(observer.place.failed_in), where

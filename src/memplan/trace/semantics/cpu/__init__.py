@@ -1,0 +1,1 @@
+"""What ops do on the CPU."""

@@ -1,0 +1,73 @@
+"""Temporaries of the inference fast path: transformers/transformer.cpp and transformers/attention.cpp.
+
+A whole encoder layer, or self-attention, is one op: its tensors live and die inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cpu import matmul
+from memplan.trace.semantics.layout import bytes_of
+
+
+def _linear(x: torch.Tensor, rows: int, into: int, out: int) -> int:
+    """Scratchpad of a linear layer."""
+    return matmul.scratch(x.new_empty(rows, into), x.new_empty(out, into).t())
+
+
+def _spread(mask: torch.Tensor, scores: int) -> int:
+    """A mask that is no boolean becomes one, as large as the scores."""
+    return 0 if mask.dtype is torch.bool else scores
+
+
+def _attention(
+    x: torch.Tensor, heads: int, mask: torch.Tensor | None, weights: bool = False, average: bool = False
+) -> int:
+    """The peak: projections, then the scores beside queries, keys and values, then the output's projection."""
+    batch, length, width = x.shape
+    unit, scores = bytes_of(x), batch * heads * length * length * x.element_size()
+    rows, head = batch * length, width // heads
+    q, p = x.new_empty(batch * heads, length, head), x.new_empty(batch * heads, length, length)
+    products = max(matmul.scratch(q, q.transpose(1, 2)), matmul.scratch(p, q))
+    softmax = 0 if mask is None else scores + _spread(mask, batch * heads * length * length)
+    return max(
+        3 * unit + max(3 * unit, _linear(x, rows, width, 3 * width)),
+        3 * unit + scores + max(softmax, products),
+        5 * unit + (scores if weights else 0) + _linear(x, rows, width, width),
+        4 * unit + scores + scores // heads if weights and average else 0,
+    )
+
+
+def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``_native_multi_head_attention`` of one tensor as query, key and value."""
+    x, heads = args[0], args[4]
+    given = dict(zip(("mask", "need_weights", "average_attn_weights"), args[9:], strict=False))
+    given |= kwargs
+    if x.is_nested or args[1] is not x or x.dim() != 3:
+        return 0
+    weights, average = given.get("need_weights", True), given.get("average_attn_weights", True)
+    kept = sum(bytes_of(t) for t in result if isinstance(t, torch.Tensor)) if isinstance(result, tuple) else 0
+    return _attention(x, heads, given.get("mask"), weights, average) - kept
+
+
+def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``_transformer_encoder_layer_fwd``."""
+    x, heads, norm_first, hidden = args[0], args[2], args[8], args[14].shape[0]
+    if x.is_nested or x.dim() != 3:
+        return 0
+    mask = args[18] if len(args) > 18 else kwargs.get("mask")
+    unit, rows, width = bytes_of(x), x.shape[0] * x.shape[1], x.shape[2]
+    normed = unit if norm_first else 0
+    inner = rows * hidden * x.element_size()
+    feed = normed + unit + inner
+    feed += max(_linear(x, rows, width, hidden), unit + _linear(x, rows, hidden, width))
+    return max(normed + _attention(x, heads, mask), feed) - unit
+
+
+FORMULAS = {
+    "aten._transformer_encoder_layer_fwd.default": layer,
+    "aten._native_multi_head_attention.default": attention,
+}

@@ -1,0 +1,63 @@
+"""Ops whose results are other on the CPU than fake tensors say: sizes that no shape tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cpu.convolution import resized
+from memplan.trace.semantics.cpu.lstm import with_both_biases, with_workspace
+
+_NO_REDUCTION = 0
+
+
+def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+    """A reduced loss whose 0-dim result lies in the storage of the unreduced one.
+
+    Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp: the loss is computed into the result, which is then reduced
+    into itself; the storage keeps its size for as long as the loss lives.
+    """
+
+    def corrected(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        reduction = args[position] if len(args) > position else kwargs.get("reduction", 1)
+        if reduction == _NO_REDUCTION or result.dim():
+            return result
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return result.new_empty(math.prod(shape)).as_strided((), ())
+
+    return corrected
+
+
+RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
+    "aten.convolution.default": resized,
+    "aten.mkldnn_rnn_layer.default": with_workspace,
+    "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
+    "aten.mse_loss.default": _keeps_unreduced(2),
+    "aten.smooth_l1_loss.default": _keeps_unreduced(2),
+    "aten.soft_margin_loss.default": _keeps_unreduced(2),
+    "aten.binary_cross_entropy.default": _keeps_unreduced(3),
+}
+"""Overload name -> (args, kwargs, result) -> the result as the kernel makes it."""
+
+
+def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_grouped_mm``: torch describes it for CUDA's bfloat16 only; on the CPU it takes every floating-point dtype.
+
+    Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`.
+    """
+    a, b = args[0], args[1]
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
+    rows, columns = a.shape[-2], b.shape[-1]
+    dtype = kwargs.get("out_dtype") or a.dtype
+    if a.dim() == 3 and b.dim() == 3:
+        return a.new_empty((a.shape[0], rows, columns), dtype=dtype)
+    if a.dim() == 2 and b.dim() == 2:
+        return a.new_empty((offsets.shape[0], rows, columns), dtype=dtype)
+    return a.new_empty((rows, columns), dtype=dtype)
+
+
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": _grouped_product}
+"""Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""

@@ -1,0 +1,38 @@
+"""What an op takes on the CPU besides its results: the temporaries inside its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from memplan.trace.semantics.cpu import convolution, encoder_fast_path, flash_attention, kernels, lstm, matmul
+from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
+from memplan.trace.semantics.cpu.results import INSTEAD, RESULTS
+from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+_FORMULAS: dict[str, Formula] = {
+    "aten.convolution.default": convolution.transient,
+    "aten.convolution_backward.default": convolution.transient_backward,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": flash_attention.forward,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": flash_attention.backward,
+    **kernels.FORMULAS,
+    **matmul.FORMULAS,
+    **lstm.FORMULAS,
+    **encoder_fast_path.FORMULAS,
+}
+
+
+def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Bytes that the kernel holds at its worst moment beyond what was there before and its results."""
+    formula = _FORMULAS.get(name)
+    return 0 if formula is None else max(0, formula(args, kwargs, result))
+
+
+def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Extra, ...]:
+    taken = transient_bytes(name, args, kwargs, result)
+    return (Extra(taken),) if taken else ()
+
+
+SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **AT_ONCE})

@@ -1,0 +1,195 @@
+"""Temporaries of the fused attention kernels on CUDA: flash, memory-efficient and cuDNN.
+
+The choice among them is made elsewhere; here is what each holds inside. Lengths, heads and head sizes are those of the
+op's operands; the `_scaled_dot_product_*` forms have (batch, heads, length, head size), the others (batch, length,
+heads, head size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.layout import bytes_of, copied, padded
+
+_REDUCED = (torch.bfloat16, torch.float16)
+_FLOAT = 4
+_MOST_SPLITS = 128
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+
+
+def _taken(*sizes: int) -> tuple[int, ...]:
+    return tuple(size for size in sizes if size)
+
+
+def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
+    """The tensor as (batch, length, heads, head size)."""
+    return tensor.transpose(1, 2) if heads_first else tensor
+
+
+def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
+    """Into how many parts the keys are split where there are too few queries to fill the card.
+
+    Source: transformers/cuda/flash_attn/flash_api.cpp, num_splits_heuristic: the fewest parts that reach 85 % of the
+    best occupancy. ``blocks`` are the blocks of queries, ``columns`` those of keys.
+    """
+    if blocks >= 0.8 * multiprocessors:
+        return 1
+    most = min(_MOST_SPLITS, multiprocessors, columns)
+    reached: dict[int, float] = {}
+    for n in range(1, most + 1):
+        if n > 1 and -(-columns // n) == -(-columns // (n - 1)):
+            continue
+        waves = blocks * n / multiprocessors
+        reached[n] = waves / -(-blocks * n // multiprocessors)
+    best = max(reached.values(), default=0)
+    return min((n for n, share in reached.items() if share >= 0.85 * best), default=1)
+
+
+def flash_forward(heads_first: bool, dropout: int) -> Formula:
+    """flash_api.cpp, mha_fwd: partial outputs and their log-sum-exp, where the keys are split; not with dropout.
+
+    ``dropout`` is the position of its probability.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        q, k = (_by_length(t, heads_first) for t in args[:2])
+        if q.dim() != 4 or (args[dropout] if len(args) > dropout else kwargs.get("dropout_p", 0.0)):
+            return ()
+        (batch, length, heads, size), keys = q.shape, k.shape[1]
+        block = 256 if size <= 64 else 128 if size <= 128 else 64
+        blocks = batch * heads * -(-length // 64)
+        splits = flash_splits(blocks, 2 * arch.multiprocessors, -(-keys // block))
+        if splits == 1:
+            return ()
+        rows = splits * batch * heads * length * _FLOAT
+        return _taken(rows, rows * padded(size, 32))
+
+    return formula
+
+
+def flash_backward(heads_first: bool) -> Formula:
+    """flash_api.cpp, mha_bwd and mha_varlen_bwd; attention_backward.cu, _flash_attention_backward.
+
+    The gradient of the queries in float32, rows padded to 128 and head sizes to 32; a sum a row; gradients of keys
+    and values for every query head where heads are grouped; the output and its gradient, contiguous by length.
+    Deterministic algorithms take the first once for each split of the keys.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        gradient, q, k, v, out = (_by_length(t, heads_first and t.dim() == 4) for t in args[:5])
+        heads, size = q.shape[-2:]
+        packed = q.dim() == 3
+        batch = args[6].numel() - 1 if packed else q.shape[0]
+        rows = q.shape[0] + 128 * batch if packed else batch * padded(q.shape[1], 128)
+        splits = 1
+        if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+            splits = -(-arch.multiprocessors // (batch * heads))
+        accumulated = splits * rows * heads * padded(size, 32) * _FLOAT
+        grouped = [bytes_of(t) // k.shape[-2] * heads if k.shape[-2] != heads else 0 for t in (k, v)]
+        return _taken(copied(gradient), copied(out), rows * heads * _FLOAT, accumulated, *grouped)
+
+    return formula
+
+
+def efficient_forward(heads_first: bool) -> Formula:
+    """attention.cu, _efficient_attention_forward: half precision and heads over 128 accumulate in float32."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        q, k, v = (_by_length(t, heads_first) for t in args[:3])
+        if q.dtype not in _REDUCED or max(k.shape[-1], v.shape[-1]) <= 128:
+            return ()
+        return _taken(q.shape[0] * q.shape[1] * q.shape[2] * v.shape[-1] * _FLOAT)
+
+    return formula
+
+
+def _tiles(size: int, reduced: bool, arch: Arch) -> tuple[int, int, bool]:
+    """Queries and keys in a tile, and whether the gradients of keys and values stay in registers.
+
+    Source: mem_eff_attention/kernels/cutlassB.h, the first kernel of the list whose head size and shared memory fit.
+    That the large tiles do not fit where a block has less than 100 KiB is concluded from the list itself,
+    which has a smaller one for such cards.
+    """
+    if size <= 64:
+        return 64, 64, reduced
+    roomy = arch.shared_memory >= 96
+    if arch.capability[0] < 8 or not reduced:
+        wide = 128 if roomy else 64
+        return wide, 64, reduced and size <= wide
+    if size <= 96 and arch.capability in ((8, 6), (8, 9)):
+        return 128, 64, True
+    if size <= 128:
+        return (128, 128, True) if arch.shared_memory > 99 else (64, 64, False)
+    return (128, 64, False) if arch.shared_memory > 99 else (64, 64, False)
+
+
+def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch: Arch) -> int:
+    """mem_eff_attention/kernel_backward.h, workspace_size: dq in tiles of float32; dk and dv where not in registers."""
+    (batch, rows, heads, size), keys, width = q.shape, k.shape[1], v.shape[-1]
+    reduced = q.dtype in _REDUCED
+    high, wide, kept = _tiles(max(size, width), reduced, arch)
+    elements = -(-rows // high) * -(-size // wide) * (high * wide + 4)
+    splits = -(-keys // wide)
+    if batch * heads >= 256 and keys <= 2 * wide:
+        splits = 1
+    if reduced and not kept:
+        splits = max(1, min(splits, 200 // (batch * heads)))
+        elements += splits * wide * (padded(size, high) + padded(width, high))
+    return batch * heads * padded(elements, 4) * _FLOAT
+
+
+def efficient_backward(heads_first: bool) -> Formula:
+    """attention_backward.cu, _efficient_attention_backward.
+
+    A sum of output times gradient for each row: inside the kernel in half precision, in float32 as a product as
+    large as the output, which lives before the workspace does. The gradient, contiguous by length.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
+        sums = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
+        workspace = _efficient_workspace(q, k, v, arch)
+        kept = _taken(copied(gradient))
+        product = sums * v.shape[-1]
+        if q.dtype not in _REDUCED and product + sums > workspace:
+            return (*kept, product, sums, sums)
+        return (*kept, sums, workspace)
+
+    return formula
+
+
+def cudnn_backward(heads_first: bool) -> Formula:
+    """cudnn/MHA.cpp: the workspace of cuDNN's plan, of which the known parts are counted.
+
+    dq in float32 and a sum a row; dk and dv for every query head where heads are grouped (cudnn-frontend, the
+    backward node of scaled dot product attention). What the plan asks for beyond that is not public.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        q, k, v = (_by_length(t, heads_first) for t in args[1:4])
+        rows = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
+        heads = q.shape[2]
+        grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
+        return _taken(rows + rows * q.shape[-1] + grouped)
+
+    return formula
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten._scaled_dot_product_flash_attention.default": flash_forward(True, 3),
+    "aten._scaled_dot_product_flash_attention_backward.default": flash_backward(True),
+    "aten._flash_attention_forward.default": flash_forward(False, 7),
+    "aten._flash_attention_backward.default": flash_backward(False),
+    "aten._scaled_dot_product_efficient_attention.default": efficient_forward(True),
+    "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward(True),
+    "aten._efficient_attention_forward.default": efficient_forward(False),
+    "aten._efficient_attention_backward.default": efficient_backward(False),
+    "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward(True),
+    "aten._cudnn_attention_backward.default": cudnn_backward(False),
+}
+"""Overload name -> formula. cuDNN's forward takes a workspace of an unknown, small size: left out."""

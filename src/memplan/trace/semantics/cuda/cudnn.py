@@ -1,0 +1,244 @@
+"""cuDNN's batch norm and recurrent networks: where torch takes them, their reserves and their workspaces.
+
+cuDNN tells its sizes only on a card, so what is not public is an interval of bytes, (low, high).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.layout import bytes_of, copied, like_channels_last
+
+Kind = Literal["lstm", "gru", "rnn"]
+Interval = tuple[int, int]
+
+_MOST_SAMPLES = {True: 880_801, False: 65_535}
+_INT_MAX = (1 << 31) - 1
+_GATES: dict[Kind, int] = {"lstm": 4, "gru": 3, "rnn": 1}
+_KEPT: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
+MODES: dict[int, Kind] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
+"""cuDNN mode number, as torch passes it, -> kind."""
+
+
+class Choice(NamedTuple):
+    """Whether cuDNN is taken, and why."""
+
+    cudnn: bool
+    reason: str
+
+
+def uses_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    epsilon: float,
+    enabled: bool = True,
+) -> Choice:
+    """Whether ``batch_norm`` on CUDA is cuDNN's: the same rule in 2.11 to 2.15.
+
+    ``enabled`` is ``torch.backends.cudnn.enabled``. Source: native/Normalization.cpp, _select_batch_norm_backend.
+    """
+    kinds = {t.dtype for t in (x, weight) if t is not None}
+    untracked = running_mean is None and running_var is None
+    tracked = running_mean is not None and running_var is not None
+    most = _MOST_SAMPLES[bool(training)]
+    refusals = (
+        (not enabled, "cuDNN is switched off"),
+        (weight is None or bias is None, "it has no weight and bias"),
+        (torch.bfloat16 in kinds, "cuDNN's does not take bfloat16"),
+        (x.dtype is torch.float16 and torch.float32 not in kinds, "a float16 input needs a float32 weight"),
+        (not (tracked or (untracked and training)), "there are no running statistics to normalize with"),
+        (x.dim() < 3, "the input has no spatial dimension"),
+        (x.dim() >= 1 and x.shape[0] > most, f"the batch is over {most}"),
+        (epsilon < 0, "epsilon is negative"),
+        (x.numel() >= _INT_MAX, "the input has 2^31 elements or more"),
+    )
+    for refused, reason in refusals:
+        if refused:
+            return Choice(False, f"native batch norm: {reason}")
+    return Choice(True, "cuDNN's batch norm")
+
+
+def _persistent(x: torch.Tensor, training: bool) -> bool:
+    """cudnn/BatchNorm.cpp, getCudnnBatchNormMode: the persistent kernel is for channels last, in training."""
+    return training and like_channels_last(x.shape, x.stride()) and not x.is_contiguous()
+
+
+def batch_norm_reserve_bytes(x: torch.Tensor, training: bool) -> Interval:
+    """Bytes of what cuDNN's batch norm keeps for its backward, as an interval.
+
+    0 without training. torch asks for the norm alone (CUDNN_BATCHNORM_OPS_BN), which needs no mask of an activation:
+    0 is expected, and other frameworks take the call for granted only where it is 0. cuDNN does not document it, so
+    the mask that it would keep for a fused activation, a bit an element, is the upper end for the persistent kernel.
+    """
+    return (0, -(-x.numel() // 8)) if _persistent(x, training) else (0, 0)
+
+
+def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Interval:
+    """Bytes of the transient workspace of cuDNN's batch norm.
+
+    Not documented. The upper end is two sums in float32 a channel for every multiprocessor, for the persistent kernel
+    only: it has to exchange them between blocks.
+    """
+    return (0, 2 * 4 * x.shape[1] * arch.multiprocessors) if _persistent(x, training) else (0, 0)
+
+
+def rnn_weight_bytes(
+    kind: Kind, inputs: int, hidden: int, layers: int, bidirectional: bool, itemsize: int, projection: int = 0
+) -> int:
+    """Bytes of all weights and biases in one buffer: cuDNN keeps two biases a gate, whether or not torch has any.
+
+    Where a module's weights are not views of one buffer (never flattened, or moved since), ``_cudnn_rnn`` makes
+    such a buffer at every call and the graph keeps it. Source: cudnn/RNN.cpp.
+    """
+    gates, directions = _GATES[kind], 2 if bidirectional else 1
+    output = projection or hidden
+    elements = 0
+    for layer in range(layers):
+        width = inputs if layer == 0 else output * directions
+        elements += directions * (gates * hidden * (width + output + 2) + projection * hidden)
+    return elements * itemsize
+
+
+def rnn_reserve_bytes(
+    kind: Kind,
+    steps: int,
+    batch: int,
+    hidden: int,
+    layers: int,
+    bidirectional: bool,
+    dropout: float,
+    itemsize: int,
+    projection: int = 0,
+) -> Interval:
+    """Bytes of what cuDNN's recurrent network keeps for its backward, as an interval.
+
+    The lower end is, for every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and
+    the cell), 6 for a GRU, 1 for a plain network, and the output of every layer but the last. That is exactly
+    what cuDNN asked for in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers.
+    The upper end adds, for later releases, one value a layer, and with dropout the dropped outputs.
+
+    Args:
+        steps: time steps; ``steps * batch`` is the number of rows of a packed sequence.
+        itemsize: bytes of an element.
+        projection: size of an LSTM's projected output, 0 without.
+    """
+    directions = 2 if bidirectional else 1
+    row = steps * batch * directions * itemsize
+    between = (layers - 1) * (projection or hidden)
+    low = row * (layers * _KEPT[kind] * hidden + between)
+    projected = row * layers * projection
+    extra = row * (layers * hidden + (between if dropout else 0))
+    return low, low + extra + projected
+
+
+def rnn_workspace_bytes(
+    kind: Kind,
+    inputs: int,
+    batch: int,
+    hidden: int,
+    layers: int,
+    bidirectional: bool,
+    itemsize: int,
+    projection: int = 0,
+) -> Interval:
+    """Bytes of the transient workspace of cuDNN's recurrent network, as an interval.
+
+    The upper end is what cuDNN asked for in pytorch#2895: another copy of the matrices, and three states a gate less
+    one for every layer (17,730,560 and 13,169,920 bytes there). Persistent kernels need less: the lower end is 0.
+    """
+    directions, gates = 2 if bidirectional else 1, _GATES[kind]
+    weights = rnn_weight_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection)
+    biases = layers * directions * gates * 2 * hidden * itemsize
+    return 0, weights - biases + layers * directions * (3 * gates - 1) * batch * hidden * itemsize
+
+
+class RecurrentCall(NamedTuple):
+    """What the sizes of a ``_cudnn_rnn`` call depend on."""
+
+    kind: Kind
+    steps: int
+    batch: int
+    inputs: int
+    hidden: int
+    layers: int
+    bidirectional: bool
+    dropout: float
+    itemsize: int
+    projection: int
+    training: bool
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
+        """From the arguments of ``aten._cudnn_rnn.default``."""
+        x, batch_sizes = args[0], args[14]
+        if batch_sizes:
+            steps, batch = 1, x.shape[0]
+        else:
+            steps, batch = (x.shape[1], x.shape[0]) if args[10] else (x.shape[0], x.shape[1])
+        kind = MODES[args[6]]
+        return cls(
+            *(
+                kind,
+                steps,
+                batch,
+                x.shape[-1],
+                args[7],
+                args[9],
+                args[13],
+                args[11],
+                x.element_size(),
+                args[8],
+                args[12],
+            )
+        )
+
+    def reserve(self) -> Interval:
+        """Bytes of the reserve, nothing without training."""
+        if not self.training:
+            return 0, 0
+        sizes = (self.steps, self.batch, self.hidden, self.layers, self.bidirectional)
+        return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection)
+
+    def workspace(self) -> Interval:
+        """Bytes of the transient workspace."""
+        sizes = (self.inputs, self.batch, self.hidden, self.layers, self.bidirectional, self.itemsize)
+        return rnn_workspace_bytes(self.kind, *sizes, self.projection)
+
+
+DROPOUT_STATE_BYTES = 2 << 20
+"""Bytes, slightly more, of the random states that recurrent networks with dropout share: kept for good, one a card.
+
+Source: cudnn/RNN.cpp, get_dropout_state.
+"""
+
+
+def rnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """cudnn/RNN.cpp, _cudnn_rnn: the input contiguous, time first. Reserve and workspace stand apart."""
+    x = args[0].transpose(0, 1) if args[10] and not args[14] else args[0]
+    return (bytes_of(x),) if copied(x) else ()
+
+
+def rnn_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """cudnn/RNN.cpp, _cudnn_rnn_backward: gradients contiguous and by time, or zero where none came; the input too.
+
+    The weight gradients are views of one buffer, which `cuda_results` counts with the results.
+    """
+    x, hx, cx, output, gradient, batch_first = args[0], args[4], args[5], args[6], args[7], args[14]
+    turned = batch_first and not args[18]
+    by_time = [t.transpose(0, 1) if turned else t for t in (x, output if gradient is None else gradient)]
+    taken = [copied(by_time[0]), bytes_of(output) if gradient is None else copied(by_time[1])]
+    taken += [
+        bytes_of(like) for state, like in zip(args[8:10], (hx, cx), strict=True) if state is None and like is not None
+    ]
+    return tuple(size for size in taken if size)
+
+
+FORMULAS = {"aten._cudnn_rnn.default": rnn_forward, "aten._cudnn_rnn_backward.default": rnn_backward}
+"""Overload name -> bytes of copies."""

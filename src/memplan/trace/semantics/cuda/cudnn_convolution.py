@@ -1,0 +1,271 @@
+"""Convolutions on CUDA: which library takes one, copies into its memory format, and cuDNN's workspace as an interval.
+
+cuDNN chooses an algorithm by shape, version and card, and with ``benchmark`` by trying, so nobody can tell the
+workspace without the card: the lower end is 0, the upper what the known algorithms need. Very large 3d convolutions can
+take more: 17 GB and a request for 161 GiB are on record (pytorch#128947), also #136479, #31500 and #13412.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.layout import bytes_of, copied_to, padded, space, suggests_channels_last
+
+Backend = Literal["cudnn", "depthwise", "slow", "empty"]
+
+_REDUCED = (torch.bfloat16, torch.float16)
+_FLOAT = 4
+_WINOGRAD = 36 / 16
+_TILE = 128
+_FFT_TILE = 32
+
+
+class Workspace(NamedTuple):
+    """Bytes that a convolution may take for the time that it runs, and why."""
+
+    low: int
+    high: int
+    reason: str
+    product: bool = False
+    """Whether it is a product of cuBLAS, which takes that one's workspace, too."""
+
+
+class Backing(NamedTuple):
+    """Whose kernel convolves, and why."""
+
+    backend: Backend
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A convolution as a product: the sides of its three tensors in elements, transposed ones turned round."""
+
+    batch: int
+    inputs: int
+    outputs: int
+    groups: int
+    large: int
+    """Positions on the side with the larger images: the input of a plain convolution."""
+    small: int
+    kernel: int
+    itemsize: int
+    ranks: int
+    winograd: bool
+
+    @property
+    def weights(self) -> int:
+        return self.inputs * self.outputs // self.groups * self.kernel
+
+
+def _describe(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, options: tuple[Any, ...]) -> _Shape:
+    stride, dilation, transposed, groups = options
+    big, little = (y, x) if transposed else (x, y)
+    taps = weight.shape[2:]
+    winograd = all(n == 3 for n in taps) and all(n == 1 for n in (*stride, *dilation)) and len(taps) == 2
+    return _Shape(
+        x.shape[0],
+        big.shape[1],
+        little.shape[1],
+        groups,
+        space(big.shape),
+        space(little.shape),
+        prod(taps),
+        x.element_size(),
+        len(taps),
+        winograd,
+    )
+
+
+def is_depthwise(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups: int) -> bool:
+    """native/Convolution.cpp, is_depthwise: one group a channel."""
+    if transposed or x.dim() not in (4, 5) or groups <= 1:
+        return False
+    return x.shape[1] == groups and weight.shape[0] % x.shape[1] == 0
+
+
+def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Where cuDNN's depthwise kernel was found faster in contiguous float16.
+
+    Source: native/Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter. From 2.14 on
+    a setting of torch can override this.
+    """
+    if x.dtype is not torch.float16 or weight.dtype is not torch.float16 or x.dim() != 4 or x.shape[1] < 32:
+        return False
+    batch, channels, height, width = x.shape
+    step, taps = stride[-1], weight.shape[-1]
+    if height == 1 and step == 1:
+        return True
+    if (stride[0] != step and height != 1) or weight.shape[-2] != taps or taps not in (1, 3, 5) or width < 7:
+        return False
+    if step != 2:
+        return step == 1
+    if batch == 1:
+        return taps != 1 or width <= 28
+    if taps == 1:
+        return batch <= 16 and channels >= 128 and width <= 7
+    return channels >= 512 or (channels >= 256 and width >= 28)
+
+
+def _last(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """native/ConvUtils.h, cudnn_conv_suggest_memory_format: either in channels last, and not in float64."""
+    if torch.float64 in (x.dtype, weight.dtype):
+        return False
+    return suggests_channels_last(x) or suggests_channels_last(weight)
+
+
+def backing(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    stride: Sequence[int],
+    groups: int,
+    arch: Arch,
+    enabled: bool = True,
+) -> Backing:
+    """Whose kernel takes a convolution on CUDA. Source: native/Convolution.cpp, use_cudnn and _select_conv_backend.
+
+    ``enabled`` is ``torch.backends.cudnn.enabled``.
+    """
+    if not x.numel() or not weight.numel():
+        return Backing("empty", "nothing to convolve")
+    bfloat16 = torch.bfloat16 in (x.dtype, weight.dtype)
+    wide = any(p >= s for p, s in zip(output_padding, stride, strict=False))
+    refused = None
+    if not enabled:
+        refused = "cuDNN is switched off"
+    elif bfloat16 and arch.capability < (8, 0):
+        refused = "cuDNN takes bfloat16 from sm_80 on"
+    elif wide:
+        refused = "the output padding reaches the stride"
+    if is_depthwise(x, weight, transposed, groups) and (refused or not _last(x, weight)):
+        if not refused and max(dilation) == 1 and _fast_depthwise(x, weight, stride):
+            return Backing("cudnn", "cuDNN's depthwise kernel for float16")
+        return Backing("depthwise", "torch's own depthwise kernel")
+    if refused:
+        return Backing("slow", refused)
+    return Backing("cudnn", "cuDNN")
+
+
+def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
+    """Bytes of all three tensors in channels last, with channels padded to 16 bytes, where the tensor cores want them.
+
+    Source: cuDNN's developer guide, "Conversion between FP32 and FP16" and "Tensor Core operations" on padding.
+    """
+    if not tensor_cores:
+        return 0
+    block = 16 // shape.itemsize if shape.itemsize < 16 else 1
+    deep, wide = (padded(n // shape.groups, block) * shape.groups for n in (shape.inputs, shape.outputs))
+    unpadded = deep == shape.inputs and wide == shape.outputs
+    if channels_last and unpadded:
+        return 0
+    images = shape.batch * (deep * shape.large + wide * shape.small)
+    return (images + deep * wide // shape.groups * shape.kernel) * shape.itemsize
+
+
+def _winograd(shape: _Shape) -> int:
+    """Bytes of F(4x4, 3x3): 36 values in float32 for every 16 of the images, and 36 for every filter."""
+    if not shape.winograd:
+        return 0
+    images = shape.batch * (shape.inputs * shape.large + shape.outputs * shape.small)
+    return int((images * _WINOGRAD + shape.weights // shape.kernel * 36) * _FLOAT)
+
+
+def _columns(shape: _Shape) -> int:
+    """Bytes of the explicit product: every patch of every image as a column."""
+    if shape.kernel == 1:
+        return 0
+    return shape.batch * shape.inputs * shape.kernel * shape.small * shape.itemsize
+
+
+def _fourier(shape: _Shape) -> int:
+    """Bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, where kernels fit a tile."""
+    if shape.ranks != 2 or shape.kernel >= _FFT_TILE**2 or shape.groups > 1:
+        return 0
+    tiles = -(-shape.large // (_FFT_TILE // 2) ** 2)
+    spectrum = _FFT_TILE * (_FFT_TILE // 2 + 1) * 8
+    pairs = shape.batch * (shape.inputs + shape.outputs) * tiles + shape.inputs * shape.outputs
+    return pairs * spectrum
+
+
+def _split(shape: _Shape, arch: Arch) -> int:
+    """Bytes of partial weight gradients in float32: as many as fill the card twice with tiles of 128 x 128."""
+    high = -(-shape.outputs // shape.groups // _TILE)
+    wide = -(-(shape.inputs // shape.groups * shape.kernel) // _TILE)
+    splits = max(1, 2 * arch.multiprocessors // max(1, high * wide * shape.groups))
+    most = -(-shape.batch * shape.small // _TILE)
+    return min(splits, most) * shape.weights * _FLOAT if min(splits, most) > 1 else 0
+
+
+def convolution_workspace(
+    args: tuple[Any, ...], result: Any, arch: Arch, *, benchmark: bool = False, backward: bool = False
+) -> Workspace:
+    """Bytes of the transient workspace of ``aten.convolution`` or ``aten.convolution_backward``, as an interval.
+
+    The upper end, with cuDNN's heuristics: a layout in channels last with padded channels, and beside it the larger of
+    Winograd's transform (3x3, stride 1), the columns of an explicit product (3d, and 2d in float64), and for
+    gradients of the weight the partial sums of a split product. With ``benchmark`` every algorithm is tried, so
+    that of tiled FFTs and the columns count for all. Forward and backward take one workspace at a time.
+
+    Args:
+        args: as dispatched.
+        result: the op's result; only the forward's is looked at.
+        benchmark: ``torch.backends.cudnn.benchmark``.
+        backward: whether ``args`` are those of ``convolution_backward``.
+    """
+    if backward:
+        y, x, weight = args[:3]
+        stride, dilation, transposed, output_padding, groups, mask = *args[4:5], *args[6:11]
+    else:
+        x, weight, y = args[0], args[1], result
+        stride, dilation, transposed, output_padding, groups = *args[3:4], *args[5:9]
+        mask = (True, False, False)
+    chosen = backing(
+        x, weight, dilation, transposed, output_padding, stride, groups, arch, torch.backends.cudnn.enabled
+    )
+    shape = _describe(x, weight, y, (stride, dilation, transposed, groups))
+    if chosen.backend == "slow":  # ConvolutionMM2d.cu and its kin: the columns of one sample, one group at a time
+        columns = _columns(shape) // max(1, shape.batch * groups)
+        return Workspace(columns, columns, chosen.reason, product=True)
+    if chosen.backend != "cudnn":
+        return Workspace(0, 0, chosen.reason)
+    cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
+    cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+    algorithms = [_winograd(shape)]
+    if shape.ranks == 3 or benchmark or x.dtype is torch.float64:
+        algorithms.append(_columns(shape))
+    if benchmark:
+        algorithms.append(_fourier(shape))
+    if mask[1]:
+        algorithms.append(_split(shape, arch))
+    high = _layout(shape, _last(x, weight), cores) + max(algorithms)
+    return Workspace(0, high, f"{chosen.reason} chooses the algorithm on the card")
+
+
+def copies(backward: bool) -> Any:
+    """Temporaries of `convolution` beside the workspace: the operands in the memory format that cuDNN computes in.
+
+    Source: native/Convolution.cpp, _convolution and convolution_backward.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        operands = args[:3] if backward else args[:2]
+        x, weight = operands[-2:]
+        if x.dim() == 3:
+            return tuple(bytes_of(t) for t in operands if not t.is_contiguous())
+        last = _last(x, weight) and torch.backends.cudnn.enabled
+        return tuple(size for t in operands if (size := copied_to(t, last)))
+
+    return formula
+
+
+FORMULAS = {"aten.convolution.default": copies(False), "aten.convolution_backward.default": copies(True)}
+"""Overload name -> bytes of copies."""

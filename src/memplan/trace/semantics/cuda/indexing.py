@@ -1,0 +1,183 @@
+"""Temporaries of indexing, embedding, sorting and scanning kernels on CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.layout import bytes_of, copied
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+
+_FEW_INDICES = 3072
+_ROWS_PER_THREAD = 10
+_SHORT_SORT = 4096
+_LONG_SORT = 1_000_000
+_FEW_SEGMENTS = 128
+_INDEX = 8
+_MAXIMUM = 2
+
+
+def _taken(*sizes: int) -> tuple[int, ...]:
+    return tuple(size for size in sizes if size)
+
+
+def radix_sort_bytes(count: int, key: int, value: int) -> int:
+    """Bytes that CUB's radix sort of pairs takes: the other half of each double buffer; its histograms are left out."""
+    return count * (key + value)
+
+
+def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Embedding.cu and EmbeddingBackwardKernel.cu: up to 3072 indices nothing, else sorted and summed by segments.
+
+    The sorted indices, where each came from, where each segment begins, three arrays of partial segments; and the
+    large one, a row in float32 for every partial segment: one for ten indices and one for every row that may occur.
+    """
+    gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
+    copies = _taken(copied(gradient), copied(indices))
+    if indices.numel() <= _FEW_INDICES and not by_frequency:
+        return copies
+    return copies + _segments(gradient, indices, rows, by_frequency)
+
+
+def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int, ...]:
+    count, each, wide = indices.numel(), indices.element_size(), max(4, gradient.element_size())
+    segments = min(count, rows)
+    partial = count // _ROWS_PER_THREAD + segments
+    counted = count * each if by_frequency else 0
+    lists = [count * each] * 3 + [segments * each] * 2 + [partial * each]
+    return _taken(*lists, counted, partial * gradient.shape[-1] * wide)
+
+
+def embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: as for an embedding, but however few; maxima need none."""
+    return () if args[7] == _MAXIMUM else _segments(args[0], args[1], args[5], args[6])
+
+
+def ctc_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """LossCTC.cu, ctc_loss_backward_gpu_template: the backward variables, as large as the forward ones."""
+    return _taken(bytes_of(args[6]))
+
+
+def _indexed(indices: Any) -> list[int]:
+    return [i for i, index in enumerate(indices) if index is not None]
+
+
+def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Indexing.cu, index_put_with_sort_kernel: only where values accumulate, or algorithms are deterministic.
+
+    Four lists of 64-bit indices and what their sort takes; the values in the shape of what they go to; a copy of the
+    tensor where it is not contiguous, or where the indexed dimensions are not next to each other.
+    """
+    x, indices, values = args[:3]
+    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    if not accumulate and not torch.are_deterministic_algorithms_enabled():
+        return ()
+    positions = _indexed(indices)
+    if not positions or any(indices[i].dtype in (torch.bool, torch.uint8) for i in positions):
+        return ()
+    count = torch.broadcast_shapes(*(indices[i].shape for i in positions)).numel()
+    whole = count * prod(n for i, n in enumerate(x.shape) if i not in positions)
+    apart = positions[-1] - positions[0] + 1 != len(positions)
+    moved = bytes_of(x) if apart or not x.is_contiguous() else 0
+    spread = whole * values.element_size() if values.numel() != whole or not values.is_contiguous() else 0
+    lists = [count * _INDEX] * 4
+    return _taken(*lists, radix_sort_bytes(count, _INDEX, _INDEX), moved, spread)
+
+
+def _sorted_pairs(segments: int, length: int, size: int) -> tuple[int, ...]:
+    """SortStable.cu, launch_stable_sort_kernel: one sort a segment, one of all with their segments, or segmented."""
+    count = segments * length
+    if segments == 1 or length >= _LONG_SORT:
+        return length * _INDEX, radix_sort_bytes(length, size, _INDEX)
+    if segments < _FEW_SEGMENTS:
+        return count * _INDEX, count * _INDEX, count * size, radix_sort_bytes(count, size, _INDEX)
+    return count * _INDEX, radix_sort_bytes(count, size, _INDEX)
+
+
+def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Sort.cpp and SortStable.cu: up to 4096 in place; a copy where the dimension is not the last of a dense tensor."""
+    x = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if not x.dim() or x.shape[dim] <= _SHORT_SORT:
+        return ()
+    length = x.shape[dim]
+    last = x.stride(dim) == 1 and x.is_contiguous()
+    moved = () if last else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
+    return moved + _sorted_pairs(x.numel() // length, length, x.element_size())
+
+
+def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Sorting.cpp, median_impl: without a dimension, everything is sorted."""
+    x = args[0]
+    both = (bytes_of(x), x.numel() * _INDEX)
+    return both if x.numel() <= _SHORT_SORT else both + _sorted_pairs(1, x.numel(), x.element_size())
+
+
+def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """TensorTopK.cpp: the operand contiguous, the dimension last."""
+    x, dim = args[0], args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    last = dim in (-1, x.dim() - 1)
+    return _taken(copied(x) if last else bytes_of(x))
+
+
+def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ReduceOps.cpp, impl_func_cum_ops; ScanKernels.cpp: the operand in the result's type, contiguous."""
+    x = args[0]
+    if x.dtype is not result.dtype:
+        return _taken(x.numel() * result.element_size())
+    return _taken(copied(x))
+
+
+def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """IndexKernel.cu, launch_masked_scatter_kernel: for every element the number of marked ones before it, in 64 bits.
+
+    The mask is expanded to the tensor, and then contiguous.
+    """
+    x, mask, source = args[:3]
+    count = torch.broadcast_shapes(x.shape, mask.shape).numel()
+    spread = count if mask.numel() != count or not mask.is_contiguous() else 0
+    return _taken(count * _INDEX, spread, copied(source))
+
+
+def flat(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ReduceOps.cpp, argmax without a dimension: the operand, flat."""
+    return () if args[1:] or kwargs.get("dim") is not None or result.dim() else _taken(copied(args[0]))
+
+
+def chunks_of_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ForeachReduceOp.cu, foreach_tensor_norm_cuda: for every tensor as many partial sums as the largest has chunks.
+
+    A chunk is 65,536 elements (MultiTensorApply.cuh); the slow path, taken where dtypes or layouts differ, needs none.
+    """
+    tensors = args[0]
+    if not tensors or any(not t.is_floating_point() for t in tensors):
+        return ()
+    chunks = max(math.ceil(t.numel() / 65536) for t in tensors)
+    wide = 8 if tensors[0].dtype is torch.float64 else 4
+    return _taken(len(tensors) * chunks * wide)
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten.embedding_dense_backward.default": embedding_backward,
+    "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
+    "aten._ctc_loss_backward.default": ctc_backward,
+    **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},
+    "aten.sort.default": sort,
+    "aten.sort.stable": sort,
+    "aten.argsort.default": sort,
+    "aten.median.default": median,
+    "aten.topk.default": topk,
+    **{f"aten.{name}.default": scan for name in ("cumsum", "cumprod", "cumsum_", "logcumsumexp")},
+    "aten.masked_scatter.default": masked_scatter,
+    "aten.masked_scatter_.default": masked_scatter,
+    "aten.argmax.default": flat,
+    "aten.argmin.default": flat,
+    "aten._foreach_norm.Scalar": chunks_of_norm,
+}
+"""Overload name -> bytes of the allocations that live together at the kernel's worst moment."""

@@ -1,0 +1,145 @@
+"""What an op takes on CUDA besides its results: the allocations inside its kernel.
+
+Elementwise kernels cast while they read and write (TensorIterator's dynamic casting), so the operand-sized casts of
+the CPU's kernels do not occur: an op that is not listed here takes nothing. The exceptions cast as a whole there too:
+sums of integers and booleans, scans, `where` of two dtypes. What stays below 64 KiB or 2 % of the op's own tensors is
+left out, such as the metadata of `cat`; that of the foreach and of the fused optimizers is passed by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn, cudnn_convolution, indexing, norms
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.norms import copies_of
+from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
+from memplan.trace.semantics.layout import bytes_of, copied_to, suggests_channels_last
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+
+_REDUCED = (torch.bfloat16, torch.float16)
+_NO_REDUCTION = 0
+
+
+def _taken(*sizes: int) -> tuple[int, ...]:
+    return tuple(size for size in sizes if size)
+
+
+def copies_by_format(*positions: int) -> Formula:
+    """The kernel works on these operands in the memory format that the first of them suggests."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        last = suggests_channels_last(args[positions[0]])
+        return _taken(*(copied_to(args[i], last) for i in positions))
+
+    return formula
+
+
+def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """DilatedMaxPool2d.cu, AveragePool2d.cu: the gradient and the indices in the memory format of the input."""
+    last = suggests_channels_last(args[1])
+    indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
+    return _taken(*(copied_to(t, last) for t in (args[0], *indices)))
+
+
+def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> int:
+    return args[position] if len(args) > position else kwargs.get("reduction", 1)
+
+
+def reduced_loss(position: int) -> Formula:
+    """Loss.cpp, mse_loss, smooth_l1_loss, huber_loss: the unreduced loss, where it is reduced at all.
+
+    ``position`` is that of the reduction. The first two leave another unreduced loss as the result's storage.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        if _reduction(args, kwargs, position) == _NO_REDUCTION:
+            return ()
+        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return _taken(torch.Size(shape).numel() * result.element_size())
+
+    return formula
+
+
+def cross_entropy_with_logits(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int, ...]:
+    """Loss.cpp, binary_cross_entropy_with_logits: log-sigmoid, a reduced loss, a positive weight's."""
+    size = bytes_of(args[0])
+    positive = args[3] if len(args) > 3 else kwargs.get("pos_weight")
+    reduced = _reduction(args, kwargs, 4) != _NO_REDUCTION
+    return _taken(size, size if reduced or positive is not None else 0)
+
+
+def together(first: Formula, second: Formula) -> Formula:
+    """What two formulas say of one op."""
+    return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
+
+
+def summed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ReduceOpsUtils.h, make_reduction: an operand of another dtype is cast as a whole, but not half precision."""
+    x = args[0]
+    if x.dtype is result.dtype or not x.dim() or (x.dtype in _REDUCED and result.dtype is torch.float32):
+        return ()
+    return _taken(x.numel() * result.element_size())
+
+
+def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """TensorCompare.cpp, where_self_out: operands of another dtype than the result's are cast as a whole."""
+    cast = [t for t in args[1:3] if t.dim() and t.dtype is not result.dtype]
+    return _taken(*(t.numel() * result.element_size() for t in cast))
+
+
+def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
+    return _taken(bytes_of(args[0]), bytes_of(result))
+
+
+_SUMS = ("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "prod.default", "prod.dim_int")
+_BY_FORMAT = (
+    *("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d", "adaptive_max_pool2d"),
+    *("max_pool3d_with_indices", "upsample_nearest2d", "upsample_bilinear2d", "_upsample_nearest_exact2d"),
+    *("upsample_nearest2d_backward", "upsample_bilinear2d_backward", "_upsample_nearest_exact2d_backward"),
+)
+_CONTIGUOUS = (
+    *("avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool3d", "upsample_nearest1d", "upsample_linear1d"),
+    *("upsample_nearest3d", "upsample_trilinear3d", "upsample_bicubic2d", "reflection_pad1d", "reflection_pad2d"),
+    *("reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "nll_loss_forward"),
+    *("nll_loss2d_forward", "upsample_nearest3d_backward", "upsample_trilinear3d_backward", "log_sigmoid_forward"),
+    *("upsample_bicubic2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max", "min"),
+)
+_POOL_BACKWARD = (
+    *("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
+    *("adaptive_max_pool2d_backward", "max_pool3d_with_indices_backward"),
+)
+
+FORMULAS: dict[str, Formula] = {
+    "aten.mse_loss.default": reduced_loss(2),
+    "aten.smooth_l1_loss.default": reduced_loss(2),
+    "aten.huber_loss.default": reduced_loss(2),
+    "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
+    **{f"aten.{name}": summed for name in _SUMS},
+    "aten.linalg_vector_norm.default": summed,
+    "aten.where.self": where,
+    "aten.logsumexp.default": logsumexp,
+    **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
+    **{f"aten.{name}.default": copies_of(0) for name in _CONTIGUOUS},
+    "aten.nll_loss_backward.default": copies_of(1),
+    "aten.nll_loss2d_backward.default": copies_of(1),
+    **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
+    **cublas.FORMULAS,
+    **norms.FORMULAS,
+    **indexing.FORMULAS,
+    **attention_kernels.FORMULAS,
+    **cudnn.FORMULAS,
+    **cudnn_convolution.FORMULAS,
+}
+FORMULAS.update(
+    {name: together(FORMULAS[name], staged) if name in FORMULAS else staged for name, staged in REDUCTIONS.items()}
+)
+"""Overload name -> (args, kwargs, result, arch) -> bytes of the allocations that live together at the kernel's worst
+moment, beyond inputs and results; each element is one request to the caching allocator, unrounded."""

@@ -1,0 +1,213 @@
+"""Temporaries of the native normalization kernels on CUDA: layer, RMS, group and batch norm, and softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.cudnn import uses_batch_norm
+from memplan.trace.semantics.layout import bytes_of, copied, copied_to, like_channels_last, suggests_channels_last
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+
+_WARP = 32
+_LARGE = 64 << 10
+_TALLEST_GRID = 32 << 10
+_BLOCK = 512
+_PER_THREAD = 16
+_TILE = 32
+_HIGHEST = 128
+
+
+def _taken(*sizes: int) -> tuple[int, ...]:
+    return tuple(size for size in sizes if size)
+
+
+def _accumulated(dtype: torch.dtype) -> int:
+    """Bytes of an element of the type that sums are kept in."""
+    return 8 if dtype is torch.float64 else 4
+
+
+def _partial_rows(rows: int, columns: int, arch: Arch) -> int:
+    """Rows of partial sums for the gradient of a norm's weight, 0 where one pass does.
+
+    Source: native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: over 65,536 rows, and
+    columns that fill less than half of the card.
+    """
+    if rows <= _LARGE or columns // _WARP >= arch.multiprocessors // 2:
+        return 0
+    return min(_TALLEST_GRID // -(-columns // _WARP), -(-rows // _WARP))
+
+
+def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """layer_norm_kernel.cu, layer_norm_backward_cuda: contiguous operands, and partial sums of weight and bias.
+
+    The partial sums are as wide as the weight's gradient is.
+    """
+    gradient, x, shape, mask = args[0], args[1], args[2], args[7]
+    weight = args[5]
+    columns = prod(shape)
+    rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
+    size = rows * columns * (x if weight is None else weight).element_size()
+    return _taken(copied(gradient), copied(x), size * bool(mask[1]), size * bool(mask[2]))
+
+
+def rms_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """layer_norm_kernel.cu, _fused_rms_norm_backward_cuda: as for layer norm, without a bias."""
+    gradient, x, shape, weight, mask = args[0], args[1], args[2], args[4], args[5]
+    columns = prod(shape)
+    rows = _partial_rows(x.numel() // max(1, columns), columns, arch)
+    size = rows * columns * (x if weight is None else weight).element_size()
+    return _taken(copied(gradient), copied(x), size * bool(mask[1]))
+
+
+def copies_of(*positions: int) -> Formula:
+    """The kernel works on ``contiguous()`` of these operands, and on nothing else of its own."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        return _taken(*(copied(args[i]) for i in positions))
+
+    return formula
+
+
+def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """group_norm_kernel.cu: a factor and an offset for every channel of every sample."""
+    x, batch, channels, size = args[0], args[3], args[4], args[5]
+    if size == 1 or (args[1] is None and args[2] is None):
+        return ()
+    each = batch * channels * _accumulated(x.dtype)
+    return _taken(each, each)
+
+
+def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """group_norm_kernel.cu: two sums for every channel of every sample, one factor with a weight, two a group."""
+    x, weight, batch, channels, size, groups, mask = args[1], args[4], *args[5:9], args[9]
+    wide = _accumulated(x.dtype)
+    each, grouped = batch * channels * wide, batch * groups * wide
+    if size == 1:
+        return _taken(grouped, grouped) if mask[0] else ()
+    inner = (each if weight is not None else 0, grouped, grouped) if mask[0] else ()
+    return _taken(each, each, *inner)
+
+
+def _last_power(n: int) -> int:
+    """The greatest power of two that is at most ``n``."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def _grid_rows(rows: int, channels: int) -> int:
+    """Blocks that share a channel's sum in channels last: Normalization.cuh, flexible_launch_configs."""
+    wide = min(_last_power(channels), _TILE)
+    high = min(_last_power(-(-rows // _PER_THREAD)), _BLOCK // wide)
+    blocks = min(-(-rows // (high * _PER_THREAD)), _HIGHEST)
+    return blocks if blocks >= 8 else 1
+
+
+def _last(x: torch.Tensor) -> bool:
+    """Normalization.cu, batch_norm_use_channels_last_kernels: also 2d inputs and one channel's layout."""
+    if x.is_contiguous():
+        return x.dim() == 2 or x.stride(1) == 1
+    return like_channels_last(x.shape, x.stride()) and x.dim() in (4, 5)
+
+
+def _staging(x: torch.Tensor, sums: int) -> int:
+    """Bytes of partial sums over a grid of blocks, in channels last."""
+    channels = x.shape[1]
+    blocks = _grid_rows(x.numel() // max(1, channels), channels)
+    return sums * channels * blocks * _accumulated(x.dtype) if blocks > 1 else 0
+
+
+def _by_cudnn(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    epsilon: float,
+) -> bool:
+    enabled = torch.backends.cudnn.enabled
+    return uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn
+
+
+def batch_norm(training: int) -> Formula:
+    """Normalization.cuh, batch_norm_stats_channels_last_cuda_template: staging of means and variances.
+
+    ``training`` is that argument's position. Contiguous inputs need nothing, and cuDNN's has a workspace instead.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        x = args[0]
+        running = (args[3], args[4]) if training == 5 else (None, None)
+        if _by_cudnn(x, args[1], args[2], *running, args[training], args[-1]):
+            return ()
+        return _taken(_staging(x, 4)) if args[training] and _last(x) else ()
+
+    return formula
+
+
+def _flattened(x: torch.Tensor) -> int:
+    """Bytes of the copy that reshaping to (batch, channels, rest) makes."""
+    if x.is_contiguous() or x.dim() <= 3:
+        return 0
+    step = x.stride(-1)
+    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+        if size != 1 and stride != step:
+            return bytes_of(x)
+        step *= size
+    return 0
+
+
+def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Normalization.cu, batch_norm_backward_cuda: one kernel on flattened operands, or sums and then a kernel.
+
+    In channels last, the sums of the blocks are staged, and two sums a channel live until the end. cuDNN's, which
+    the training forward took where it could, wants the gradient in the input's format (cudnn/BatchNorm.cpp).
+    """
+    gradient, x, train, mask = args[0], args[1], args[7], args[9]
+    if train and _by_cudnn(x, args[2], args[2], args[3], args[4], train, args[8]):
+        return _taken(copied_to(gradient, suggests_channels_last(x)))
+    sums = x.shape[1] * _accumulated(x.dtype)
+    if not _last(x):
+        return _taken(_flattened(gradient), _flattened(x)) if mask[0] else _taken(sums, sums)
+    if not (train or mask[1] or mask[2]):
+        return ()
+    if not _last(gradient):
+        return _taken(sums, sums, _flattened(gradient), _flattened(x))
+    return _taken(sums, sums, _staging(x, 2))
+
+
+def softmax_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """SoftMax.cu, softmax_backward_cuda_out: the gradient times the output, as a whole, before the kernel."""
+    gradient, output = args[:2]
+    return _taken(bytes_of(gradient), copied(output))
+
+
+def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """native/transformers/attention.cpp, _safe_softmax: which entries are masked, and which rows are all masked."""
+    x, dim = args[0], args[1]
+    return _taken(x.numel(), x.numel() // max(1, x.shape[dim]))
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten._softmax.default": copies_of(0),
+    "aten._log_softmax.default": copies_of(0),
+    "aten._safe_softmax.default": safe_softmax,
+    "aten._softmax_backward_data.default": softmax_backward,
+    "aten._log_softmax_backward_data.default": copies_of(0, 1),
+    "aten.native_layer_norm.default": copies_of(0),
+    "aten.native_layer_norm_backward.default": layer_norm_backward,
+    "aten._fused_rms_norm.default": copies_of(0),
+    "aten._fused_rms_norm_backward.default": rms_norm_backward,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
+    "aten.native_batch_norm.default": batch_norm(5),
+    "aten._native_batch_norm_legit.default": batch_norm(5),
+    "aten._native_batch_norm_legit.no_stats": batch_norm(3),
+    "aten.native_batch_norm_backward.default": batch_norm_backward,
+}
+"""Overload name -> bytes of the allocations that live together at the kernel's worst moment."""

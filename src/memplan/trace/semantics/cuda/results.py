@@ -1,0 +1,120 @@
+"""Ops whose results are other on CUDA than fake tensors of the CPU say, and ops that fake tensors of the CPU refuse.
+
+The same on both, though surprising: reduced losses that lie in the storage of the unreduced one (`results`).
+Where a layer calls another op on CUDA (attention, dropout, batch norm), that is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cpu import results
+from memplan.trace.semantics.cuda.cublas import torch_version
+from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
+
+Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+_REDUCED = (torch.bfloat16, torch.float16)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, in float32 where it is in half precision."""
+    return tensor.new_empty(tensor.shape, dtype=torch.float32) if tensor.dtype in _REDUCED else tensor
+
+
+def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Mean and reciprocal deviation in the type that CUDA accumulates in: layer_norm_kernel.cu, Normalization.cu."""
+    output, *statistics = result
+    return (output, *(_wide(s) for s in statistics))
+
+
+def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """group_norm.cpp: statistics in float32 where the weight is; up to 2.14 contiguous, whatever the input's format."""
+    output, *statistics = result
+    if torch_version() < (2, 15) and not output.is_contiguous():
+        output = output.new_empty(output.shape)
+    if args[1] is not None and args[1].dtype is torch.float32:
+        statistics = [_wide(s) for s in statistics]
+    return (output, *statistics)
+
+
+def batch_norm_of_cudnn(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """cudnn/BatchNorm.cpp: statistics in the weight's type, none without training. The reserve stands apart."""
+    output, mean, deviation, reserve = result
+    if not args[5]:
+        return output, mean.new_empty(0), deviation.new_empty(0), reserve
+    weight = args[1]
+    return output, mean.new_empty(mean.shape, dtype=weight.dtype), weight.new_empty(mean.shape), reserve
+
+
+def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Activation.cpp, log_sigmoid_forward: CUDA keeps no buffer."""
+    return result[0], result[1].new_empty(0)
+
+
+RESULTS: dict[str, Result] = {
+    **{
+        name: results.RESULTS[name]
+        for name in (
+            "aten.mse_loss.default",
+            "aten.smooth_l1_loss.default",
+            "aten.soft_margin_loss.default",
+            "aten.binary_cross_entropy.default",
+        )
+    },
+    "aten.native_layer_norm.default": wide_statistics,
+    "aten.native_batch_norm.default": wide_statistics,
+    "aten._native_batch_norm_legit.default": wide_statistics,
+    "aten._native_batch_norm_legit.no_stats": wide_statistics,
+    "aten.native_group_norm.default": group_norm,
+    "aten.cudnn_batch_norm.default": batch_norm_of_cudnn,
+    "aten.log_sigmoid_forward.default": log_sigmoid,
+}
+"""Overload name -> (args, kwargs, result) -> the result as CUDA's kernel makes it."""
+
+
+def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``_cudnn_rnn_flatten_weight``: one buffer; torch then makes the weights views of it and frees theirs.
+
+    Source: cudnn/RNN.cpp, copy_weights_to_flat_buf_views.
+    """
+    weights, _, inputs, mode, hidden, projection, layers, _, bidirectional = args[:9]
+    itemsize = weights[0].element_size()
+    size = rnn_weight_bytes(MODES[mode], inputs, hidden, layers, bidirectional, itemsize, projection)
+    return weights[0].new_empty(size // itemsize)
+
+
+def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_cudnn_rnn_backward``: gradients of the weights are views of one buffer, as large as that of the weights."""
+    x, weights, buffer, hx, cx, mask = args[0], args[1], args[3], args[4], args[5], args[21]
+    views: list[torch.Tensor | None] = [None] * len(weights)
+    if mask[3]:
+        flat, start = buffer.new_empty(buffer.numel()), 0
+        for i, weight in enumerate(weights):
+            views[i] = flat[start : start + weight.numel()].view(weight.shape)
+            start += weight.numel()
+    dx = x.transpose(0, 1).new_empty(x.transpose(0, 1).shape).transpose(0, 1) if args[14] and not args[18] else None
+    return (
+        x.new_empty(x.shape) if dx is None else dx,
+        hx.new_empty(hx.shape),
+        None if cx is None else cx.new_empty(cx.shape),
+        views,
+    )
+
+
+def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``histc``: a value a bin; CUDA counts integers, too, which the CPU refuses."""
+    x, *given = args
+    bins: Any = given[0] if given else kwargs.get("bins", 100)
+    return x.new_empty(bins)
+
+
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+    "aten._cudnn_rnn_flatten_weight.default": flattened_weights,
+    "aten._cudnn_rnn_backward.default": recurrent_backward,
+    "aten.histc.default": histogram,
+}
+"""Overload name -> (args, kwargs) -> the result, for ops that exist on CUDA only."""

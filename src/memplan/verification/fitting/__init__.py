@@ -1,0 +1,1 @@
+"""Make a step fit: plan, rewrite, prove."""

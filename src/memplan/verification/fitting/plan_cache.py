@@ -1,0 +1,174 @@
+"""Plans for the calls of one module as they come: by the decisions for a larger call where they hold, else anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from memplan.errors import BudgetError, CompileError, RecordingError, ScheduleError, UsageError
+from memplan.planning.capture.capture import Captured
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.capture.symbolic_shapes import Shapes
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.inductor.candidate_search import judged
+from memplan.planning.inductor.partition import Fused
+from memplan.planning.planner import Planner
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.reuse_choices import taken_over
+from memplan.planning.schedule.scheduler import Schedule, schedule
+from memplan.planning.settings import Settings
+from memplan.planning.study import Planned
+from memplan.planning.validation.validate import validate
+from memplan.rewriting.keys import Keys, UnkeyedError
+from memplan.trace.recording.session import collector_held
+
+_log = logging.getLogger("memplan")
+_MADE = 64
+"""Plans that are kept: the first one, which the most follows from, and the last ones."""
+_CAPTURED = 256
+"""Calls after which what is known of their shapes is learnt anew, since it grows with each."""
+
+
+@dataclass(frozen=True)
+class Reused:
+    """A call that runs by the decisions that were made for a larger one."""
+
+    captured: Captured
+    schedule: Schedule
+    surroundings: Surroundings
+    fused: Fused | None = None
+
+
+class Plans:
+    """What `rewriting.install` asks. ``made`` are the plans so far.
+
+    Args:
+        module: the module whose calls are planned.
+        settings: whether gradients are held is told with each call.
+        told: hears, in a sentence, of each call that is planned anew.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
+        self._module, self._settings, self._told = module, settings, told
+        self._planner, self._keys = Planner(module), Keys(module)
+        self._expected: Planned | None = None
+        self.made: list[Planned] = []
+        self._shapes, self._captured = self._new_shapes(), 0
+
+    def expect(self, planned: Planned) -> None:
+        """The next call that is asked about runs by this plan, which was made for it."""
+        self._expected = planned
+        self.made.append(planned)
+        self._shapes = self._new_shapes()
+
+    def __call__(self, call: Call, held: bool) -> Planned | Reused:
+        """The plan of a call.
+
+        Raises:
+            BudgetError: none fits.
+            UnkeyedError: such a call cannot be captured, or not be compiled.
+        """
+        expected = self._expected
+        if expected is not None and expected.schedule.choices.held == held:
+            self._expected = None
+            self._shapes.known(call)
+            return expected
+        try:
+            return self._planned(call, held)
+        except BudgetError as error:
+            if not held:
+                raise
+            raise _with_gradients(error) from None
+        except (RecordingError, UsageError, CompileError) as error:
+            # the step that was asked for was planned before: not this one
+            raise UnkeyedError(str(error)) from error
+
+    @collector_held()
+    def _planned(self, call: Call, held: bool) -> Planned | Reused:
+        captured = None
+        if self.made:
+            captured = self._capture(call)
+            found = self._reused(captured, held)
+            if found is not None:
+                return found
+            self._told(f"planned anew: {_said(call, held)}")
+        else:
+            self._shapes.known(call)
+        if captured is not None and captured.relaid:
+            captured = None  # whether the other layout is as good is looked at again
+        given = self._settings
+        precision = given.precision if given.plan is None else given.settled  # it loses what the plan does, no more
+        planned = self._planner.planned(
+            call, replace(self._settings, held=held, plan=None, precision=precision), captured=captured
+        )
+        self.made.append(planned)
+        if len(self.made) > _MADE:
+            del self.made[1]
+        return planned
+
+    def _capture(self, call: Call) -> Captured:
+        self._captured += 1
+        if self._captured % _CAPTURED == 0:
+            self._shapes = self._new_shapes()
+        return self._shapes.captured(call)
+
+    def _new_shapes(self) -> Shapes:
+        relaid = bool(self.made) and self.made[0].captured.relaid
+        return Shapes(self._module, self._kind, self._settings.settled, relaid=relaid)
+
+    def _kind(self, call: Call) -> Hashable:
+        """What tells a call and the module's state from others, but for the call's tensors."""
+        return self._keys.key(self._module, replace(call, tensors=()))
+
+    def _reused(self, captured: Captured, held: bool) -> Reused | None:
+        """By the decisions for a call that differs in sizes alone and was no smaller, where they keep the budget."""
+        alike = [one for one in self.made if one.schedule.choices.held == held]
+        same = next((one for one in alike if one.captured.graph.fingerprint == captured.graph.fingerprint), None)
+        if same is not None:  # something that the graph does not hang on differs: as a note in a model's config
+            return Reused(captured, same.schedule, same.surroundings, same.fused)
+        for planned in alike:
+            taken = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
+            found = None if taken is None else self._within(captured, taken, planned.surroundings)
+            if found is not None:
+                return found
+        return None
+
+    def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
+        """A call by these decisions; None where they do not keep the budget, as for other sizes there can be other
+        aliases."""
+        graph, budget = captured.graph, self._settings.budget
+        made = schedule(graph, choices)
+        try:
+            validate(graph, made, budget=None if choices.fused else budget, surroundings=around)
+        except ScheduleError:
+            return None
+        if not choices.fused:
+            return Reused(captured, made, around)
+        found = judged(made, around)
+        return Reused(captured, made, around, found.fused) if found.peak <= budget else None
+
+
+def _with_gradients(error: BudgetError) -> BudgetError:
+    """The error of a call that begins with gradients held."""
+    return BudgetError(
+        f"{error.found}, and gradients are held when the call begins",
+        expected=error.expected,
+        do=f"{error.do}; or, unless they are to be added to, free them: zero_grad(set_to_none=True)",
+        smallest_budget=error.smallest_budget,
+        timeline=error.timeline,
+        held_by=error.held_by,
+        lower_by=error.lower_by,
+    )
+
+
+def _said(call: Call, held: bool) -> str:
+    shapes = ", ".join("x".join(map(str, tensor.shape)) or "a scalar" for tensor in call.tensors)
+    return f"a call with inputs {shapes or 'none'}{', with gradients held' if held else ''}"
+
+
+def say(text: str) -> None:
+    """Tell it where people look while they train."""
+    _log.warning("memplan: %s", text)

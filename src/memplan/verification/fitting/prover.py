@@ -1,0 +1,252 @@
+"""Run a planned step beside the step as it is: all of it where there is memory for both, else for fewer samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan._bytes import format_bytes
+from memplan.errors import MemplanError, UsageError
+from memplan.planning.capture.flat_call import Call
+from memplan.planning.cost.eager_baseline import baseline
+from memplan.planning.plan.plan import Grade, Plan
+from memplan.planning.request import Request
+from memplan.planning.study import Planned
+from memplan.rewriting.install import Planner, install
+from memplan.verification.fitting.plan_cache import Plans
+from memplan.verification.measurement import cuda_peak, free_memory
+from memplan.verification.measurement.peak_alone import available, measured_alone
+from memplan.verification.measurement.peak_and_time import storage_bytes
+from memplan.verification.measurement.state_copies import attributes_kept, random_state_kept
+from memplan.verification.measurement.trial import Trial, Work
+from memplan.verification.proof.proof import Cut, Proof
+from memplan.verification.proof.verify import Sides, compare, compare_lossy, compare_rounded, with_times
+
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The same step for fewer samples."""
+
+    call: Call
+    samples: int
+    of: int
+    needed: int
+    """Bytes that running the whole step on both sides would take."""
+    free: int
+
+
+class Prover:
+    """Proves plans for one request.
+
+    Args:
+        asked: what is planned.
+        pairs: how many times both sides are timed.
+    """
+
+    def __init__(self, asked: Request, pairs: int) -> None:
+        self._asked, self._step, self._settings, self._pairs = asked, asked.step, asked.settings, pairs
+        self._home = asked.settings.home
+
+    def as_it_is(self, plan: Plan) -> Proof:
+        """The step beside itself, without a plan: whether it keeps the budget. ``plan`` is any of it."""
+        return self._proof(plan, None, lambda: None)
+
+    def proof(self, planned: Planned, put_in_place: Callable[[], None]) -> Proof:
+        """The planned step beside the step as it is.
+
+        Args:
+            planned: the plan.
+            put_in_place: makes calls of the step run as planned: called once, after the reference was made.
+
+        Raises:
+            UsageError: there is not enough memory, and the step cannot be proven for fewer samples.
+        """
+        return self._proof(planned.plan, planned, put_in_place)
+
+    def peak(self, predicted: int, planned: Planned | None) -> int | None:
+        """The measured peak of the step as it runs now, alone; None where there is not enough memory.
+
+        Args:
+            predicted: what it is to be, in bytes.
+            planned: the plan that is in place; None: there is none.
+        """
+        return self._measured(planned)[1] if self._has_room(predicted, available(self._home)) else None
+
+    def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
+        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
+        part = self._part(plan)
+        if part is None and self._home.card is not None:
+            return self._on_card(plan, planned, predicted, put_in_place)
+        if part is None:
+            sides = self._sides(self._asked.call, plan.grade)  # made before the plan is in place: they run without
+            put_in_place()
+            return self._beside(sides, self._asked.call, planned, predicted, budget)
+        proof = self._for_fewer(part, planned, plan.grade)
+        put_in_place()
+        measured = proof.same and self._has_room(predicted, part.free)
+        resident, peak = self._measured(planned) if measured else (sum(plan.resident.values()), predicted)
+        return replace(
+            proof, resident=resident, peak=peak, reference_peak=plan.eager_peak, predicted=predicted, budget=budget,
+            cut=Cut(part.samples, part.of, part.needed, part.free, measured),
+        )  # fmt: skip
+
+    def _on_card(self, plan: Plan, planned: Planned | None, predicted: int, put_in_place: Callable[[], None]) -> Proof:
+        """The whole step beside itself, and each measured alone: both together share what the allocator holds."""
+        _, before = self._measured(None)
+        with self._same_kernels():
+            sides = self._sides(self._asked.call, plan.grade)
+            put_in_place()
+            proof = self._beside(sides, self._asked.call, planned)
+        del sides
+        resident, peak = self._measured(planned)
+        return replace(
+            proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted,
+            budget=self._settings.budget,
+        )  # fmt: skip
+
+    def _for_fewer(self, part: _Part, planned: Planned | None, grade: Grade) -> Proof:
+        with self._same_kernels(), ExitStack() as undo:
+            sides = self._sides(part.call, grade)
+            if planned is not None:
+                undo.callback(install(self._step, self._planner_of(part, planned)).undo)
+            return self._beside(sides, part.call, planned)
+
+    def _sides(self, call: Call, grade: Grade) -> Sides:
+        """The step as it is; where bits may differ, also what tells from errors what is allowed."""
+        reference = self._trial("reference", call)
+        if grade == "lossy":
+            lowered = self._trial("autocast", call, autocast=self._asked.autocast or torch.bfloat16)
+            return Sides(reference, self._trial("float64", call, wide=True), lowered=lowered)
+        if self._settings.engine == "graph":
+            return Sides(reference)
+        compiled = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
+        return Sides(reference, self._trial("float64", call, wide=True), compiled)
+
+    def _beside(
+        self,
+        sides: Sides,
+        call: Call,
+        planned: Planned | None,
+        predicted: int | None = None,
+        budget: int | None = None,
+    ) -> Proof:
+        if planned is None:
+            candidate = self._trial("candidate", call)
+            return compare(sides.reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        self._warm_up(call, early=self._settings.early)
+        candidate = self._trial("candidate", call, early=self._settings.early)
+        candidate.beside = self._constants(planned)
+        if planned.plan.grade == "lossy":
+            proof = compare_lossy(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        elif sides.truth is None:
+            proof = compare(sides.reference, candidate, _STEPS, predicted=predicted, budget=budget)
+            if not proof.same and self._home.card is not None:
+                proof = self._but_for_rounding(call, sides.reference, candidate)
+        else:
+            proof = compare_rounded(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        timed = proof.ok and self._pairs
+        return with_times(proof, sides.reference, candidate, self._pairs) if timed else proof
+
+    def _but_for_rounding(self, call: Call, reference: Trial, candidate: Trial) -> Proof:
+        """The proof on a card where the bits are not the same: some kernels add in whatever order threads come, and
+        norms are torch's own in place of cuDNN's. Against float64, the rounding of a second run taken for granted."""
+        again, begin = self._trial("the step run again", call), self._trial("begin", call)
+        for side in (reference, candidate):
+            side.restart_as(begin)
+        sides = Sides(reference, self._trial("float64", call, wide=True), again)
+        return compare_rounded(sides, candidate, _STEPS - 1, predicted=None, budget=None)
+
+    def _measured(self, planned: Planned | None) -> tuple[int, int]:
+        """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
+        early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
+        self._warm_up(self._asked.call, early=early, updates=updates)
+        trial = self._trial("alone", self._asked.call, early=early, updates=updates)
+        trial.beside = 0 if planned is None else self._constants(planned)
+        return measured_alone(trial, self._home)
+
+    def _same_kernels(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._home.card is None else cuda_peak.same_kernels_each_time()
+
+    def _constants(self, planned: Planned) -> int:
+        return storage_bytes(planned.captured.constants.values(), self._home.type)
+
+    def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
+        """Have planned what is still to be planned: that is not to be measured."""
+        with random_state_kept():
+            first = self._trial("first", call, early=early, updates=updates)
+            first.prepare()
+            first.gradients_of_step()
+
+    def _trial(
+        self, name: str, call: Call, *, early: bool = False, updates: bool = True, wide: bool = False,
+        instead: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
+    ) -> Trial:  # fmt: skip
+        args, kwargs = call.rebuild(call.tensors)
+        work = Work(
+            args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
+            micro_batches=2 if self._settings.held else 1,
+        )  # fmt: skip
+        return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
+
+    # -- what there is memory for
+
+    def _part(self, plan: Plan) -> _Part | None:
+        """What the step is compared for; None: for all samples."""
+        free, beside = available(self._home), self._other_side(plan)
+        needed = plan.eager_peak + beside
+        if self._settings.engine != "graph" or plan.grade == "lossy":
+            needed = 2 * plan.eager_peak + 4 * beside  # float64, while the others wait
+        if free is None or needed <= free:
+            return None
+        for samples, of, call in free_memory.smaller(self._asked.call):
+            try:
+                with attributes_kept(self._step), self._asked.under_autocast():
+                    timeline = baseline(
+                        self._step, call, self._settings.optimizer, held=self._settings.held, home=self._home
+                    )
+            except MemplanError:  # it cannot be called with fewer
+                break
+            if timeline.steps[-1].peak_reserved + beside <= free:
+                return _Part(call, samples, of, needed, free)
+        raise UsageError(
+            f"The proof runs the step as it is beside the planned one, which takes {format_bytes(needed)}, and "
+            f"{format_bytes(free)} are available",
+            expected="so much memory, or inputs that can be cut along their first dimension, to prove fewer samples",
+            do="Free memory, or plan without a proof: memplan.plan, and torch.compile with the backend 'memplan'",
+        )
+
+    def _other_side(self, plan: Plan) -> int:
+        """Bytes of a side that waits while the other one runs, and of an optimizer that is not the user's."""
+        trained = storage_bytes((one for one in self._step.parameters() if one.requires_grad), self._home.type)
+        momentum = 0 if self._settings.optimizer is not None else 2 * trained
+        return sum(plan.resident.values()) + trained + momentum
+
+    def _has_room(self, peak: int, free: int | None) -> bool:
+        """Whether the step can run alone. Without updates it runs on the parameters that are there."""
+        there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters(), self._home.type)
+        return free is None or peak - there <= free
+
+    def _planner_of(self, part: _Part, planned: Planned) -> Planner:
+        """The plan for fewer samples: by the decisions of the whole, where they can be taken over."""
+        settings = replace(self._settings, budget=planned.plan.peak, plan=None, precision=planned.plan.precision)
+        plans = Plans(self._step, settings, lambda _: None)
+        plans.made.append(planned)
+        with attributes_kept(self._step), self._asked.under_autocast():
+            found = plans(part.call, settings.held)
+            if isinstance(found, Planned):  # in so large a budget, it would keep everything
+                plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
+                found = plans(part.call, settings.held)
+        return lambda call, held: found if held == settings.held else plans(call, held)
+
+
+def _as_tight(plan: Plan, other: Plan) -> int:
+    """The budget of another plan that is as far above its floor as this one's."""
+    share = (plan.peak - plan.floor) / max(1, plan.eager_peak - plan.floor)
+    return other.floor + max(0, int(share * (other.eager_peak - other.floor)))

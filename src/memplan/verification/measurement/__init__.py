@@ -1,0 +1,1 @@
+"""Peaks and seconds of steps that really run."""

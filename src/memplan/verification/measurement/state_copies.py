@@ -1,0 +1,253 @@
+"""A module run with copies of what it holds: parameters, buffers and random state of the user's stay as they are."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.planning.capture.side_effects import without_hooks
+from memplan.trace.spec import like
+
+
+class ModuleCopy:
+    """Copies of all that a module and its submodules hold, to be put in place for a while.
+
+    Parameters are new leaves without hooks and without ``.grad``. What is one tensor, or one storage, in the module is
+    one in the copy (tied weights stay tied). Lists, dicts and sets among the attributes are copied, too. Tensors that
+    are neither parameters nor buffers stay the module's own, as a plan may know them by identity; where a run has
+    written into one, its values are put back. What else a module refers to is shared.
+
+    Args:
+        module: whose copies they are.
+        shared: parameters are new leaves on the module's own memory: for runs in which nothing is updated.
+        wide: what is of floating point is in float64, each tensor in memory of its own.
+    """
+
+    def __init__(self, module: nn.Module, *, shared: bool = False, wide: bool = False) -> None:
+        self._copier = copier = _Copier(shared, wide)
+        self._module = module
+        self._parts = tuple(module.modules())
+        states = [_torch.own_state(part) for part in self._parts]
+        tensors = [(copier.tensors(s.parameters), copier.tensors(s.buffers)) for s in states]
+        self._states = [
+            _torch.OwnState(*own, {name: copier.attribute(value) for name, value in s.attributes.items()}, s.hooks)
+            for own, s in zip(tensors, states, strict=True)
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run the module with the copies. What it makes of them is kept for the next time."""
+        theirs = [_torch.own_state(part) for part in self._parts]
+        try:
+            self._set(self._states)
+            yield
+            self._states = [_torch.own_state(part) for part in self._parts]
+        finally:
+            self._set(theirs)
+            self._copier.put_back()
+
+    def _set(self, states: list[_torch.OwnState]) -> None:
+        for part, state in zip(self._parts, states, strict=True):
+            _torch.set_own_state(part, state)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The copies by name, tied ones once."""
+        with self.in_place():
+            return dict(self._module.named_parameters())
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The copies by name, those that are one tensor once."""
+        with self.in_place():
+            return dict(self._module.named_buffers())
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of a call's tensors. What is one tensor, or looks into one memory, does so in the copies: otherwise they
+    would be another kind of call."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        shared = tensor.layout == torch.strided and tensor.numel() > 0
+        groups.setdefault(_torch.storage_key(tensor.untyped_storage()) if shared else id(tensor), []).append(tensor)
+    made: dict[int, torch.Tensor] = {}
+    for group in groups.values():
+        alone = {id(tensor): tensor for tensor in group}
+        if len(alone) == 1 or len({tensor.dtype for tensor in group}) > 1:
+            made.update({key: like(tensor, tensor.device) for key, tensor in alone.items()})
+        else:
+            made.update(_of_one_memory(alone))
+    return [made[id(tensor)] for tensor in tensors]
+
+
+def _of_one_memory(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Copies of tensors in one storage, of that part of it which they look into."""
+    every = list(tensors.values())
+    begin = min(one.storage_offset() for one in every)
+    end = max(one.storage_offset() + 1 + _reach(one) for one in every)
+    with torch.no_grad():
+        part = torch.as_strided(every[0], (end - begin,), (1,), begin).clone()
+        return {
+            key: torch.empty(0, dtype=one.dtype, device=one.device)
+            .set_(part.untyped_storage(), one.storage_offset() - begin, one.shape, one.stride())
+            .requires_grad_(one.requires_grad)
+            for key, one in tensors.items()
+        }
+
+
+def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return whole.clone().untyped_storage()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """How far behind its first element the last one is."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """What a module and its submodules refer to is afterwards what it was: tracing runs their Python code."""
+    parts = [(part, _torch.own_state(part)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, state in parts:
+            _torch.set_own_state(part, state)
+
+
+class _Copier:
+    """Copies tensors and containers, each once. ``shared``: parameters keep their memory; ``wide``: in float64."""
+
+    def __init__(self, shared: bool, wide: bool) -> None:
+        self._in_place, self._wide = shared, wide
+        self._made: dict[int, Any] = {}
+        self._copied: list[Any] = []
+        """What was copied: as long as it lives, no other object has its id."""
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._shared: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """Tensors that were not copied: themselves, their version, their values."""
+
+    def tensors(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Copies of parameters or buffers."""
+        return {name: None if tensor is None else self._once(tensor, self._tensor) for name, tensor in named.items()}
+
+    def attribute(self, value: Any) -> Any:
+        """What stands for any other attribute."""
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._made or (value.is_leaf and value.requires_grad) or self._wide:
+                return self._once(value, self._tensor)
+            self._shared[id(value)] = value, _torch.version_of(value), value.detach().clone()
+            return value
+        if type(value) is list:
+            return self._once(value, lambda old: [self.attribute(item) for item in old])
+        if type(value) is dict:
+            return self._once(value, lambda old: {key: self.attribute(item) for key, item in old.items()})
+        if type(value) is tuple:
+            return self._once(value, lambda old: tuple(self.attribute(item) for item in old))
+        return self._once(value, set) if type(value) is set else value
+
+    def put_back(self) -> None:
+        """Give shared tensors the values back that they had."""
+        for key, (tensor, version, values) in self._shared.items():
+            if _torch.version_of(tensor) != version:
+                with torch.no_grad():
+                    tensor.copy_(values)
+                self._shared[key] = tensor, _torch.version_of(tensor), values
+
+    def _once(self, value: Any, copied: Callable[[Any], Any]) -> Any:
+        if id(value) not in self._made:
+            self._made[id(value)] = value  # until it is made, for one that holds itself
+            self._made[id(value)] = copied(value)
+            self._copied.append(value)
+        return self._made[id(value)]
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._in_place and isinstance(tensor, nn.Parameter):
+            return nn.Parameter(tensor.detach(), tensor.requires_grad)
+        if self._wide and tensor.is_floating_point():
+            made = tensor.detach().to(torch.float64)
+        elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            made = tensor.detach().clone()
+        else:
+            storage = tensor.untyped_storage()
+            key = _torch.storage_key(storage)
+            if key not in self._storages:
+                self._storages[key] = _copied(storage, tensor.device)
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            made.set_(self._storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where the random streams of this process are: torch's, Python's and numpy's."""
+
+    streams: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """The present state."""
+        streams: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if "numpy" in sys.modules:
+            import numpy
+
+            streams["numpy"] = numpy.random.get_state()
+        if torch.cuda.is_initialized():
+            streams["cuda"] = torch.cuda.get_rng_state_all()
+        return cls(streams)
+
+    def restore(self) -> None:
+        """Make it the present one."""
+        torch.set_rng_state(self.streams["torch"])
+        random.setstate(self.streams["python"])
+        if "numpy" in self.streams:
+            import numpy
+
+            numpy.random.set_state(self.streams["numpy"])
+        if "cuda" in self.streams:
+            torch.cuda.set_rng_state_all(self.streams["cuda"])
+
+    def differing(self, other: RandomState) -> tuple[str, ...]:
+        """Names of the streams that are elsewhere in the other."""
+        both = [name for name in self.streams if name in other.streams]
+        return tuple(name for name in both if _plain(self.streams[name]) != _plain(other.streams[name]))
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.tolist()
+    if isinstance(state, (tuple, list)):
+        return [_plain(part) for part in state]
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """The random streams are afterwards where they were."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextmanager
+def on_its_own(step: nn.Module) -> Iterator[None]:
+    """A step runs as asked for, whatever the caller is in the middle of: without hooks of the outermost module, outside
+    of autocast and of inference mode, with gradients; and the random streams are afterwards where they were."""
+    with (
+        random_state_kept(), without_hooks(step), _torch.outside_autocast(),
+        torch.inference_mode(False), torch.enable_grad(),
+    ):  # fmt: skip
+        yield

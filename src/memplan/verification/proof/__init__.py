@@ -1,0 +1,1 @@
+"""A candidate held against its reference."""

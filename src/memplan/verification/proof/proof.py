@@ -1,0 +1,271 @@
+"""A Proof: what was compared with the step as it was, and what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from memplan._bytes import format_bytes
+from memplan.errors import UsageError
+from memplan.planning.plan.plan import Grade
+from memplan.verification.measurement.peak_and_time import Times
+from memplan.verification.proof.differences import Compared, Difference
+from memplan.verification.proof.rounding import LayerError, Rounded, by_layer, overall, told_truth
+
+FORMAT = "memplan.proof"
+SCHEMA = 1
+KINDS = ("outputs", "gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What was compared where there is not enough memory to run the whole step without a plan, beside copies."""
+
+    samples: int
+    """How long the inputs' first dimension was."""
+    of: int
+    """How long it is in the whole step."""
+    needed: int
+    """Bytes that comparing the whole step would have taken."""
+    available: int
+    """Bytes that there were."""
+    measured: bool
+    """Whether the candidate, at least, ran whole and was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """A candidate step held against a reference, both on copies of the same parameters, buffers and inputs and from
+    the same random state. Bytes above all are those of the allocator's own events."""
+
+    steps: int
+    """How many steps ran one after the other, each with an update."""
+    micro_batches: int
+    """Backward passes in each step; from the second on, gradients are held."""
+    optimizer: str
+    """What updated the parameters."""
+    early: bool
+    """Whether the candidate's updates happened in its backward pass; then its gradients are gone with it, and the
+    parameters after each step speak for them."""
+    outputs: Compared
+    gradients: Compared
+    parameters: Compared
+    """After each update."""
+    buffers: Compared
+    random_streams: tuple[str, ...]
+    """Those that were elsewhere after the candidate than after the reference."""
+    resident: int
+    """Bytes of parameters, buffers and inputs."""
+    peak: int
+    """Bytes at the candidate's measured peak, ``resident`` included; predicted where the cut says so."""
+    reference_peak: int
+    """The same of the reference; predicted where there is a cut."""
+    predicted: int | None = None
+    """Bytes at the peak that the plan predicts."""
+    budget: int | None = None
+    times: Times | None = None
+    """Reference and candidate; None where they were not timed."""
+    torch: str = ""
+    grade: Grade = "exact"
+    """What was asked for: the same bits, the same but for rounding (``reordered``), or no farther off than lower
+    precision is anyway (``lossy``)."""
+    rounded: tuple[Rounded, ...] = ()
+    """Where rounding is allowed: how far every tensor is from the truth."""
+    truth: str = ""
+    """What that is: the same step in float64, or, where it does not run in that, the step as it is (reference)."""
+    cut: Cut | None = None
+    """None where the whole step was compared. Else what is compared and timed is the smaller step, and bytes are
+    those of the whole one."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether the peak was measured."""
+        return self.cut is None or self.cut.measured
+
+    @property
+    def above_resident(self) -> int:
+        """Bytes at the measured peak beyond parameters, buffers and inputs."""
+        return self.peak - self.resident
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differed, or nothing by more than rounding where the grade allows that."""
+        return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
+
+    @property
+    def layers(self) -> tuple[LayerError, ...]:
+        """How far off each output is, and the gradients of each layer (where updates are early, what these add to the
+        layer's parameters): none where every bit is the same."""
+        return by_layer([one for one in self.rounded if one.kind != "buffers"])
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything was compared bit for bit, and the same."""
+        return self.same and self.grade == "exact"
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is within the budget, where there is one."""
+        return self.budget is None or self.peak <= self.budget
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs and the budget is kept."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What is wrong, a sentence each."""
+        found: list[str] = []
+        for kind in KINDS:
+            found += [_said(kind, one) for one in getattr(self, kind).differences]
+        found += [f"the random stream of {name} is elsewhere after the step" for name in self.random_streams]
+        if not self.within_budget:
+            assert self.budget is not None
+            over = format_bytes(self.peak - self.budget)
+            which = "measured" if self.measured else "predicted"
+            found.append(f"the {which} peak is {over} over the budget of {format_bytes(self.budget)}")
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The proof as plain values, for JSON."""
+        return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            line
+            for line in (self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds())
+            if line
+        )
+
+    def _verdict(self) -> str:
+        if not self.same:
+            wrong = [text for text in self.failures if "the budget" not in text]
+            more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            return f"NOT the same: {'; '.join(wrong[:4])}{more}"
+        gradients = "" if self.early else f"{_several(self.gradients.tensors, 'gradient')}, "
+        each = f" of {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+        rounding = self.grade != "exact"
+        lossy = self.grade == "lossy"
+        head = "lossy, and no farther off than allowed" if lossy else "the same but for rounding"
+        head = head if rounding else "the same bit for bit"
+        updated = "" if rounding and not self.early else f"{_several(self.parameters.tensors, 'updated parameter')}, "
+        return (
+            f"{head} over {_several(self.steps, 'step')}{each} with {self.optimizer}"
+            f"{', applied early' if self.early else ''}: {_several(self.outputs.tensors, 'output')}, {gradients}"
+            f"{updated}{_several(self.buffers.tensors, 'buffer')}, the random streams"
+        )
+
+    def _rounding(self) -> str:
+        """The worst of the gradients, where rounding was allowed."""
+        judged = [one for one in self.rounded if one.kind == "gradients"] or list(self.rounded)
+        if not judged:
+            return ""
+        if self.grade == "lossy":
+            return self._errors()
+        worst = max(judged, key=lambda one: one.error / one.allowed if one.allowed else one.error)
+        return (
+            f"farthest from {told_truth(self.truth)}, of what is allowed: "
+            f"{worst.name}, by {worst.error:.2g} (L2 norm {worst.norm:.2g}) where the step without a plan is by "
+            f"{worst.reference:.2g} and {worst.allowed:.2g} is allowed"
+        )
+
+    def _errors(self) -> str:
+        """How far off all outputs and gradients are, and the layer that is the farthest."""
+        kinds = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
+        rows = self.layers
+        totals = [(name, overall(self.rounded, kind)) for kind, name in kinds.items()]
+        told = ", ".join(f"{name} {one.relative:.2%}" for name, one in totals if one.norm or one.error)
+        others = ", ".join(f"{one.relative_reference:.2%}" for _, one in totals if one.norm or one.error)
+        kind = "gradients" if any(one.kind == "gradients" for one in rows) else "parameters"
+        norm = max((one.norm for one in rows if one.kind == kind), default=0.0)
+        large = [one for one in rows if one.kind == kind and one.norm > 1e-3 * norm]
+        worst = max(large, key=lambda one: one.relative, default=None)
+        text = f"off from {told_truth(self.truth)} by (relative, in L2): {told}"
+        if any(one.reference != one.own for one in self.rounded):
+            text += f"; the step without a plan under autocast by {others}"
+        elif self.truth == "float64":  # autocast did not run
+            text += f"; the step without a plan by {others}"
+        return (
+            text
+            if worst is None
+            else f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
+        )
+
+    def _compared(self) -> str:
+        cut = self.cut
+        if cut is None:
+            return ""
+        return (
+            f"compared with {cut.samples} of the {cut.of} samples: with all of them that takes "
+            f"{format_bytes(cut.needed)}, and {format_bytes(cut.available)} are available"
+            + (
+                "; the planned step was measured with all"
+                if cut.measured
+                else ". Not even the planned step was run with all: its peak is as predicted"
+            )
+        )
+
+    def _bytes(self) -> str:
+        parts = [f"peak {format_bytes(self.peak)} measured"] if self.measured else ["peak not measured"]
+        if self.predicted is not None:
+            parts.append(f"{format_bytes(self.predicted)} predicted")
+        if self.budget is not None:
+            parts.append(f"{format_bytes(self.budget)} budget{'' if self.within_budget else ': EXCEEDED'}")
+        parts.append(f"{format_bytes(self.reference_peak)} {'' if self.cut is None else 'predicted '}before")
+        return f"{', '.join(parts)} ({format_bytes(self.resident)} of each are weights, buffers and inputs)"
+
+    def _seconds(self) -> str:
+        if self.times is None:
+            return ""
+        low, high = self.times.quartiles
+        samples = "" if self.cut is None else f" of {self.cut.samples} of the {self.cut.of} samples"
+        return (
+            f"{self.times.ratio:.2f} times the time{samples} ({low:.2f} to {high:.2f}, the middle half of "
+            f"{self.times.pairs} pairs): {self.times.before:.3g} s before, {self.times.after:.3g} s now"
+        )
+
+
+def dumps(proof: Proof) -> str:
+    """The proof as JSON."""
+    return json.dumps(proof.to_dict(), indent=1) + "\n"
+
+
+def loads(text: str, source: str = "the text") -> Proof:
+    """The proof that `dumps` wrote. Raises UsageError for anything else."""
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT or data["schema"] != SCHEMA:
+            raise ValueError(f"format {data['format']!r}, schema {data['schema']!r}")
+        data = {"cut": None, "grade": "exact", "rounded": (), "truth": "", **data}  # which older files do not have
+        fields = {field.name: data[field.name] for field in dataclasses.fields(Proof)}
+        for kind in KINDS:
+            fields[kind] = _compared(fields[kind])
+        fields["rounded"] = tuple(Rounded(**one) for one in fields["rounded"])
+        fields["random_streams"] = tuple(fields["random_streams"])
+        if fields["times"] is not None:
+            fields["times"] = Times(**fields["times"] | {"quartiles": tuple(fields["times"]["quartiles"])})
+        if fields["cut"] is not None:
+            fields["cut"] = Cut(**fields["cut"])
+        return Proof(**fields)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(
+            f"{source} is no proof ({type(error).__name__}: {error})",
+            expected=f"what memplan wrote, of schema version {SCHEMA}",
+            do="Verify the step again",
+        ) from None
+
+
+def _compared(data: dict[str, Any]) -> Compared:
+    return Compared(data["tensors"], tuple(Difference(**one) for one in data["differences"]))
+
+
+def _said(kind: str, one: Difference) -> str:
+    head = {"outputs": "", "gradients": "the gradient of ", "parameters": "after the update ", "buffers": "the buffer "}
+    return f"{head[kind]}{one}"
+
+
+def _several(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,224 @@
+"""Graphs for given sizes out of one trace are those that a capture of each call gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from networks import SmallGPT, SmallResNet, token_loss
+from torch import Tensor, nn
+from versions import needs_sizes_as_symbols
+
+from memplan.planning.capture import symbolic_shapes as module
+from memplan.planning.capture.capture import Captured, SymbolicError, capture, capture_symbolic
+from memplan.planning.capture.flat_call import Call, call_of
+from memplan.planning.capture.loss_module import with_loss
+from memplan.planning.capture.symbolic_shapes import Shapes
+from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.reuse_choices import taken_over
+from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.validation.validate import validate
+
+
+def tokens(batch: int, length: int) -> Call:
+    numbers = torch.arange(batch * length).reshape(batch, length)
+    return call_of((numbers % 40, numbers * 7 % 40), {})
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    return Shapes(model, lambda _: model.training)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return with_loss(SmallGPT(layers=1), token_loss)
+
+
+class Counted:
+    """How often a call was captured by itself, and with symbols."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.alone = self.symbolic = 0
+        for name in ("capture", "capture_symbolic"):
+            monkeypatch.setattr(module, name, self._counting(name, getattr(module, name)))
+
+    def _counting(self, name: str, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.alone += name == "capture"
+            self.symbolic += name == "capture_symbolic"
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def content(captured: Captured) -> Any:
+    """All that a plan is made of and an engine runs; names of values are those of a trace's nodes."""
+    graph = captured.graph
+    values = [dataclasses.replace(value, name="") for value in graph.values]
+    ops = [dataclasses.replace(op, where=None) for op in graph.ops]
+    constants = {value: tensor.tolist() for value, tensor in captured.constants.items()}
+    return values, ops, graph.encodings, graph.outputs, graph.gradients, graph.mutations, constants
+
+
+@needs_sizes_as_symbols
+def test_a_transformers_graph_is_the_captured_one(gpt: nn.Module, monkeypatch: Any) -> None:
+    shapes = shapes_of(gpt)
+    shapes.known(tokens(4, 24))
+    shapes.captured(tokens(3, 19))
+    count = Counted(monkeypatch)
+    for sizes in ((4, 23), (2, 2), (6, 40), (3, 19)):
+        found, alone = shapes.captured(tokens(*sizes)), capture(gpt, tokens(*sizes))
+        assert content(found) == content(alone)
+        assert (found.returned.order, found.differentiable) == (alone.returned.order, alone.differentiable)
+    assert count.alone == count.symbolic == 0
+
+
+def test_a_convolutional_networks_graph_is_the_captured_one(monkeypatch: Any) -> None:
+    model = SmallResNet()
+    shapes = shapes_of(model)
+    shapes.known(call_of((torch.randn(8, 3, 16, 16),), {}))
+    shapes.captured(call_of((torch.randn(6, 3, 16, 16),), {}))
+    count = Counted(monkeypatch)
+    for batch in (2, 9):
+        call = call_of((torch.randn(batch, 3, 16, 16),), {})
+        found = shapes.captured(call)
+        assert count.alone == 0
+        assert content(found) == content(capture(model, call))
+
+
+@needs_sizes_as_symbols
+def test_one_size_first_then_another(gpt: nn.Module, monkeypatch: Any) -> None:
+    shapes, count = shapes_of(gpt), Counted(monkeypatch)
+    shapes.known(tokens(4, 24))
+    for sizes, alone, symbolic in (((4, 23), 0, 1), ((4, 9), 0, 1), ((3, 9), 0, 2), ((2, 11), 0, 2), ((4, 24), 0, 2)):
+        shapes.captured(tokens(*sizes))
+        assert (count.alone, count.symbolic) == (alone, symbolic)
+
+
+@needs_sizes_as_symbols
+def test_sizes_that_torch_takes_for_numbers_are_captured_alone(gpt: nn.Module, monkeypatch: Any) -> None:
+    shapes, count = shapes_of(gpt), Counted(monkeypatch)
+    shapes.known(tokens(4, 24))
+    shapes.captured(tokens(3, 19))
+    call = tokens(1, 8)
+    assert content(shapes.captured(call)) == content(capture(gpt, call))
+    assert count.alone == 1
+    shapes.captured(tokens(2, 8))
+    assert count.alone == 1, "and the graph for the others stays"
+
+
+class Branching(nn.Module):
+    """Another graph from a length on, and a number that is a float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.tanh() if x.shape[0] > 20 else y.relu()
+
+
+class Cached(nn.Linear):
+    """Remembers a length."""
+
+    last = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.last = input.shape[0]
+        return super().forward(input)
+
+
+class Scaled(nn.Linear):
+    """Multiplies by a float that follows from a length."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * input.shape[0] ** -0.5
+
+
+class Counting(nn.Linear):
+    """Returns a length, too."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), input.shape[0]
+
+
+def rows(count: int) -> Call:
+    return call_of((torch.randn(count, 8),), {})
+
+
+def test_sizes_that_take_another_branch_are_captured_alone(monkeypatch: Any) -> None:
+    model = Branching()
+    shapes, count = shapes_of(model), Counted(monkeypatch)
+    shapes.known(rows(30))
+    for size, alone in ((25, 0), (22, 0), (21, 0), (20, 1), (8, 2), (40, 2)):
+        assert content(shapes.captured(rows(size))) == content(capture(model, rows(size)))
+        assert count.alone == alone
+
+
+@pytest.mark.parametrize("kind", [Scaled, Counting])
+def test_what_is_more_than_integers_and_tensors_is_captured_alone(kind: type[nn.Module], monkeypatch: Any) -> None:
+    model = kind(8, 8)
+    shapes, count = shapes_of(model), Counted(monkeypatch)
+    shapes.known(rows(30))
+    for size in (25, 22):
+        call = rows(size)
+        found = shapes.captured(call)
+        assert content(found) == content(capture(model, call))
+        assert list(found.returned.structure.constants()) == ([size] if kind is Counting else [])
+    assert (count.alone, count.symbolic) == (2, 1), "tried once"
+
+
+def test_a_module_is_as_it_was_when_its_trace_with_symbols_fails() -> None:
+    model = Cached(8, 8)
+    model.last = 7
+    with pytest.raises(SymbolicError):
+        capture_symbolic(model, rows(12), [frozenset({0})])
+    assert type(model.last) is int
+    assert model.last == 7
+
+
+def test_layouts_and_states_are_kinds_of_their_own() -> None:
+    model = SmallGPT(layers=1).eval()
+    step = with_loss(model, token_loss)
+    shapes = Shapes(step, lambda _: model.training)
+    shapes.known(tokens(4, 24))
+    shapes.captured(tokens(3, 19))
+    transposed = call_of((tokens(9, 3).tensors[0].t(), tokens(3, 9).tensors[1]), {})
+    assert content(shapes.captured(transposed)) == content(capture(step, transposed))
+    step.train()
+    assert content(shapes.captured(tokens(3, 9))) == content(capture(step, tokens(3, 9)))
+
+
+# -- decisions
+
+
+def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
+    large, small = capture(gpt, tokens(4, 24)).graph, capture(gpt, tokens(2, 9)).graph
+    again = sorted(recomputable(large))
+    pieces = frozenset(op.index for op in large.backward_ops[::5])
+    encoded = frozenset(one.value for one in large.encodings)
+    choices = Choices(recompute=frozenset(again[::2]), encode=encoded, pieces=pieces, early=True)
+    taken = taken_over(choices, large, small)
+    assert taken is not None
+    names = [{graph.values[value].name for value in one.recompute} for graph, one in ((large, choices), (small, taken))]
+    assert names[0] == names[1]
+    assert len(names[0]) == len(choices.recompute)
+    assert [small.ops[at].target for at in sorted(taken.pieces or ())] == [
+        large.ops[at].target for at in sorted(pieces)
+    ]
+    assert (taken.early, taken.held) == (True, False)
+    validate(small, schedule(small, taken))
+
+
+def test_nothing_is_taken_over_by_a_larger_call_or_another_step(gpt: nn.Module) -> None:
+    one = capture(gpt, tokens(4, 24)).graph
+    assert taken_over(Choices(), one, one) == Choices()
+    assert taken_over(Choices(), one, capture(gpt, tokens(4, 25)).graph) is None
+    assert taken_over(Choices(), one, capture(with_loss(SmallGPT(layers=2), token_loss), tokens(2, 9)).graph) is None
+    without = with_loss(SmallGPT(layers=1, p=0.0), token_loss)
+    assert taken_over(Choices(), one, capture(without, tokens(2, 9)).graph) is None

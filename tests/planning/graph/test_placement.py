@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from memplan.errors import DeviceError
+from memplan.planning.graph.placement import Home, blocks, home_of
+
+
+@given(st.integers(0, 1 << 40))
+def test_a_block_is_the_smallest_multiple_of_512_that_holds_it(size: int) -> None:
+    found = blocks(size)
+    assert found % 512 == 0
+    assert 0 <= found - size < 512
+
+
+def test_a_module_on_the_cpu_is_at_home_there() -> None:
+    home = home_of(nn.Linear(2, 2), [torch.randn(1, 2)])
+    assert home == Home()
+    assert (home.type, home.target.name) == ("cpu", "cpu")
+    assert home.taken(3) == 3
+
+
+def test_what_is_still_to_be_made_stands_for_the_cpu() -> None:
+    assert home_of(nn.Linear(2, 2, device="meta"), [torch.randn(1, 2)]) == Home()
+
+
+def test_a_device_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "named_parameters", lambda *_, **__: [("weight", _Elsewhere())])
+        with pytest.raises(DeviceError, match="weight is on xpu:0"):
+            home_of(model, [])
+
+
+class _Elsewhere:
+    device = torch.device("xpu:0")

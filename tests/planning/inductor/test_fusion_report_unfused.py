@@ -1,0 +1,154 @@
+"""Ops that break fusion, named: a library's, and those of torch that Inductor has no code for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import memplan
+from memplan import _torch
+from memplan.planning.inductor.fusion_report import COPY, unfused
+from memplan.planning.plan.fusion import Fusion, Group
+from memplan.reports.plan import print_plan
+
+pytestmark = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
+
+
+@torch.library.custom_op("memplan_tests::swirl", mutates_args=())
+def swirl(x: Tensor) -> Tensor:
+    return torch.sin(x) * x
+
+
+@torch.library.custom_op("memplan_tests::swirl_backward", mutates_args=())
+def swirl_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient * (torch.cos(x) * x + torch.sin(x))
+
+
+swirl.register_fake(torch.empty_like)
+swirl_backward.register_fake(lambda gradient, x: torch.empty_like(gradient))
+swirl.register_autograd(
+    lambda ctx, gradient: torch.ops.memplan_tests.swirl_backward(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Layer(nn.Module):
+    """A product, a norm and a function of each element."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.norm, self.function = nn.Linear(32, 32), nn.LayerNorm(32), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(F.gelu(self.norm(self.linear(x))))
+
+
+def planned(model: nn.Module, *inputs: Any, **options: Any) -> memplan.Plan:
+    return memplan.plan(model, *inputs, budget="1GB", costs="roofline", engine="inductor", **options)
+
+
+def told(plan: memplan.Plan) -> list[str]:
+    return [note for note in plan.notes if note.startswith("runs as its own kernel, not fused: ")]
+
+
+def test_an_op_of_a_library_is_named_and_the_step_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Layer(lambda x: swirl(x)) for _ in range(4))), torch.randn(64, 32)
+    fitted = memplan.fit(model, x, loss=torch.sum, budget="1GB", engine="inductor", pairs=0)
+    assert fitted.proof.same
+    assert fitted.proof.within_budget
+    assert told(fitted.plan) == [
+        "runs as its own kernel, not fused: memplan_tests::swirl_backward, 4 calls, in layers 3, 2, 1 and 1 more",
+        "runs as its own kernel, not fused: memplan_tests::swirl, 4 calls, in layers 0, 1, 2 and 1 more",
+    ]
+    print_plan(fitted.plan)
+    printed = " ".join(capsys.readouterr().out.split())
+    for note in told(fitted.plan):
+        assert note in printed
+        assert note in json.loads(fitted.plan.to_json())["notes"]
+
+
+def sorted_and_summed(x: Tensor) -> Tensor:
+    return torch.sort(x, 1).values + torch.cumsum(x, 1)
+
+
+def test_an_op_that_inductor_has_no_code_for_is_named() -> None:
+    notes = told(planned(Layer(sorted_and_summed), torch.randn(16, 32), loss=torch.sum))
+    assert "runs as its own kernel, not fused: aten::sort, 1 call" in notes
+    assert "runs as its own kernel, not fused: aten::cumsum, 2 calls" in notes
+
+
+class Plain(nn.Module):
+    """Products, convolutions, norms whose statistics are kept, attention, and dropout, which draws as in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.attend, self.drop, self.out = (
+            nn.MultiheadAttention(32, 4, batch_first=True),
+            nn.Dropout(0.1),
+            nn.Linear(32, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(torch.relu(self.norm(self.conv(x))))
+        return self.out(h + self.attend(h, h, h, need_weights=False)[0])
+
+
+def test_of_torchs_own_products_nothing_is_told() -> None:
+    plan = planned(Plain(), torch.randn(4, 8, 32), loss=torch.sum)
+    assert plan.fusion is not None
+    assert not all(group.fused for group in plan.fusion.groups)
+    assert told(plan) == []
+
+
+def test_nor_with_the_engine_graph() -> None:
+    plan = memplan.plan(Layer(lambda x: swirl(x)), torch.randn(16, 32), loss=torch.sum, budget="1GB", costs="roofline")
+    assert told(plan) == []
+
+
+def group(kernel: str, size: int = 1, **more: Any) -> Group:
+    given: dict[str, Any] = {"fused": False, "ops": (kernel,), "layers": ("a",), **more}
+    return Group(kernel, given["fused"], "forward", given["ops"], given["layers"], None, size, 0, 0.0, "bandwidth")
+
+
+def notes_of(*groups: Group) -> list[str]:
+    whole = unfused(Fusion("cpu", 0, len(groups), 0, 0, groups))
+    return [note.removeprefix("runs as its own kernel, not fused: ") for note in whole]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "aten.mm.out", "aten.addmm.out", "aten.convolution.default", "aten.convolution_backward.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.native_dropout.default",
+        "aten.bernoulli_.float", "aten.view_as_real.default", "memplan.pack_bits.default", COPY, "CppTemplateBuffer",
+    ],
+)  # fmt: skip
+def test_what_is_not_told(kernel: str) -> None:
+    assert notes_of(group(kernel)) == []
+
+
+def test_libraries_come_first_then_what_moves_most() -> None:
+    swirls = "memplan_tests.swirl.default"
+    found = notes_of(
+        group("aten.cumsum.default", 5), group("aten.sort.stable", 3, layers=("b",)), group("aten.sort.stable", 4),
+        group(swirls, layers=()), group("cpp_fused_gelu_0", 9, fused=True),
+    )  # fmt: skip
+    assert found == [
+        "memplan_tests::swirl, 1 call", "aten::sort, 2 calls, in layers b, a", "aten::cumsum, 1 call, in layer a"
+    ]  # fmt: skip
+
+
+def test_what_an_op_was_put_in_place_of_is_named_beside_it() -> None:
+    """As for the derivative of a pool, where several threads add into one place."""
+    of = ("aten.max_pool2d_with_indices_backward.default",)
+    assert notes_of(group("aten.scatter_reduce_.two", ops=of)) == [
+        "aten::scatter_reduce_ (of aten::max_pool2d_with_indices_backward), 1 call, in layer a"
+    ]

@@ -1,0 +1,279 @@
+"""What kernels do not read: bits and bytes with other memory in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from allocator import allocations, peak_of
+from planning.agreement import difference
+from rewriting.cells import CHOICES
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.planning.capture.capture import capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
+from memplan.planning.passes import split_convolution_backward
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import schedule
+from memplan.rewriting.engine import Engine
+
+DTYPES = torch.float32, torch.float64, torch.bfloat16
+
+
+def nan_like(tensor: Tensor, *, dense: bool) -> Tensor:
+    """What the graph puts in the place of an argument: its shape, in memory that holds something else."""
+    stride = tensor.stride() if dense else (0,) * tensor.dim()
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, stride, strict=True))
+    return torch.full((reach,), float("nan"), dtype=tensor.dtype).as_strided(tensor.shape, stride)
+
+
+def peak(run: Callable[[], Any]) -> int:
+    run()
+    return peak_of(allocations(run))
+
+
+def image(dims: int, dtype: torch.dtype, last: bool, channels: int = 4, size: int = 12) -> Tensor:
+    x = torch.randn(2, channels, *[size] * dims).to(dtype)
+    if last:
+        x = x.to(memory_format={2: torch.channels_last, 3: torch.channels_last_3d}[dims])
+    return x
+
+
+def pools(target: str, dims: int) -> Callable[[Tensor], Tensor]:
+    """A function whose derivative is the op."""
+    name = target.split(".")[1]
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "max_pool": lambda x: getattr(F, f"max_pool{dims}d")(x, 3, 2, 1),
+        "avg_pool": lambda x: getattr(F, f"avg_pool{dims}d")(x, 2),
+        "adaptive_max_pool": lambda x: getattr(F, f"adaptive_max_pool{dims}d")(x, 5),
+        "_adaptive_avg_pool": lambda x: getattr(F, f"adaptive_avg_pool{dims}d")(x, 5),
+        "reflection_pad": lambda x: F.pad(x, (1, 2) * dims, mode="reflect"),
+        "replication_pad": lambda x: F.pad(x, (1, 2) * dims, mode="replicate"),
+    }
+    return next(function for start, function in functions.items() if name.startswith(start))
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of an op."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target, self.found = target, list[tuple[Any, tuple[Any, ...]]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) == self.target:
+            self.found.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("target", split_convolution_backward.SHAPE_ONLY)
+def test_a_kernel_takes_the_shape_alone(target: str, last: bool, dtype: torch.dtype) -> None:
+    dims = next(int(letter) for letter in target.split(".")[1] if letter.isdigit())
+    if (last and dims == 1) or (target == "aten.avg_pool3d_backward.default" and dtype == torch.bfloat16):
+        pytest.skip("torch has no such layout, or no such kernel")
+    x = image(dims, dtype, last).requires_grad_()
+    y = pools(target, dims)(x)
+    with Calls(target) as seen:
+        y.backward(torch.randn_like(y))
+    ((func, args),) = seen.found
+    at = split_convolution_backward.SHAPE_ONLY[target]
+    dense = not args[at].is_contiguous()
+    other = [*args[:at], nan_like(args[at], dense=dense), *args[at + 1 :]]
+    expected, found = func(*args), func(*other)
+    assert torch.equal(expected, found)
+    assert found.stride() == expected.stride()
+    assert peak(lambda: func(*other)) <= peak(lambda: func(*args))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    dims: int = 2
+    wide: int = 8
+    narrow: int = 16
+    kernel: int = 3
+    stride: int = 1
+    padding: int = 1
+    dilation: int = 1
+    groups: int = 1
+    transposed: bool = False
+    last: bool = False
+    dtype: torch.dtype = torch.float32
+    size: int = 12
+
+    def arguments(self) -> tuple[Any, ...]:
+        x = image(self.dims, self.dtype, self.last, self.wide, self.size)
+        kind = getattr(nn, f"Conv{'Transpose' if self.transposed else ''}{self.dims}d")
+        layer = kind(
+            self.wide, self.narrow, self.kernel, self.stride, self.padding, dilation=self.dilation, groups=self.groups
+        ).to(self.dtype)
+        y = layer(x)
+        places = [[getattr(self, name)] * self.dims for name in ("stride", "padding", "dilation")]
+        gradient = torch.randn_like(y)
+        return gradient, x, layer.weight.detach(), [self.narrow], *places, self.transposed, [0] * self.dims, self.groups
+
+
+def convolutions() -> Iterator[Convolution]:
+    plain = Convolution()
+    for one in (
+        plain,
+        replace(plain, stride=2),
+        replace(plain, dilation=2, padding=2),
+        replace(plain, groups=4),
+        replace(plain, groups=8, narrow=8),
+        replace(plain, kernel=1, padding=0),
+        replace(plain, kernel=5, padding=2, wide=3),
+        replace(plain, transposed=True),
+        replace(plain, transposed=True, stride=2, groups=2),
+        replace(plain, size=33, wide=32, narrow=32),
+    ):
+        yield one
+        yield replace(one, last=True)
+        yield replace(one, dtype=torch.bfloat16)
+        yield replace(one, dims=1)
+        if one.size < 20:
+            yield replace(one, dims=3, size=6)
+            yield replace(one, dims=3, size=6, last=True)
+    yield replace(plain, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("one", list(convolutions()), ids=str)
+def test_a_convolutions_derivative_in_two_parts_is_the_same(one: Convolution) -> None:
+    torch.manual_seed(0)
+    args = one.arguments()
+    backward = torch.ops.aten.convolution_backward.default
+    of_input, of_weight, of_bias = backward(*args, [True, True, True])
+    _, weight, bias = backward(*args, [False, True, True])
+    other = [args[0], nan_like(args[1], dense=True), *args[2:]]
+    result, _, _ = backward(*other, [True, False, False])
+    assert torch.equal(of_weight, weight)
+    assert torch.equal(of_bias, bias)
+    assert torch.equal(of_input, result)
+    assert of_input.stride() == result.stride()
+    assert peak(lambda: backward(*other, [True, False, False])) == peak(lambda: backward(*args, [True, False, False]))
+
+
+def reads(graph: JointGraph, target: str) -> list[str]:
+    """What the ops of a kind read: values by the op that made them."""
+    found: list[str] = []
+    for op in graph.ops:
+        if op.target == target:
+            for value in op.reads:
+                maker = graph.values[value].op
+                found.append(graph.values[value].path if maker is None else graph.ops[maker].target)
+    return found
+
+
+def test_a_convolutions_input_is_read_by_the_weights_derivative_only() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+    graph = capture(model, call_of((torch.randn(2, 3, 8, 8),), {})).graph
+    parts = [op for op in graph.ops if op.target == "aten.convolution_backward.default"]
+    first = next(op for op in graph.ops if op.target == "aten.convolution.default")
+    assert [op.args[10] for op in parts] == [[False, True, True], [True, False, False], [False, True, True]]
+    assert [first.makes[0] in op.reads for op in parts] == [True, False, False]
+
+
+def test_a_pools_input_is_not_kept() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2, 1, 1), nn.AvgPool2d(2))
+    graph = capture(model, call_of((torch.randn(2, 3, 16, 16),), {})).graph
+    assert "aten.tanh.default" not in reads(graph, "aten.max_pool2d_with_indices_backward.default")
+
+
+@pytest.mark.parametrize("one", list(convolutions()), ids=str)
+def test_without_its_weight_a_convolutions_derivative_takes_the_shape_of_the_input_alone(one: Convolution) -> None:
+    torch.manual_seed(0)
+    args = one.arguments()
+    backward = torch.ops.aten.convolution_backward.default
+    of_input, _, of_bias = backward(*args, [True, False, True])
+    other = [args[0], nan_like(args[1], dense=True), *args[2:]]
+    assert torch.equal(of_input, backward(*other, [True, False, False])[0])
+    assert torch.equal(of_bias, backward(*other, [False, False, True])[2])
+
+
+def frozen(layer: nn.Module, *, bias: bool = False) -> nn.Module:
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(bias and name == "bias")
+    return layer
+
+
+MASKED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "bias trained": (lambda: frozen(nn.Conv2d(16, 16, 3, padding=1), bias=True), "aten.convolution_backward.default"),
+    "stride 2": (lambda: frozen(nn.Conv2d(16, 16, 3, 2, 1)), "aten.convolution_backward.default"),
+    "stride 2, bias trained": (
+        lambda: frozen(nn.Conv2d(16, 16, 3, 2, 1), bias=True), "aten.convolution_backward.default",
+    ),
+    "fewer channels": (lambda: frozen(nn.Conv2d(16, 4, 1)), "aten.convolution_backward.default"),
+    "pool": (lambda: nn.MaxPool2d(2), "aten.max_pool2d_with_indices_backward.default"),
+    "average": (lambda: nn.AvgPool2d(2), "aten.avg_pool2d_backward.default"),
+}  # fmt: skip
+
+
+def masked(name: str, last: bool) -> tuple[nn.Module, Tensor]:
+    """A layer after a ReLU, whose own derivative takes bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), MASKED[name][0]())
+    x = image(2, torch.float32, last, channels=3, size=96)
+    return (model.to(memory_format=torch.channels_last) if last else model), x  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_is_read_for_its_shape_does_not_keep_the_input(name: str, last: bool) -> None:
+    model, x = masked(name, last)
+    captured, differences = difference(model, (x,))
+    assert differences == []
+    graph = captured.graph
+    ops = [
+        op for op in graph.ops if op.target == MASKED[name][1] and (not op.args[10][1] if "conv" in op.target else 1)
+    ]
+    (relu,) = [op.makes[0] for op in graph.ops if op.target == "aten.relu.default"]
+    assert ops
+    assert not any(relu in op.reads for op in ops)
+    made = schedule(graph, Choices(encode=frozenset({relu})))
+    assert relu not in made.saved
+
+
+@pytest.mark.parametrize("choice", ["all kept", "all dropped"])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", MASKED)
+def test_what_stands_for_it_is_counted(name: str, last: bool, choice: str) -> None:
+    model, x = masked(name, last)
+    call = call_of((x,), {})
+    captured = capture(model, call)
+    made = schedule(captured.graph, CHOICES[choice](captured.graph))
+    engine = Engine(captured, made)
+
+    def step() -> None:
+        output = engine.run(model, call)
+        output.sum().backward()
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    resident = sum(value.bytes for value in captured.graph.values if value.kind in RESIDENT)
+    assert peak_of(allocations(step)) == pytest.approx(levels(made).peak - resident, rel=0.01)
+
+
+def test_an_input_that_is_read_next_anyway_stands_for_itself() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), frozen(nn.Conv2d(16, 16, 3, 2, 1)))
+    graph = capture(model, call_of((torch.randn(2, 3, 16, 16),), {})).graph
+    assert not any(op.target == "aten.new_empty_strided.default" for op in graph.ops)
+
+
+def test_running_statistics_are_not_read_in_backward() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Tanh())
+    graph = capture(model, call_of((torch.randn(2, 3, 8, 8),), {})).graph
+    read = reads(graph, "aten.native_batch_norm_backward.default")
+    assert read
+    assert not any(name.startswith("1.running") for name in read)
+    model[1].eval()
+    graph = capture(model, call_of((torch.randn(2, 3, 8, 8),), {})).graph
+    assert any(name.startswith("1.running") for name in reads(graph, "aten.native_batch_norm_backward.default"))

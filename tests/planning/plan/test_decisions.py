@@ -1,0 +1,154 @@
+"""Decisions read off a schedule: one for each value, with times that add up and reasons from the graph."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.graphs import Tape, random_graph
+
+from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.plan.decisions import decide
+from memplan.planning.plan.plan import Decision
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import Schedule, schedule
+
+
+def step() -> JointGraph:
+    """input -> mm -> relu -> dropout, times the relu's result -> mm -> loss."""
+    tape = Tape()
+    x, first, second = tape.value("input", 64), tape.value("parameter", 64), tape.value("parameter", 32)
+    h = tape.op("aten.mm.default", [x], 2048, 0.3, parameters=[first], saves="i", layer="up")
+    r = tape.op("aten.relu.default", [h], 2048, 0.02, saves="o", overwrites=(h,), layer="act", where="net.py:7")
+    d = tape.op("aten.native_dropout.default", [r], 2048, 0.5, extra=[512], random=True)
+    m = tape.op("aten.mul.Tensor", [r, d], 2048, 0.1, saves="i", layer="gate")
+    y = tape.op("aten.mm.default", [m], 1024, 1.0, parameters=[second], saves="i", layer="down")
+    tape.finish(tape.op("aten.sum.default", [y], 4, 0.1))
+    tape.bits(d + 1, whole=True)
+    tape.bits(r, whole=False)
+    encodings = (
+        replace(tape.encodings[0], encode_seconds=0.25, decode_seconds=0.5),
+        replace(tape.encodings[1], encode_seconds=0.125),
+    )
+    return replace(tape.graph(), encodings=encodings)
+
+
+GRAPH = step()
+X, FIRST, SECOND, H, R, D, MASK, M, Y, LOSS = range(10)
+
+
+def decided(**choices: Any) -> dict[tuple[str, ...], Decision]:
+    """By lever and name."""
+    found = decide(GRAPH, schedule(GRAPH, Choices(**choices)))
+    by_key = {(decision.lever, *decision.scope.names): decision for decision in found}
+    assert len(by_key) == len(found)
+    return by_key
+
+
+def test_all_kept() -> None:
+    found = decided(in_place=False)
+    assert {key: (d.bytes, d.reason) for key, d in found.items()} == {
+        ("keep", "v4"): (2048, "needed by mul of gate and 1 more op; making it again would take 20 ms"),
+        ("keep", "v5"): (2048, "random: never drawn again; needed by mul of gate"),
+        ("keep", "v6"): (512, "random: never drawn again; needed by native_dropout"),
+        ("keep", "v7"): (
+            2048,
+            "needed by mm of down; making it again would take 100 ms, the most per byte of all that is kept",
+        ),
+        ("keep", "v9"): (4, "returned by the model"),
+    }
+    assert {d.seconds for d in found.values()} == {0.0}
+    assert (found["keep", "v4"].layer, found["keep", "v4"].where) == ("act", "net.py:7")
+
+
+def test_recomputed() -> None:
+    found = decided(recompute=frozenset({H, R, M}), in_place=False)
+    assert {key: (d.bytes, d.seconds, d.reason) for key, d in found.items() if key[0] == "recompute"} == {
+        ("recompute", "v3"): (2048, 0.3, "making it again takes 300 ms for 2.0 KiB; needed to make v4 again"),
+        ("recompute", "v4"): (
+            2048, 0.02, "making it again takes 20 ms for 2.0 KiB; needed by mul of gate and 1 more op",
+        ),
+        ("recompute", "v7"): (2048, 0.1, "making it again takes 100 ms for 2.0 KiB; needed by mm of down"),
+    }  # fmt: skip
+    found = decided(recompute=frozenset({R}), in_place=False)
+    assert found["keep", "v3"].reason.startswith("needed to make v4 again; making it again would take 300 ms")
+
+
+def test_encoded() -> None:
+    found = decided(recompute=frozenset({R}), encode=frozenset({R, MASK}), in_place=False)
+    bits, signs = found["encode", "v6"], found["encode", "v4"]
+    assert (bits.bytes, bits.seconds) == (512 - 64, 0.75)
+    assert bits.reason == "64 B instead of 512 B (bits); needed by native_dropout"
+    assert bits.details == {"codec": "bits", "encoded_bytes": 64}
+    assert (signs.bytes, signs.seconds) == (2048 - 64, 0.125 + 0.02)
+    assert (
+        signs.reason == "64 B instead of 2.0 KiB (sign); read as it is by relu of act; for the rest made again in 20 ms"
+    )
+
+
+def test_an_encoded_form_beside_the_value_frees_nothing() -> None:
+    signs = decided(encode=frozenset({R}))["encode", "v4"]
+    assert signs.bytes == 0
+    assert "the value itself is kept too" in signs.reason
+
+
+def test_the_whole_step() -> None:
+    plan = schedule(GRAPH, Choices(early=True))
+    reuses = [
+        (GRAPH.values[action.into].name, GRAPH.values[action.makes[0]].name, GRAPH.values[action.makes[0]].bytes)
+        for action in (*plan.forward, *plan.backward)
+        if action.into is not None
+    ]
+    found = {decision.lever: decision for decision in decide(GRAPH, plan)}
+    assert reuses
+    assert found["in place"].details["reuses"] == tuple(reuses)
+    assert found["in place"].bytes == sum(size for *_, size in reuses)
+    assert (found["update early"].bytes, found["update early"].details) == (64 + 32, {"parameters": 2})
+    assert "accumulate" not in found
+    held = {decision.lever: decision for decision in decide(GRAPH, schedule(GRAPH, Choices(held=True)))}
+    assert held["accumulate"].bytes == 64 + 32
+    assert "update early" not in held
+
+
+def drawn(seed: int) -> tuple[JointGraph, Schedule]:
+    draw = random.Random(seed)
+    graph = random_graph(seed, draw.randint(2, 12))
+    choices = Choices(
+        frozenset(value for value in recomputable(graph) if draw.random() < 0.5),
+        frozenset(e.value for e in graph.encodings if draw.random() < 0.6),
+        early=draw.random() < 0.3,
+        in_place=draw.random() < 0.8,
+    )
+    return graph, schedule(graph, choices)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_each_value_that_is_there_in_the_backward_pass_is_decided_once_and_times_add_up(seed: int) -> None:
+    graph, plan = drawn(seed)
+    found = decide(graph, plan)
+    assert sum(decision.seconds for decision in found) == pytest.approx(plan.seconds)
+    there = {value for action in plan.backward for value in (*action.reads, *action.makes)}
+    there |= {e.value for e in graph.encodings if e.encoded in there} | {graph.base(value) for value in graph.outputs}
+    forward = {value for op in graph.ops if op.phase == "forward" for value in op.makes}
+    named = [decision.scope.names[0] for decision in found if decision.scope.kind == "value"]
+    assert sorted(named) == sorted(graph.values[value].name for value in there & forward)
+    assert all(decision.reason and decision.grade == "exact" and decision.bytes >= 0 for decision in found)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_what_is_kept_is_what_lives_between_the_passes(seed: int) -> None:
+    graph, plan = drawn(seed)
+    encoded = {e.encoded: e for e in graph.encodings}
+    forward = {value for op in graph.ops if op.phase == "forward" for value in op.makes}
+    outputs = {graph.base(value) for value in graph.outputs} & forward
+    lives = sum(graph.values[value].bytes for value in {*plan.saved} | outputs)
+    kept = sum(decision.bytes for decision in decide(graph, plan) if decision.lever == "keep")
+    small = sum(graph.values[value].bytes for value in plan.saved if value in encoded)
+    beside = sum(graph.values[e.value].bytes for e in encoded.values() if {e.value, e.encoded} <= {*plan.saved})
+    assert lives == kept + small + beside

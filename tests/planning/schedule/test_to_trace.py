@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.graphs import random_graph
+
+from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import schedule, with_fewest_pieces
+from memplan.planning.schedule.to_trace import timeline_of
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 1 << 30), st.booleans(), st.booleans())
+def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool, held: bool) -> None:
+    graph, draw = random_graph(seed, 8, hooks=True), random.Random(seed)
+    drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
+    encode = frozenset(one.value for one in graph.encodings if draw.random() < 0.5)
+    away = frozenset(one.value for one in graph.offloads if draw.random() < 0.5)
+    made = schedule(graph, Choices(drop, encode, early=early, held=held and not early, offload=away))
+    around = Surroundings(1000, 500, {of: 70 for of, _ in graph.gradients}, {"weight": 30, "parameter_gradient": 20})
+    assert timeline_of(made, around).peak_allocated == levels(made, around).peak
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(0, 1 << 30))
+def test_pieces_are_used_only_where_the_budget_asks_for_them(seed: int) -> None:
+    graph = random_graph(seed, 8)
+    made = schedule(graph, Choices(recomputable(graph)))
+    peak = levels(made).peak
+
+    def fits(one: object, budget: int) -> list[bool]:
+        found = levels(one)  # pyright: ignore[reportArgumentType]  # a Schedule
+        return [level <= budget for level in (*found.forward, *found.backward)]
+
+    tight = with_fewest_pieces(made, lambda one: fits(one, peak))
+    assert levels(tight).peak <= peak
+    wide = with_fewest_pieces(made, lambda one: fits(one, 1 << 40))
+    assert wide.choices.pieces == frozenset()
+    assert not any(a.into is not None and a.called(graph).scratch_into is not None for a in wide.backward)

@@ -1,0 +1,65 @@
+"""The batch evaluator against the plain account of schedules, on random graphs with all that a graph can have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from planning.graphs import random_graph, residual, transformer, unet
+
+from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import levels
+from memplan.planning.schedule.scheduler import schedule
+from memplan.planning.search.batch_evaluator import Evaluator
+
+
+def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, held: bool) -> bool:
+    """Whether both say the same of some random choices; returns whether the batch did it by itself."""
+    updates = {of: draw.choice([0, 100, 1000]) for of, _ in graph.gradients}
+    around = Surroundings(draw.choice([0, 1000]), draw.choice([0, 2000]), updates)
+    evaluator = Evaluator(graph, around, early=early, held=held)
+    flat = evaluator.flat
+    share = np.array([draw.random() for _ in range(count)])
+    columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
+    columns = columns.reshape(evaluator.rows, count)
+    budget = 2000
+    found = evaluator.evaluate(columns, budget)
+    profiles = evaluator.profiles(columns)
+    for at in range(count):
+        drops = frozenset(v for k, v in enumerate(flat.droppable) if columns[k, at])
+        some = columns[len(flat.droppable) :, at]
+        coded = frozenset(e.value for e, chosen in zip(flat.encodings, some, strict=False) if chosen)
+        some = some[len(flat.encodings) :]
+        away = frozenset(o.value for o, chosen in zip(flat.offloads, some, strict=True) if chosen)
+        choices = Choices(drops, coded, early, held, offload=away)
+        made = schedule(graph, choices)
+        expected = levels(made, around)
+        assert found.peak[at] == expected.peak
+        assert found.seconds[at] == pytest.approx(made.seconds, rel=1e-9, abs=1e-12)
+        assert profiles[at].boundary == expected.boundary
+        assert profiles[at].update == expected.update
+        assert np.array_equal(evaluator.column(choices), columns[:, at])
+        again = evaluator.choices(columns[:, at])
+        assert levels(schedule(graph, again), around) == expected
+    return flat.regular
+
+
+def test_random_graphs() -> None:
+    draw = random.Random(0)
+    regular = [
+        agrees(random_graph(seed, draw.randint(2, 14), hooks=seed % 2 == 0), draw, 12, early=early, held=held)
+        for seed in range(120)
+        for early, held in [(False, False), (True, False), (False, True), (True, True)]
+    ]
+    assert sum(regular) > 0.7 * len(regular)
+    assert not all(regular)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("make", [residual, transformer, unet])
+def test_networks(make: Callable[[], JointGraph], early: bool) -> None:
+    assert agrees(make(), random.Random(1), 6, early=early, held=False)

@@ -1,0 +1,110 @@
+"""The validator on random schedules and on random changes of them, beside an interpreter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.graphs import random_graph
+from planning.interpreter import Wrong, interpreted, with_action
+
+from memplan.errors import ScheduleError
+from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import Schedule, schedule
+from memplan.planning.validation.validate import validate
+
+
+def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
+    """A random graph and a random schedule of it, made by schedule()."""
+    draw = random.Random(seed)
+    graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5)
+    later = {value for op in graph.backward_ops for value in op.reads}
+    graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
+    changed = {target for target, _ in graph.mutations}
+    again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].rerun.reads))
+    choices = Choices(
+        frozenset(value for value in again if draw.random() < 0.5),
+        frozenset(e.value for e in graph.encodings if draw.random() < 0.6),
+        early=draw.random() < 0.3,
+        held=draw.random() < 0.3,
+        in_place=draw.random() < 0.8,
+        offload=frozenset(one.value for one in graph.offloads if draw.random() < 0.7),
+    )
+    update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
+    return graph, schedule(graph, choices), Surroundings(1000, 500, update_of)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_what_schedule_makes_is_right_and_its_bytes_are_counted_alike(seed: int) -> None:
+    graph, plan, around = drawn(seed)
+    peak = interpreted(graph, plan, around)
+    assert validate(graph, plan, None, around) == peak
+    assert validate(graph, plan, peak, around) == peak
+    with pytest.raises(ScheduleError, match="bytes live"):
+        validate(graph, plan, peak - 1, around)
+
+
+# Mutants
+
+
+def mutant(graph: JointGraph, plan: Schedule, draw: random.Random) -> Schedule:
+    """The schedule with one thing changed."""
+    actions = [*plan.forward, *plan.backward]
+    at, other = draw.randrange(len(actions)), draw.randrange(len(actions))
+    coded = draw.choice([at for at, action in enumerate(actions) if action.kind != "run"])
+    action, any_value = actions[at], draw.randrange(len(graph.values))
+    some = draw.choice([*action.reads, *action.makes, any_value])
+    changes: list[Callable[[], Schedule]] = [
+        lambda: with_action(plan, at),
+        lambda: with_action(plan, at, action, action),
+        lambda: with_action(with_action(plan, at, actions[other]), other, action),
+        lambda: with_action(plan, at, action, actions[other]),
+        lambda: with_action(plan, at, replace(action, frees=(*action.frees, some))),
+        lambda: with_action(plan, at, replace(action, frees=action.frees[1:])),
+        lambda: with_action(plan, at, replace(action, makes=action.makes[1:])),
+        lambda: with_action(plan, at, replace(action, makes=(*action.makes, any_value))),
+        lambda: with_action(plan, at, replace(action, reads=action.reads[1:])),
+        lambda: with_action(plan, at, replace(action, into=some, frees=tuple(v for v in action.frees if v != some))),
+        lambda: with_action(plan, at, replace(action, into=None)),
+        lambda: with_action(plan, at, replace(action, recomputed=not action.recomputed)),
+        lambda: with_action(plan, coded, replace(actions[coded], copies=not actions[coded].copies)),
+        lambda: with_action(plan, at, replace(action, direct=some)),
+        lambda: with_action(plan, at, replace(action, direct=None)),
+        lambda: with_action(plan, coded, replace(actions[coded], value=any_value)),
+        lambda: with_action(plan, coded, replace(actions[coded], source=any_value)),
+        lambda: with_action(plan, at, replace(action, op=draw.randrange(len(graph.ops)))),
+        lambda: with_action(plan, at, replace(action, kind=actions[other].kind)),
+        lambda: replace(plan, saved=plan.saved[1:]),
+    ]
+    return draw.choice(changes)()
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(0, 1 << 30))
+def test_what_the_validator_lets_pass_does_no_harm(seed: int, change: int) -> None:
+    graph, plan, around = drawn(seed)
+    changed = mutant(graph, plan, random.Random(change))
+    try:
+        peak = validate(graph, changed, None, around)
+    except ScheduleError:
+        return
+    assert interpreted(graph, changed, around) == peak
+
+
+def test_most_changes_do_harm() -> None:
+    """Else the test above would say nothing."""
+    harm = 0
+    for seed in range(400):
+        graph, plan, around = drawn(seed)
+        try:
+            interpreted(graph, mutant(graph, plan, random.Random(seed)), around)
+        except Wrong:
+            harm += 1
+    assert harm > 150

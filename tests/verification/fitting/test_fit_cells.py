@@ -1,0 +1,67 @@
+"""Every kind of model and call, in three budgets: the gradients are those of a plain step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rewriting.cells import CELLS, same_state, total
+from torch import Tensor, nn
+
+from memplan.errors import BudgetError
+from memplan.planning.search.search import Heuristics
+from memplan.verification.fitting.fit import fit
+
+BATCH = 32
+QUICK = Heuristics(relaxation=False, scatter=0, shakes=0, rounds=4)
+"""How good the plans are is not asked here."""
+
+
+class Twice(nn.Module):
+    """Two of a kind, one after the other: what the first one saves need not be there while the second one runs."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.first(*inputs, **kwargs), self.second(*inputs, **kwargs)
+
+
+def trained(model: nn.Module, step: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of one step by hand, and what is drawn after it; gradients are left in the model."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    loss = step()
+    loss.backward()
+    return loss.detach(), torch.rand(1)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_cell_in_three_budgets(cell: str) -> None:
+    torch.manual_seed(0)
+    model = Twice(CELLS[cell].make(), CELLS[cell].make())
+    inputs, kwargs = CELLS[cell].arguments(BATCH)
+    twin = copy.deepcopy(model)
+    given: dict[str, Any] = {"kwargs": kwargs, "loss": total, "heuristics": QUICK, "pairs": 0}
+    with pytest.raises(BudgetError) as caught:
+        fit(model, *inputs, budget=1, **given)
+    floor, eager = caught.value.smallest_budget, 0
+    for share in (0.0, 0.4, 0.8):
+        budget = int(floor + share * max(0, eager - floor))
+        fitted = fit(model, *inputs, budget=budget, **given)
+        assert fitted.changed
+        assert fitted.proof.exact
+        assert fitted.proof.within_budget
+        assert fitted.proof.peak <= budget < fitted.proof.reference_peak
+        planned, eager = fitted.loss, fitted.proof.reference_peak
+        assert planned is not None
+        ours = trained(model, lambda planned=planned: planned(*inputs, **kwargs))
+        plain = trained(twin, lambda: total(twin(*inputs, **kwargs)))
+        assert [torch.equal(*pair) for pair in zip(ours, plain, strict=True)] == [True, True]
+        same_state(twin, model)
+        fitted.undo()
+        model.zero_grad()

@@ -1,0 +1,190 @@
+"""Proofs on a machine with too little memory for the step as it is."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from snapshots import everything
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memplan.errors import UsageError
+from memplan.planning.api import plan
+from memplan.verification.fitting import prover
+from memplan.verification.fitting.fit import fit
+from memplan.verification.measurement import free_memory
+from memplan.verification.proof.proof import Cut, dumps, loads
+
+X, Y = torch.linspace(-1, 1, 512 * 16).reshape(512, 16), torch.arange(512) % 8
+CALL: dict[str, Any] = {"targets": Y, "loss": F.cross_entropy}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    hidden = (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), *hidden, nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+def budget_of(model: nn.Module, share: float = 0.3, **options: Any) -> tuple[int, int]:
+    """A budget between the floor and what the step takes as it is, and the latter."""
+    found = plan(model, X, budget="1 GiB", **CALL, **options)
+    return int(found.floor + share * (found.eager_peak - found.floor)), found.eager_peak
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """How many samples each side ran with."""
+    seen: dict[str, list[int]] = {}
+
+    class Trial(prover.Trial):
+        def prepare(self) -> None:
+            super().prepare()
+            seen.setdefault(self.name, []).append(self._given[0][0].shape[0])
+
+    monkeypatch.setattr(prover, "Trial", Trial)
+    return seen
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    monkeypatch.setattr(free_memory, "available", lambda: free)
+
+
+@pytest.mark.parametrize("free", [None, 1 << 40])
+def test_with_enough_memory_all_is_compared(free: int | None, monkeypatch: Any, sizes: dict[str, list[int]]) -> None:
+    machine(monkeypatch, free)
+    model = net()
+    fitted = fit(model, X, **CALL, budget=budget_of(model)[0], pairs=0)
+    assert fitted.proof.cut is None
+    assert set(sizes["reference"]) == {512}
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": torch.optim.AdamW}, {"accumulate": 2}], ids=str)
+def test_with_too_little_fewer_samples_are_compared_and_the_plan_is_measured(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]
+) -> None:
+    model = net()
+    twin = copy.deepcopy(model)
+    chosen = {name: value for name, value in options.items() if name in ("optimizer", "accumulate")}
+    budget, eager = budget_of(model, **chosen)
+    machine(monkeypatch, eager)
+    before = everything(model, X)
+    fitted = fit(model, X, **CALL, **options, budget=budget, pairs=1)
+    assert fitted.changed
+    proof = fitted.proof
+    assert proof.ok
+    assert proof.cut is not None
+    samples = proof.cut.samples
+    assert samples < 512
+    assert set(sizes["reference"]) == {samples}
+    assert set(sizes["alone"]) == {512}
+    assert proof.cut == Cut(samples, 512, proof.cut.needed, eager, True)
+    assert proof.cut.needed > eager
+    assert proof.reference_peak == eager
+    assert proof.peak <= budget
+    if "accumulate" not in options:  # the first micro-batch has a plan of its own
+        assert proof.peak == pytest.approx(fitted.plan.peak, rel=0.02)
+    said = str(proof)
+    assert f"compared with {samples} of the 512 samples" in said
+    assert "the planned step was measured with all" in said
+    assert "predicted before" in said
+    assert loads(dumps(proof)) == proof
+
+    assert fitted.loss is not None
+    for call in (lambda: fitted.loss(X, Y), lambda: F.cross_entropy(twin(X), Y)):  # pyright: ignore[reportOptionalCall]
+        torch.manual_seed(2)
+        call().backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # pyright: ignore[reportArgumentType]  # both trained
+    fitted.undo()
+    model.zero_grad()
+    after = everything(model, X)
+    assert {key for key, value in after.items() if value != before[key]} == {"streams"}  # of the calls above
+
+
+def test_what_is_compared_does_recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net()
+    budget, eager = budget_of(model, 0.1)
+    machine(monkeypatch, eager)
+    right, texts = prover.install, list[str]()
+
+    def watched(step: nn.Module, planner: Any) -> Any:
+        made = right(step, planner)
+        if not hasattr(planner, "made"):  # the one for fewer samples
+            undo = made.undo
+            made.undo = lambda: (texts.extend(engine.text for engine in made.engines), undo())[1]
+        return made
+
+    monkeypatch.setattr(prover, "install", watched)
+    fitted = fit(model, X, **CALL, budget=budget, pairs=0)
+    assert fitted.proof.cut is not None
+    again = [re.findall(r"ops run again: (\d+)", text) for text in (*texts, fitted.plan.program)]
+    assert again[0] == again[1] != ["0"]
+
+
+def test_the_plan_alone_runs_on_the_parameters_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8))
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    x = torch.randn(2048, 512)
+    made = plan(model, x, budget="1 GiB")
+    budget = (made.floor + made.eager_peak) // 2
+    machine(monkeypatch, budget - weights)
+    fitted = fit(model, x, budget=budget, pairs=0)
+    assert fitted.proof.cut is not None
+    assert fitted.proof.cut.measured
+    assert fitted.proof.resident == pytest.approx(weights + x.numel() * 4, rel=0.001)
+
+
+def test_where_not_even_the_plan_can_run_its_peak_is_the_predicted_one_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]
+) -> None:
+    model = net()
+    budget, eager = budget_of(model)
+    machine(monkeypatch, eager // 4)
+    fitted = fit(model, X, **CALL, budget=budget, pairs=0)
+    assert fitted.proof.cut is not None
+    assert not fitted.proof.cut.measured
+    assert fitted.proof.peak == fitted.plan.peak
+    assert fitted.proof.ok
+    assert "alone" not in sizes
+    assert "peak not measured" in str(fitted.proof)
+
+
+def test_a_step_that_fits_as_it_is_is_not_run_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, sizes: dict[str, list[int]]
+) -> None:
+    model = net()
+    _, eager = budget_of(model)
+    machine(monkeypatch, eager)
+    fitted = fit(model, X, **CALL, budget="1 GiB")
+    assert not fitted.changed
+    assert fitted.proof.ok
+    assert fitted.proof.cut is not None
+    assert 512 not in sizes["reference"]
+
+
+class Rows(nn.Module):
+    """Takes eight samples and no other number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(24, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(self.net(x.view(8, 100, 24)).sum(1), -1).log().sum()
+
+
+def test_what_cannot_be_cut_is_refused_with_the_bytes_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Rows(), torch.randn(8, 100, 24)
+    made = plan(model, x, budget="1 GiB")
+    machine(monkeypatch, made.eager_peak)
+    before = everything(model, x)
+    with pytest.raises(
+        UsageError, match=r"The proof runs the step as it is beside the planned one, which takes .* avail"
+    ):
+        fit(model, x, budget=(made.floor + made.eager_peak) // 2)
+    assert everything(model, x) == before

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from memplan.errors import UsageError
+from memplan.verification.measurement.peak_and_time import Times
+from memplan.verification.proof.differences import Compared, Difference
+from memplan.verification.proof.proof import Cut, Proof, dumps, loads
+from memplan.verification.proof.rounding import Rounded
+
+GOOD = Proof(
+    3, 1, "AdamW", False, Compared(3), Compared(12), Compared(12), Compared(6), (), 1 << 20, 5 << 20, 9 << 20,
+    5 << 20, 6 << 20, Times(5, 0.5, 0.6, 1.2, (1.1, 1.3)), "2.13.0",
+)  # fmt: skip
+BAD = dataclasses.replace(
+    GOOD,
+    gradients=Compared(12, (Difference("a.weight", 1, "differs by up to 1 (relative inf, in L2)", 1.0, float("inf")),)),
+    random_streams=("torch",),
+    budget=4 << 20,
+    times=None,
+)
+
+
+PART = dataclasses.replace(GOOD, cut=Cut(2, 16, 40 << 20, 32 << 20, True))
+
+
+@pytest.mark.parametrize("proof", [GOOD, BAD, PART])
+def test_json_and_pickle_give_the_same_value_back(proof: Proof) -> None:
+    assert loads(dumps(proof)) == proof
+    assert pickle.loads(pickle.dumps(proof)) == proof
+    assert json.loads(dumps(proof))["ok"] is proof.ok
+
+
+def test_what_is_wrong_is_said() -> None:
+    assert GOOD.ok
+    assert GOOD.exact
+    assert GOOD.above_resident == 4 << 20
+    assert (BAD.ok, BAD.exact, BAD.within_budget) == (False, False, False)
+    assert BAD.failures == (
+        "the gradient of a.weight differs by up to 1 (relative inf, in L2) in step 2",
+        "the random stream of torch is elsewhere after the step",
+        "the measured peak is 1.0 MiB over the budget of 4.0 MiB",
+    )
+
+
+def test_a_proof_prints_itself() -> None:
+    assert str(GOOD) == (
+        "the same bit for bit over 3 steps with AdamW: 3 outputs, 12 gradients, 12 updated parameters, 6 buffers, "
+        "the random streams\n"
+        "peak 5.0 MiB measured, 5.0 MiB predicted, 6.0 MiB budget, 9.0 MiB before (1.0 MiB of each are weights, "
+        "buffers and inputs)\n"
+        "1.20 times the time (1.10 to 1.30, the middle half of 5 pairs): 0.5 s before, 0.6 s now"
+    )
+    assert str(BAD).startswith("NOT the same: the gradient of a.weight differs")
+    assert "EXCEEDED" in str(BAD)
+
+
+@pytest.mark.parametrize(
+    ("truth", "reference", "own", "told"),
+    [
+        ("float64", 0.3, 0.01, "off from float64 by {}; the step without a plan under autocast by 30.00%; the"),
+        ("float64", 0.01, 0.01, "off from float64 by {}; the step without a plan by 1.00%; the"),
+        ("reference", 0.0, 0.0, "off from the step as it is by {}; the"),
+    ],
+    ids=["autocast ran", "it did not", "neither did float64"],
+)
+def test_a_lossy_proof_says_of_what_ran_how_far_off_it_is(truth: str, reference: float, own: float, told: str) -> None:
+    judged = Rounded("gradients", "a.weight", 0, 0.2, reference, 1.0, 0.5, own)
+    text = str(dataclasses.replace(GOOD, grade="lossy", truth=truth, rounded=(judged,)))
+    assert told.format("(relative, in L2): gradients 20.00%") in text
+
+
+def test_early_updates_have_no_gradients_to_count() -> None:
+    early = dataclasses.replace(GOOD, early=True, gradients=Compared())
+    assert "AdamW, applied early: 3 outputs, 12 updated" in str(early)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format": "memplan.trace", "schema": 1}', dumps(GOOD).replace('"schema": 1', '"schema": 2'),
+     dumps(GOOD).replace('"resident"', '"dweller"')],
+)  # fmt: skip
+def test_what_is_no_proof_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"f\.json is no proof"):
+        loads(text, "f.json")
+
+
+def test_a_proof_says_what_was_compared_and_what_was_only_measured_or_predicted() -> None:
+    said = str(PART).splitlines()
+    assert said[1] == (
+        "compared with 2 of the 16 samples: with all of them that takes 40.0 MiB, and 32.0 MiB are available; the "
+        "planned step was measured with all"
+    )
+    assert said[2].startswith("peak 5.0 MiB measured, 5.0 MiB predicted, 6.0 MiB budget, 9.0 MiB predicted before")
+    assert said[3].startswith("1.20 times the time of 2 of the 16 samples")
+    blind = dataclasses.replace(PART, cut=Cut(2, 16, 40 << 20, 32 << 20, False), budget=4 << 20)
+    assert "Not even the planned step was run with all" in str(blind)
+    assert "peak not measured, 5.0 MiB predicted" in str(blind)
+    assert blind.failures == ("the predicted peak is 1.0 MiB over the budget of 4.0 MiB",)
+
+
+def test_a_proof_written_before_there_were_cuts_is_read() -> None:
+    data = json.loads(dumps(GOOD))
+    del data["cut"]
+    assert loads(json.dumps(data)) == GOOD

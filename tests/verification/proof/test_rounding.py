@@ -1,0 +1,174 @@
+"""Rounding is told from errors by float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memplan.verification.proof.differences import Difference
+from memplan.verification.proof.rounding import (
+    FACTOR,
+    LOSSY,
+    ROUNDING,
+    SLACK,
+    by_layer,
+    distance,
+    is_rounding,
+    overall,
+    rounded,
+    serious,
+    told_truth,
+)
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def judged(candidate: torch.Tensor, reference: torch.Tensor, truth: torch.Tensor) -> bool:
+    (one,) = rounded("gradients", 0, {"a.weight": truth}, [{"a.weight": reference}], {"a.weight": candidate})
+    return one.within
+
+
+def test_a_sum_in_another_order_is_rounding_and_a_lost_term_is_none() -> None:
+    torch.manual_seed(0)
+    terms = torch.randn(4096, 64, dtype=torch.float64)
+    narrow = terms.float()
+    reference = narrow.sum(0)
+    other = narrow.flip(0).view(64, 64, 64).sum(0).sum(0)
+    assert not torch.equal(other, reference)
+    assert judged(other, reference, terms.sum(0))
+    assert not judged(narrow[1:].sum(0), reference, terms.sum(0))
+    assert not judged(other * 1.001, reference, terms.sum(0))
+
+
+def test_what_is_zero_in_truth_may_be_roundings_of_the_module_s_largest_gradient() -> None:
+    truth = {"a.weight": torch.full((100,), 10.0).double(), "a.bias": torch.zeros(4).double()}
+    reference = {"a.weight": torch.full((100,), 10.0), "a.bias": torch.zeros(4)}
+    norm = 100.0  # of the weight's
+    for share, within in ((0.9, True), (1.1, False)):
+        bias = torch.tensor([share * SLACK * EPS * norm, 0, 0, 0])
+        found = {one.name: one for one in rounded("gradients", 0, truth, [reference], reference | {"a.bias": bias})}
+        assert found["a.bias"].within is within
+    alone = {"b.bias": torch.tensor([SLACK * EPS])}
+    (one,) = rounded("gradients", 0, {"b.bias": torch.zeros(1).double()}, [{"b.bias": torch.zeros(1)}], alone)
+    assert not one.within  # a module without another gradient has nothing that it could be rounding of
+
+
+def test_the_allowance_is_twice_the_error_of_the_worst_reference() -> None:
+    truth, near, far = torch.zeros(9).double(), torch.full((9,), 1.0), torch.full((9,), 2.0)
+    for factor, within in ((0.99, True), (1.01, False)):
+        candidate = {"x": torch.full((9,), 2.0 * FACTOR * factor)}
+        (one,) = rounded("gradients", 0, {"x": truth}, [{"x": near}, {"x": far}], candidate)
+        assert (one.within, one.reference) == (within, 6.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_is_no_rounding(bad: float) -> None:
+    one = torch.ones(3)
+    assert not judged(torch.tensor([1.0, bad, 1.0]), one, one.double())
+
+
+def test_infinities_that_belong_there_do_not_differ() -> None:
+    masked = torch.tensor([-math.inf, 1.0])
+    assert distance(masked.double(), masked) == 0.0
+    assert judged(masked, masked, masked.double())
+
+
+def test_only_what_is_more_than_rounding_is_told() -> None:
+    truth, reference = {"x": torch.ones(2).double()}, {"x": torch.ones(2)}
+    differs = Difference("x", 0, "differs", 1e-8, 1e-8)
+    shape = Difference("x", 0, "has the shape (3,), not (2,)")
+    near = rounded("gradients", 0, truth, [reference], {"x": torch.ones(2) * (1 + EPS)})
+    far = rounded("gradients", 0, truth, [reference], {"x": torch.ones(2) * 1.5})
+    assert serious([differs], near) == []
+    assert [one.what.partition(" (")[0] for one in serious([differs], far)] == ["is 0.5 from float64"]
+    assert serious([shape], near) == [shape]
+    assert serious([differs], far, told_truth("the step run again"))[0].what.startswith("is 0.5 from the step as it is")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"), [(math.nan, "and so has the step as it is"), (1.0, "where the step as it is has numbers")]
+)
+def test_of_a_nan_it_is_said_whose_it_is(own: float, told: str) -> None:
+    truth = {"a.w": torch.tensor([own]).double()}
+    judged = rounded("gradients", 0, truth, [{"a.w": torch.tensor([own])}], {"a.w": torch.tensor([math.nan])})
+    (found,) = serious([Difference("a.w", 0, "differs", 1.0)], judged)
+    assert found.what == f"has a nan, {told}"
+
+
+def test_of_a_gradient_that_is_zero_in_truth_no_ratio_is_told() -> None:
+    truth, one = torch.tensor([1e-18]).double(), torch.tensor([3e-6])
+    judged = rounded("gradients", 0, {"a.b": truth, "a.w": torch.ones(1).double()}, [{"a.b": one / 10}], {"a.b": one})
+    (found,) = serious([Difference("a.b", 0, "differs", 3e-6)], [replace(one, allowed=1e-7) for one in judged])
+    assert found.what == "is 3e-06 from float64 (in L2, where float64 has 1e-18), and 1e-07 is allowed"
+
+
+def test_lossy_is_what_autocast_loses_a_few_times_and_never_a_gradient_that_is_gone() -> None:
+    torch.manual_seed(0)
+    truth = torch.randn(200).double()
+    off = torch.randn(200).double()
+    off /= off.norm()
+
+    def within(error: float, autocast: float) -> bool:
+        one, other = (truth + share * float(truth.norm()) * off for share in (error, autocast))
+        (found,) = rounded("gradients", 0, {"a.w": truth}, [{"a.w": other.float()}], {"a.w": one.float()}, LOSSY)
+        assert found.relative == pytest.approx(error, abs=1e-6, nan_ok=True)
+        return found.within
+
+    assert within(0.039, 0.01)
+    assert not within(0.1, 0.01)
+    assert not within(1.0, 0.01)
+    assert not within(1.0, 0.3)  # four times 0.3 would allow that
+    assert within(0.3, 0.3)
+    assert within(0.76, 0.53)  # autocast itself is off by half of it
+    assert not within(0.8, 0.53)
+    assert within(0.87, 0.7)
+    assert not within(1.0, 0.7)
+    assert not within(math.nan, 0.3)
+    assert within(0.01, 0.0)
+    assert not within(0.03, 0.0)
+
+
+def test_an_output_is_held_against_itself_not_against_a_larger_one() -> None:
+    truth = {"output 0": torch.full((64,), 30.0).double(), "output 1": torch.tensor(2.0).double()}
+    right = {name: one.float() for name, one in truth.items()}
+    lost = {**right, "output 1": torch.tensor(0.0)}
+    for tolerance in (ROUNDING, LOSSY):
+        found = {one.name: one.within for one in rounded("outputs", 0, truth, [right], lost, tolerance)}
+        assert found == {"output 0": True, "output 1": False}
+
+
+def test_the_table_adds_up_squares() -> None:
+    torch.manual_seed(0)
+    truth = {name: torch.randn(7).double() for name in ("a.weight", "a.bias", "b.weight")}
+    found = {name: (one + 0.1 * torch.randn(7)).float() for name, one in truth.items()}
+    judged = rounded("gradients", 0, truth, [{name: one.float() for name, one in truth.items()}], found, LOSSY)
+    rows = {one.layer: one for one in by_layer(judged)}
+    assert list(rows) == ["a", "b"]
+    both = [torch.cat([one["a.weight"].double(), one["a.bias"].double()]) for one in (truth, found)]
+    assert rows["a"].relative == pytest.approx(float((both[0] - both[1]).norm() / both[0].norm()))
+    every = [torch.cat([one[name].double() for name in truth]) for one in (truth, found)]
+    assert overall(judged, "gradients").relative == pytest.approx(float((every[0] - every[1]).norm() / every[0].norm()))
+    assert overall(judged, "outputs").norm == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "exact", "told"),
+    [
+        (1e-6, 1e-6, True, True),
+        (1e-6, 2e-4, True, True),
+        (1e-6, 0.05, True, False),  # dropout of few, by other numbers
+        (0.01, 0.05, True, True),  # batch norms of few samples
+        (0.01, 1.4, True, False),  # and dropout by other numbers
+        (0.0, 0.02, False, True),  # held against the step as it is
+        (0.0, 1.4, False, False),
+    ],
+)
+def test_what_is_much_farther_off_than_rounding_says_nothing_of_it(
+    own: float, other: float, exact: bool, told: bool
+) -> None:
+    truth = {"layer.weight": torch.linspace(1, 2, 100, dtype=torch.float64)}
+    ran = [{name: one * (1 + error) for name, one in truth.items()} for error in (own, other)]
+    assert is_rounding(rounded("gradients", 0, truth, ran, ran[0]), exact=exact) is told

@@ -1,0 +1,290 @@
+"""A proof is worth what it can refuse: each candidate here is right but for one small thing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocator import allocations, peak_of
+from snapshots import everything
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from memplan.errors import InputError, TargetError, UsageError
+from memplan.verification.proof.proof import Proof
+from memplan.verification.proof.verify import verify
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.drop = nn.Dropout(0.3)
+        self.head = nn.Linear(12, 4)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.drop(self.norm(self.stem(x)).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class OneUlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> Tensor:
+        changed = tangents[0].clone()
+        changed[0] = changed[0].nextafter(torch.tensor(torch.inf))
+        return changed
+
+
+class GradientOff(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(x), self.head.weight, OneUlp.apply(self.head.bias))
+
+
+class NormTwice(Net):
+    def body(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        self.norm(hidden.detach())
+        return self.drop(self.norm(hidden).relu())
+
+
+class Redrawn(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False))
+
+
+class OneDrawFurther(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        torch.rand(1)
+        return output
+
+
+class NoGradient(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.body(x), self.head.weight, self.head.bias.detach())
+
+
+class OtherOutput(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.0 * 3 + 1e-6
+
+
+class OtherLayout(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+class OldWeight(Net):
+    """As a cache that never hears of an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.old: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.old = self.head.weight.detach().clone() if self.old is None else self.old
+        weight = self.old + (self.head.weight - self.head.weight.detach())
+        return nn.functional.linear(self.body(x), weight, self.head.bias)
+
+
+class CountLost(Net):
+    def body(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        hidden = nn.functional.batch_norm(
+            self.stem(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, True, 0.1, norm.eps
+        )
+        return self.drop(hidden.relu())
+
+
+def made(kind: type[Net] = Net) -> Net:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "said"),
+    [
+        (GradientOff, "gradients", "the gradient of head.bias differs by up to"),
+        (NormTwice, "buffers", "the buffer norm.num_batches_tracked differs by up to 1 "),
+        (Redrawn, "gradients", "the gradient of stem.weight differs"),
+        (OneDrawFurther, "random_streams", "the random stream of torch is elsewhere"),
+        (NoGradient, "gradients", "the gradient of head.bias is missing in step 1"),
+        (OtherOutput, "outputs", "the output differs by up to"),
+        (OtherLayout, "outputs", "the output has the strides (1, 8), not (4, 1)"),
+        (OldWeight, "outputs", "in step 2"),
+        (CountLost, "buffers", "the buffer norm.num_batches_tracked differs"),
+    ],
+)
+def test_what_is_wrong_is_found_and_named(kind: type[Net], part: str, said: str) -> None:
+    proof = verify(made(), made(kind), "8x6", pairs=0)
+    assert not proof.ok
+    assert not proof.exact
+    assert any(said in text for text in proof.failures), proof.failures
+    found = getattr(proof, part)
+    assert found if part == "random_streams" else not found.equal
+    assert "NOT the same" in str(proof)
+
+
+def test_a_gradient_one_ulp_off_is_the_only_thing_named_in_its_step() -> None:
+    proof = verify(made(), made(GradientOff), "8x6", pairs=0)
+    assert [(one.name, one.step) for one in proof.gradients.differences] == [("head.bias", 0)]
+    assert proof.gradients.differences[0].max_abs is not None
+    assert 0 < proof.gradients.differences[0].max_abs < 1e-5
+    assert proof.outputs.equal
+    assert proof.buffers.equal
+
+
+class Checkpointed(Net):
+    def body(self, x: Tensor) -> Tensor:
+        return self.drop(checkpoint(torch.relu, self.norm(self.stem(x)), use_reentrant=False))
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+@pytest.mark.parametrize("autocast", [None, "bf16"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_is_right_passes(optimizer: Any, autocast: str | None, micro_batches: int) -> None:
+    options: dict[str, Any] = {"optimizer": optimizer, "autocast": autocast, "micro_batches": micro_batches}
+    proof = verify(
+        made(), made(Checkpointed), "8x6", targets="8:int64<4", loss=nn.functional.cross_entropy, pairs=1, **options
+    )
+    assert proof.failures == ()
+    assert proof.ok
+    assert (proof.steps, proof.gradients.tensors, proof.buffers.tensors) == (3, 18, 9)
+    assert proof.optimizer == ("SGD" if optimizer is None else "AdamW")
+    assert proof.times is not None
+
+
+def test_gradients_that_are_not_added_to_those_held_are_found() -> None:
+    class Fresh(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.head.bias.grad = None
+            return super().forward(x)
+
+    assert verify(made(), made(Fresh), "8x6", pairs=0).ok
+    proof = verify(made(), made(Fresh), "8x6", pairs=0, micro_batches=2)
+    assert [one.name for one in proof.gradients.differences] == ["head.bias"]
+
+
+def test_nothing_of_the_users_changes() -> None:
+    reference, candidate = made(), made(NormTwice)
+    x = torch.randn(8, 6, requires_grad=True)
+    reference.head.weight.grad = torch.ones(4, 12)
+    candidate.head.weight.register_hook(lambda g: pytest.fail("a hook of the user's"))
+    before = everything(reference, x), everything(candidate, x)
+    with torch.no_grad():
+        verify(reference, candidate, x, pairs=1, optimizer=torch.optim.AdamW)
+    assert (everything(reference, x), everything(candidate, x)) == before
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_of_the_users_changes_on_an_error(error: type[BaseException]) -> None:
+    class Fails(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            output = super().forward(x)
+            output.register_hook(self.fail)
+            return output
+
+        def fail(self, _: Tensor) -> None:
+            raise error
+
+    reference, candidate = made(), made(Fails)
+    before = everything(reference), everything(candidate)
+    with pytest.raises(error):
+        verify(reference, candidate, "8x6")
+    assert (everything(reference), everything(candidate)) == before
+
+
+def test_peaks_are_those_of_the_allocator() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())))
+    x = torch.randn(256, 64)
+
+    class Less(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return checkpoint_sequential(list(self), 4, x, use_reentrant=False)
+
+    less = Less(*copy.deepcopy(model))
+
+    def plain(one: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(3):
+                one.zero_grad()
+                out = one(x)
+                out.sum().backward()
+
+        return run
+
+    proof = verify(model, less, x, pairs=0)
+    resident = sum(t.nbytes for t in (*model.parameters(), x))
+    assert proof.resident == resident
+    for one, peak in ((model, proof.reference_peak), (less, proof.peak)):
+        one.zero_grad()
+        assert peak - resident == pytest.approx(peak_of(allocations(plain(one))), rel=0.01)
+    assert proof.peak < proof.reference_peak
+
+
+def test_the_budget_is_part_of_the_proof() -> None:
+    free = verify(made(), made(), "8x6", pairs=0)
+    assert verify(made(), made(), "8x6", pairs=0, budget=free.peak).ok
+    over = verify(made(), made(), "8x6", pairs=0, budget=free.peak - 1)
+    assert not over.ok
+    assert over.exact
+    assert over.failures == ("the measured peak is 1 B over the budget of " + memplan_bytes(free.peak - 1),)
+
+
+def memplan_bytes(number: int) -> str:
+    from memplan._bytes import format_bytes
+
+    return format_bytes(number)
+
+
+def test_callables_and_gradients_of_inputs() -> None:
+    x = torch.randn(5, requires_grad=True)
+    assert verify(torch.sin, lambda x: checkpoint(torch.sin, x, use_reentrant=False), x, pairs=0).ok
+    wrong = verify(torch.sin, lambda x: x.detach().sin() + 0 * x, x, pairs=0)
+    assert [one.name for one in wrong.gradients.differences] == ["input 0"]
+    assert wrong.outputs.equal
+
+
+def test_a_callable_runs_on_the_modules_parameters() -> None:
+    model = made()
+    before = everything(model)
+    assert verify(model, lambda x: model.head(model.body(x)), "8x6", pairs=0).ok
+    assert not verify(model, lambda x: model.head(model.body(x)) * 2, "8x6", pairs=0).ok
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "said"),
+    [
+        (lambda: verify(3, made(), "8x6"), TargetError, "int 3"),
+        (lambda: verify(made(), nn.Linear(6, 4), "8x6"), InputError, "head.bias"),
+        (lambda: verify(made(), Net(), "8x6"), InputError, "not the same in reference and candidate"),
+        (lambda: verify(made(), made(), "8x6", steps=0), UsageError, "steps=0"),
+        (lambda: verify(made(), made(), "8y6"), InputError, "does not describe"),
+        (
+            lambda: verify(m := made(), m, "8x6", optimizer=lambda _: torch.optim.SGD(made().parameters(), lr=1)),
+            InputError,
+            "other parameters than it was given",
+        ),
+    ],
+)
+def test_bad_usage(run: Callable[[], Proof], error: type[Exception], said: str) -> None:
+    torch.manual_seed(1)
+    with pytest.raises(error, match=said):
+        run()
+
+
+def test_an_optimizer_that_asks_the_module_gets_the_copies() -> None:
+    model = made()
+    assert verify(model, model, "8x6", pairs=0, optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1)).ok
