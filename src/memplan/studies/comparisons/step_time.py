@@ -1,8 +1,8 @@
 """How long a recorded step takes by its work alone: for each op max(FLOPs / rate, bytes / bandwidth) + a call.
 
 The rates are those of `memplan.planning.graph.roofline`, FLOPs by torch's own formulas. No kernel reaches either rate:
-what the seconds are good for is to hold two steps against each other. Of ops that are neither products, convolutions nor
-attention only the bytes count.
+what the seconds are good for is to hold two steps against each other. Of ops that are neither products, convolutions
+nor attention only the bytes count.
 """
 
 from __future__ import annotations
