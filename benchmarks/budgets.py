@@ -80,13 +80,13 @@ def rows_of(model: str) -> Iterator[Row]:
     subject = MODELS[model]()
     step = with_loss(subject.model, subject.loss, len(subject.targets))
     call = call_of((*subject.inputs, *subject.targets), {})
-    study = Planner(step).study(call, Settings(0, costs="roofline"))
+    study = Planner(step).study(call, Settings(costs="roofline"))
     for held in (False, True):
-        settings = Settings(0, held=held, costs="roofline")
+        settings = Settings(held=held, costs="roofline")
         eager, floor = study.eager_peak(settings), study.search(settings).floor().peak
         budgets = {f"{tenth / 10}": eager * tenth // 10 for tenth in range(9, 0, -1) if eager * tenth // 10 >= floor}
         for name, budget in {**budgets, "floor": floor}.items():
-            found = measured(study.planned(Settings(budget, held=held, costs="roofline")), step, call, held=held)
+            found = measured(study.planned(settings, budget), step, call, held=held)
             yield {"model": model, "held": held, "budget": budget, "of_eager": name, "eager": eager, **found}
 
 

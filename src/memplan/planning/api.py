@@ -12,8 +12,9 @@ from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
-from memplan.planning.settings import Allow, Engine, Settings
+from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.trace.recording.session import undisturbed
+from memplan.trace.step import StepOptions
 
 
 def plan(
@@ -63,14 +64,11 @@ def plan(
         >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB"))
         A step on cpu in the budget of 6.0 GiB: predicted peak 9.1 GiB -> 6.0 GiB, 41 ms added (3.1 %), ...
     """
-    settings = Settings(
-        0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, engine=engine,
-        offload=True,
+    options = PlanOptions(
+        budget=budget, device=device, allow=allow, engine=engine, early=early, accumulate=accumulate,
+        clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, offload=True,
     )  # fmt: skip
     with undisturbed(cuda=is_on_card(model)), torch.inference_mode(False), torch.enable_grad():
-        asked = request(
-            model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
-            allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=True,
-        )  # fmt: skip
+        asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
         with asked.under_autocast():
-            return Planner(asked.step).planned(asked.call, asked.settings).plan
+            return Planner(asked.step).planned(asked.call, asked.settings, asked.budget).plan

@@ -25,14 +25,15 @@ class Planner:
         self._studies: dict[tuple[Hashable, Precision], Study] = {}
 
     def planned(
-        self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None
+        self, call: Call, settings: Settings, budget: int, key: Hashable = None, captured: Captured | None = None
     ) -> Planned:
         """The fastest plan that the search finds within the budget; where lossy plans are allowed, and no precision is
         settled, in whichever of them it is the fastest (planning.tiers).
 
         Args:
             call: what the model is called with; the model's and autocast's state are those of now.
-            settings: the budget, and what else there is.
+            settings: options of the plan.
+            budget: bytes on the device at any moment of the step.
             key: tells this kind of call and state from others; calls with the same key are captured once.
             captured: the call, where it is captured already.
 
@@ -42,24 +43,26 @@ class Planner:
         """
         key = object() if key is None and (captured is None or settings.undecided) else key
         try:
-            return self._within(call, settings, key, captured)
+            return self._within(call, settings, budget, key, captured)
         except BudgetError as error:
             if settings.plan is not None or captured is not None:
                 raise
-            raise self._with_ways(error, call, settings, key) from None
+            raise self._with_ways(error, call, settings, budget, key) from None
 
-    def _within(self, call: Call, settings: Settings, key: Hashable, captured: Captured | None = None) -> Planned:
+    def _within(
+        self, call: Call, settings: Settings, budget: int, key: Hashable, captured: Captured | None = None
+    ) -> Planned:
         if settings.undecided:
-            return fastest(lambda settled: self.study(call, settled, key), self._model, settings)
-        return self.study(call, settings, key, captured).planned(settings)
+            return fastest(lambda settled: self.study(call, settled, key), self._model, settings, budget)
+        return self.study(call, settings, key, captured).planned(settings, budget)
 
-    def _with_ways(self, error: BudgetError, call: Call, settings: Settings, key: Hashable) -> BudgetError:
+    def _with_ways(self, error: BudgetError, call: Call, settings: Settings, budget: int, key: Hashable) -> BudgetError:
         """The error, with what else would keep the budget."""
         if settings.engine == "inductor":
-            error = with_graph_way(error, lambda one: self._within(call, one, key), settings)
+            error = with_graph_way(error, lambda one: self._within(call, one, budget, key), settings)
         if settings.allow == "lossy":
             return error
-        return with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings)
+        return with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings, budget)
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
         """Plans from all kept to the floor, in each precision that is allowed (planning.tiers). ``key``: as for
@@ -85,8 +88,3 @@ class Planner:
                 captured = study.captured
                 return replace(captured, graph=encodings(captured.graph, precision.save))
         return capture(self._model, call, precision)
-
-
-def planned(model: nn.Module, call: Call, settings: Settings) -> Planned:
-    """As `Planner.planned`, for one call."""
-    return Planner(model).planned(call, settings)

@@ -38,7 +38,9 @@ WORTH_LOSING = 0.9
 """The same beside an exact one: predicted seconds are a few per cent off, and nothing is to be lost for nothing."""
 
 
-def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Settings, *, sure: bool = True) -> Planned:
+def fastest(
+    study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int, *, sure: bool = True
+) -> Planned:
     """The fastest plan within the budget, by its predicted time, exact or lossy; of fused kernels, of those that are
     looked at.
 
@@ -52,7 +54,7 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
         BudgetError: no plan fits, whatever is lost; the one that lacks the least.
         RecordingError: there is no precision left to choose.
     """
-    contest = _Contest(study, settings)
+    contest = _Contest(study, settings, budget)
     for precision in tiers(model, settings):
         if contest.may_gain(precision):
             contest.enter(precision)
@@ -71,8 +73,8 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
 class _Contest:
     """Plans in one precision after the other, of which the fastest is kept."""
 
-    def __init__(self, study: Callable[[Settings], Study], settings: Settings) -> None:
-        self._study, self._settings = study, settings
+    def __init__(self, study: Callable[[Settings], Study], settings: Settings, budget: int) -> None:
+        self._study, self._settings, self._budget = study, settings, budget
         self._known: dict[Precision, Study] = {}
         self._seconds = float("inf")
         self.best: Planned | None = None
@@ -112,7 +114,7 @@ class _Contest:
                 return  # whatever is chosen, that much it takes
             if self._settings.engine == "inductor" and not self._is_worth_lowering(one, settled, anyhow):
                 return
-            planned = one.planned(settled)
+            planned = one.planned(settled, self._budget)
         except BudgetError as error:
             error.precision = precision
             self.lacking.append(error)
@@ -132,10 +134,10 @@ class _Contest:
         """Of fused kernels several candidates are lowered, which takes seconds each."""
         search, precision = study.search(settled), settled.settled
         least = _least(search)
-        if least.is_far_from(settled.budget) and not anyhow:
+        if least.is_far_from(self._budget) and not anyhow:
             self._left_out.append((least, precision))
             return False
-        return precision.save == "exact" or _saves(search, settled.budget)
+        return precision.save == "exact" or _saves(search, self._budget)
 
     def told(self, planned: Planned) -> Planned:
         """The same, with a note of what could not be looked at."""
@@ -239,15 +241,15 @@ def _unbeaten(found: Iterable[Reached]) -> list[Reached]:
 
 
 def with_lossy_way(
-    error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings
+    error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int
 ) -> BudgetError:
     """The error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
     least = study(settings).least(settings)
-    if settings.budget < least:
+    if budget < least:
         return error
     try:
         plan = fastest(
-            study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT)), sure=False
+            study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT)), budget, sure=False
         ).plan
     except MemplanError:  # none does, or nothing of it runs in fewer bits
         return error

@@ -87,39 +87,39 @@ class Study:
         self._relaid: Study | None = None
         self._looked = captured.relaid
 
-    def planned(self, settings: Settings) -> Planned:
-        """The plan for one budget. Raises BudgetError."""
+    def planned(self, settings: Settings, budget: int) -> Planned:
+        """Return the plan for a budget in bytes. Raises BudgetError."""
         if settings.engine == "inductor":
-            return self._in_either_layout(settings)
+            return self._in_either_layout(settings, budget)
         graph, search = self.captured.graph, self.search(settings)
         around = search.around
         if settings.plan is not None:
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
-            self._check(settings.plan, settings, timeline_of(made, around).peak_reserved)
-            made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
+            self._check(settings.plan, settings, budget, timeline_of(made, around).peak_reserved)
+            made = with_fewest_pieces(made, lambda one: _fits(one, around, budget))
         else:
-            made, bound = self._within(settings)
-        validate(graph, made, budget=settings.budget, surroundings=around)
+            made, bound = self._within(settings, budget)
+        validate(graph, made, budget=budget, surroundings=around)
         timeline = timeline_of(made, around)
         bounds = _Bounds(timeline, min(self._floor(settings), timeline.peak_reserved), search.lower_bound, bound)
-        return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
+        return Planned(self.captured, made, around, self._plan(settings, budget, made, around, bounds))
 
-    def _within(self, settings: Settings) -> tuple[Schedule, float]:
+    def _within(self, settings: Settings, budget: int) -> tuple[Schedule, float]:
         """The schedule for a budget, and the seconds that none adds less than.
 
         On a card the allocator holds more than what is alive. By so much less it is planned again.
         """
-        graph, search, target = self.captured.graph, self.search(settings), settings.budget
+        graph, search, target = self.captured.graph, self.search(settings), budget
         around = search.around
         while True:
             found = search.within(target)
             made = schedule(graph, found.choices)
             if isinstance(found, Infeasible):
-                if timeline_of(made, around).peak_reserved <= settings.budget:
+                if timeline_of(made, around).peak_reserved <= budget:
                     return made, 0.0
-                raise budget_error(made, around, settings.budget)
+                raise budget_error(made, around, budget)
             made = with_fewest_pieces(made, partial(_fits, around=around, budget=target))
-            over = timeline_of(made, around).peak_reserved - settings.budget
+            over = timeline_of(made, around).peak_reserved - budget
             if over <= 0:
                 return made, found.lower_bound_seconds
             target = min(target, levels(made, around).peak) - over
@@ -131,14 +131,14 @@ class Study:
             return search.floor_peak
         return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around).peak_reserved
 
-    def _in_either_layout(self, settings: Settings) -> Planned:
+    def _in_either_layout(self, settings: Settings, budget: int) -> Planned:
         """The same, for fused kernels, in the first layout in which it fits."""
         layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
             layouts = [one for one in layouts if one.captured.graph.fingerprint == settings.plan.fingerprint] or [self]
         for one in layouts:
             try:
-                return one._fused(settings)
+                return one._fused(settings, budget)
             except (BudgetError, CompileError) as error:  # what is written for one layout says nothing of the other
                 errors.append(error)
         refused = [error for error in errors if isinstance(error, BudgetError)]
@@ -160,24 +160,24 @@ class Study:
         slower = _is_slower(self._relaid.captured.graph, self.captured.graph)
         return [self, self._relaid] if slower else [self._relaid, self]
 
-    def _fused(self, settings: Settings) -> Planned:
+    def _fused(self, settings: Settings, budget: int) -> Planned:
         fusing, search = self._fusing(settings), self.search(settings)
         if settings.plan is not None:
             found = fusing.candidate(settings.plan.choices)
-            self._check(settings.plan, settings, found.peak)
+            self._check(settings.plan, settings, budget, found.peak)
         else:
-            found = fusing.within(settings.budget)
+            found = fusing.within(budget)
             if found is None:
                 lowest = fusing.lowest
-                raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
+                raise budget_error(lowest.schedule, search.around, budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), self.least(settings), 0.0)
-        plan = self._plan(settings, found.schedule, search.around, bounds)
+        plan = self._plan(settings, budget, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
         captured = replace(self.captured, graph=search.graph)
         return Planned(captured, found.schedule, search.around, plan, found.fused)
 
-    def _check(self, plan: Plan, settings: Settings, peak: int) -> None:
+    def _check(self, plan: Plan, settings: Settings, budget: int, peak: int) -> None:
         """Refuse a plan that is for something else."""
         around = self.search(settings).around
         check_fingerprint(plan, self.captured.graph)
@@ -185,7 +185,7 @@ class Study:
         check_settings(
             plan, early=settings.early, held=settings.held, fused=settings.engine == "inductor",
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
-            budget=settings.budget,
+            budget=budget,
         )  # fmt: skip
 
     def least(self, settings: Settings) -> int:
@@ -242,14 +242,14 @@ class Study:
             self._eager[kind] = timeline.steps[-1].peak_reserved + beside
         return self._eager[kind]
 
-    def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
+    def _plan(self, settings: Settings, budget: int, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
         graph, precision = self.captured.graph, settings.settled
         plain = graph if self.plain is None else self.plain.captured.graph
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
             device=settings.home.target.name if settings.device is None else settings.device.name,
-            budget=settings.budget,
+            budget=budget,
             decisions=(*lowered(made.graph, precision), *decide(made.graph, made)),
             choices=made.choices,
             names=names_of(graph),

@@ -43,7 +43,7 @@ def memplan(
 
     def planner_of(module: nn.Module) -> Planner:
         planner = StepPlanner(module)
-        return lambda call, held: planner.planned(call, Settings(budget=budget, held=held))
+        return lambda call, held: planner.planned(call, Settings(held=held), budget)
 
     return compiled(graph, inputs, planner_of)
 

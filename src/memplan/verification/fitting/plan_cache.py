@@ -47,12 +47,13 @@ class Plans:
 
     Args:
         module: the module whose calls are planned.
-        settings: whether gradients are held is told with each call.
+        settings: of the plans; each call says whether gradients are held.
+        budget: bytes.
         told: hears, in a sentence, of each call that is planned anew.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
-        self._module, self._settings, self._told = module, settings, told
+    def __init__(self, module: nn.Module, settings: Settings, budget: int, told: Callable[[str], None]) -> None:
+        self._module, self._settings, self._budget, self._told = module, settings, budget, told
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
         self.made: list[Planned] = []
@@ -102,7 +103,7 @@ class Plans:
         given = self._settings
         precision = given.precision if given.plan is None else given.settled  # it loses what the plan does, no more
         planned = self._planner.planned(
-            call, replace(self._settings, held=held, plan=None, precision=precision), captured=captured
+            call, replace(given, held=held, plan=None, precision=precision), self._budget, captured=captured
         )
         self.made.append(planned)
         if len(self.made) > _MADE:
@@ -139,7 +140,7 @@ class Plans:
     def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
         """A call by these decisions; None where they do not keep the budget, as for other sizes there can be other
         aliases."""
-        graph, budget = captured.graph, self._settings.budget
+        graph, budget = captured.graph, self._budget
         made = schedule(graph, choices)
         try:
             validate(graph, made, budget=None if choices.fused else budget, surroundings=around)

@@ -80,7 +80,7 @@ class Prover:
         return self._measured(planned)[1] if self._has_room(predicted, available(self._home)) else None
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
-        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
+        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._asked.budget
         part = self._part(plan)
         if part is None and self._home.card is not None:
             return self._on_card(plan, planned, predicted, put_in_place)
@@ -108,7 +108,7 @@ class Prover:
         resident, peak = self._measured(planned)
         return replace(
             proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted,
-            budget=self._settings.budget,
+            budget=self._asked.budget,
         )  # fmt: skip
 
     def _for_fewer(self, part: _Part, planned: Planned | None, grade: Grade) -> Proof:
@@ -235,13 +235,13 @@ class Prover:
 
     def _planner_of(self, part: _Part, planned: Planned) -> Planner:
         """The plan for fewer samples: by the decisions of the whole, where they can be taken over."""
-        settings = replace(self._settings, budget=planned.plan.peak, plan=None, precision=planned.plan.precision)
-        plans = Plans(self._step, settings, lambda _: None)
+        settings = replace(self._settings, plan=None, precision=planned.plan.precision)
+        plans = Plans(self._step, settings, planned.plan.peak, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
             found = plans(part.call, settings.held)
             if isinstance(found, Planned):  # in so large a budget, it would keep everything
-                plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
+                plans = Plans(self._step, settings, _as_tight(planned.plan, found.plan), lambda _: None)
                 found = plans(part.call, settings.held)
         return lambda call, held: found if held == settings.held else plans(call, held)
 
