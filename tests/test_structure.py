@@ -27,6 +27,7 @@ PUBLIC = [
     "Explanation",
     "Finding",
     "Fitted",
+    "Heuristics",
     "MemplanError",
     "Plan",
     "Proof",
