@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import RenderableType
@@ -16,7 +15,7 @@ from memplan._text import format_seconds, printable
 from memplan.planning.plan.plan import Decision, Plan
 from memplan.reports import fusion
 from memplan.reports.columns import Column, fit
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Page
 
 _INDENT = 4
 _LEGEND = (
@@ -24,17 +23,6 @@ _LEGEND = (
     "cost: what it adds to the step. Below each: the reason."
 )
 _Row = tuple[str, str, str, str, str]
-
-
-def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a plan: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        plan: what to print.
-        file: where to; stdout by default.
-        top: how many values to list, the largest first, and how many kernels where some are fused; 0 for all.
-    """
-    print_parts(lambda page: render(plan, page, top), file)
 
 
 def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
