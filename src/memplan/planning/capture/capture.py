@@ -153,12 +153,14 @@ def read(
             do="Unfreeze a parameter",
         )
     graph = fused(apart(split(graph)))
-    if reader.on_cpu:
+    if reader.values.on_cpu:
         graph = with_again(graph)
-    if precision.compute and reader.on_cpu and not precision.whole:
+    if precision.compute and reader.values.on_cpu and not precision.whole:
         graph = chunked(graph)
     graph = encode.encodings(_with_overwrites(graph), precision.save)
-    return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
+    return Captured(
+        graph, reader.values.constants, flat.returned, tuple(reader.values.tangents), opaque, joint.conditions
+    )
 
 
 _Traced = tuple[_torch.Joint, Flat]
