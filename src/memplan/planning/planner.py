@@ -1,4 +1,4 @@
-"""A model, a call and a budget -> Plan: capture, costs, search, check, and the plan as a value."""
+"""Orchestrate one plan: capture, costs, search, checks, and the plan as a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memplan.planning.study import Planned, Study, _with_costs
 
 
 class Planner:
-    """Plans for one model. What does not hang on the budget is done once for each kind of call."""
+    """Planner of one model. Work that does not depend on the budget is done once for each kind of call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -27,8 +27,8 @@ class Planner:
     def planned(
         self, call: Call, settings: Settings, budget: int, key: Hashable = None, captured: Captured | None = None
     ) -> Planned:
-        """The fastest plan that the search finds within the budget; where lossy plans are allowed, and no precision is
-        settled, in whichever of them it is the fastest (planning.tiers).
+        """Return the fastest plan that the search finds within the budget; where lossy plans are allowed and no
+        precision is settled, in the precision in which it is fastest.
 
         Args:
             call: what the model is called with; the model's and autocast's state are those of now.
@@ -57,7 +57,7 @@ class Planner:
         return self.study(call, settings, key, captured).planned(settings, budget)
 
     def _with_ways(self, error: BudgetError, call: Call, settings: Settings, budget: int, key: Hashable) -> BudgetError:
-        """The error, with what else would keep the budget."""
+        """Add other ways to keep the budget to its error."""
         if settings.engine == "inductor":
             error = with_graph_way(error, lambda one: self._within(call, one, budget, key), settings)
         if settings.allow == "lossy":
@@ -70,7 +70,7 @@ class Planner:
         return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:
-        """What is known of a kind of call in one precision, whatever the budget."""
+        """Return the study of a kind of call in one precision, which any budget can use."""
         precision = settings.settled
         found = self._studies.get((key, precision)) if key is not None else None
         if found is None:

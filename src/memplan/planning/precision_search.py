@@ -1,4 +1,4 @@
-"""Which precision a lossy plan has: a few kinds are planned, and the fastest that fits is taken."""
+"""Choose the precision of a lossy plan: plan in several precisions, and take the fastest that fits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _MUCH = 0.05
 """Share of a step's time that goes into making values again, beyond which keeping them in fewer bits may be faster."""
 _FAR = 1.5
-"""Times what a budget leaves beside weights and all else that is there all the time. Fused, a step has been seen to
-take 15 % less than the least op by op."""
+"""Ratio to what a budget leaves beside the bytes that are always there, beyond which a step is far from fitting. Fused,
+a step has been seen to take 15 % less than its floor op by op."""
 WORTH_IT = 0.98
 """A plan that loses more has to take this share of the time of one that loses less, or less than that."""
 WORTH_LOSING = 0.9
@@ -41,8 +41,7 @@ WORTH_LOSING = 0.9
 def fastest(
     study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int, *, sure: bool = True
 ) -> Planned:
-    """The fastest plan within the budget, by its predicted time, exact or lossy; of fused kernels, of those that are
-    looked at.
+    """Return the fastest plan within the budget by predicted time, exact or lossy.
 
     Args:
         study: what is known of the call in a precision that is settled.
@@ -80,20 +79,20 @@ class _Contest:
         self.best: Planned | None = None
         self.lacking = list[BudgetError]()
         self._left_out = list[tuple[_Least, Precision]]()
-        """What is far from fitting, with its least op by op."""
+        """Precisions that are far from fitting, with their floors op by op."""
         self._failed = dict[str, Precision]()
-        """By what went wrong, in what first."""
+        """First precision that failed with each error."""
 
     def may_gain(self, precision: Precision) -> bool:
-        """Whether it is worth a look. Of fused kernels each is lowered, which takes seconds: what saves in fewer bits
-        is looked at where nothing fits so far, or much is made again."""
+        """Return whether a precision is worth planning. For fused kernels each candidate is lowered, which takes
+        seconds: saving in fewer bits is tried only where nothing fits so far, or where much is recomputed."""
         if self._settings.engine == "graph" or precision.save == "exact" or self.best is None:
             return True
         return self.best.plan.seconds > _MUCH * self._seconds
 
     def enter_left_out(self) -> None:
-        """Plan after all in those precisions that were left out and may take less than what was looked at, so that the
-        least hangs on no budget."""
+        """Plan in the precisions left out that may need less than those tried, so that the smallest budget that is
+        reported does not depend on the budget that was asked for."""
         for least, precision in sorted(self._left_out, key=lambda one: one[0].floor):
             if self.lacking and least.is_far_from(min(error.smallest_budget for error in self.lacking)):
                 break
@@ -131,7 +130,7 @@ class _Contest:
             self.best, self._seconds = planned, taken
 
     def _is_worth_lowering(self, study: Study, settled: Settings, anyhow: bool) -> bool:
-        """Of fused kernels several candidates are lowered, which takes seconds each."""
+        """Return whether a precision is worth lowering, which takes seconds for each candidate."""
         search, precision = study.search(settled), settled.settled
         least = _least(search)
         if least.is_far_from(self._budget) and not anyhow:
@@ -140,7 +139,7 @@ class _Contest:
         return precision.save == "exact" or _saves(search, self._budget)
 
     def told(self, planned: Planned) -> Planned:
-        """The same, with a note of what could not be looked at."""
+        """Return the plan with a note of each precision that failed."""
         notes = [f"{precision} was left out: {found}" for found, precision in self._failed.items()]
         plan = planned.plan
         return replace(planned, plan=replace(plan, notes=(*plan.notes, *notes))) if notes else planned
@@ -152,8 +151,8 @@ class _Contest:
         return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
 
     def mixed(self) -> Precision | None:
-        """The best one's lower precision, or any other, without the blocks that take longer in it; None where none
-        does."""
+        """Return the best plan's lower precision, or any other, without the blocks that are slower in it; None where
+        none is."""
         if self.best is None or EXACT not in self._known:
             return None
         low = next((one for one in (self.best.plan.precision, *self._known) if one.compute), None)
@@ -165,14 +164,14 @@ class _Contest:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """What a step takes op by op, in bytes."""
+    """Bytes of a step op by op."""
 
     floor: int
     there: int
-    """Of these, what is there all the time."""
+    """Bytes that are always there, included in the floor."""
 
     def is_far_from(self, budget: int) -> bool:
-        """Whether the fused step will not keep that either."""
+        """Return whether the fused step will not keep a budget either."""
         return self.floor - self.there > _FAR * (budget - self.there)
 
 
@@ -181,7 +180,7 @@ def _least(search: Search) -> _Least:
 
 
 def _saves(search: Search, budget: int) -> bool:
-    """Whether anything is saved in fewer bits, op by op, within the budget or in the least that there is."""
+    """Return whether plans op by op, for the budget or at the floor, save anything in fewer bits."""
     lossy = {one.value for one in search.graph.encodings if one.codec in LOSSY}
     return any(not lossy.isdisjoint(found.choices.encode) for found in (search.floor(), search.within(budget)))
 
@@ -193,7 +192,7 @@ class Reached:
     peak: int
     """Predicted bytes."""
     seconds: float
-    """What it adds to the step as it is written; below 0 where computing in fewer bits is faster."""
+    """Seconds added to the step as it is written; below 0 where computing in fewer bits is faster."""
     precision: Precision
 
 
@@ -227,7 +226,7 @@ def frontier(
 
 
 def _runs(study: Study, target: str) -> bool:
-    """Whether a forward pass has an op of that name."""
+    """Return whether the forward pass has an op of this name."""
     return any(op.target == target for op in study.captured.graph.forward_ops)
 
 
@@ -243,7 +242,7 @@ def _unbeaten(found: Iterable[Reached]) -> list[Reached]:
 def with_lossy_way(
     error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int
 ) -> BudgetError:
-    """The error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
+    """Return the error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
     least = study(settings).least(settings)
     if budget < least:
         return error
@@ -257,7 +256,8 @@ def with_lossy_way(
 
 
 def with_graph_way(error: BudgetError, planned: Callable[[Settings], Planned], settings: Settings) -> BudgetError:
-    """The error of a budget that no fused kernels meet, with what the engine ``graph`` would cost, where that does."""
+    """Return the error of a budget that no fused kernels meet, with what the engine ``graph`` would cost, where that
+    does."""
     try:
         plan = planned(replace(settings, engine="graph")).plan
     except MemplanError:
@@ -266,7 +266,7 @@ def with_graph_way(error: BudgetError, planned: Callable[[Settings], Planned], s
 
 
 def _taken(plan: Plan) -> str:
-    """What it costs, to go on with."""
+    """Return the end of a sentence with the predicted seconds of a plan."""
     if plan.total_seconds is None:
         return ""
     without = f" ({format_seconds(plan.step_seconds)} without a plan)" if plan.step_seconds else ""
@@ -274,7 +274,7 @@ def _taken(plan: Plan) -> str:
 
 
 def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
-    """What there is to choose from: first what loses nothing."""
+    """Yield the precisions to choose from, those that lose nothing first."""
     device = next((one.device.type for one in model.parameters()), "cpu")
     under_autocast = any(torch.is_autocast_enabled(one) for one in ("cpu", "cuda"))
     compute = "" if under_autocast else lower_precision(settings.device, device)
@@ -288,8 +288,8 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:
-    """What there are kernels for: float16 on a card that has only that, else bfloat16. On a CPU without instructions
-    for it bfloat16 is slow, which the measured seconds say, and float16 no faster."""
+    """Return the dtype that has kernels: float16 on a card without bfloat16, else bfloat16. On a CPU without
+    instructions for it bfloat16 is slow, as the measured seconds show, and float16 no faster."""
     if card is not None:
         return "bfloat16" if card.flops.get("bfloat16") or not card.flops.get("float16") else "float16"
     if device == "cuda":

@@ -25,12 +25,12 @@ from memplan.trace.step import StepOptions
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request."""
+    """Checked arguments of a plan."""
 
     model: nn.Module
     """The user's."""
     step: nn.Module
-    """What is captured: model and loss, or the model alone."""
+    """Module that is captured: model and loss, or the model alone."""
     call: Call
     autocast: torch.dtype | None
     """The one that was asked for, or the caller's own."""
@@ -41,7 +41,7 @@ class Request:
 
     @contextmanager
     def under_autocast(self) -> Iterator[None]:
-        """The autocast that the step runs under."""
+        """Enter the autocast that the step runs under."""
         with nullcontext() if self.autocast is None else torch.autocast(self.settings.home.type, dtype=self.autocast):
             yield
 
@@ -97,12 +97,12 @@ def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
 
 
 def _around(place: str) -> torch.dtype | None:
-    """What the caller's own autocast computes in, where one is on."""
+    """Return the dtype of the caller's own autocast, where one is on."""
     return torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
 
 
 def _computes_in(model: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
-    """The dtypes of the parameters that are trained, and that of the autocast."""
+    """Return the dtypes of the parameters that are trained, and that of the autocast."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return found if autocast is None else found | {autocast}
 
@@ -119,7 +119,7 @@ def _check_allow(options: PlanOptions) -> None:
         raise UsageError(
             f"The plan is lossy ({plan.precision}), and allow is 'exact'",
             expected="a plan that changes no bit",
-            do="Allow it: allow='lossy' (--allow lossy), or plan this step anew",
+            do="Allow it: allow='lossy' (--allow lossy), or plan this step again",
         )
 
 
@@ -194,7 +194,7 @@ def _check_apart(model: nn.Module) -> None:
     }
     places = sorted((_torch.storage_key(one.untyped_storage()), *_reach(one), name) for name, one in named.items())
     before = (0, 0, "")
-    """Of those so far the one that ends last: storage, end, name."""
+    """The one that ends last of those so far: storage, end, name."""
     for storage, begin, end, name in places:
         shares = storage == before[0] and begin < before[1]
         if shares and (named[name].requires_grad or named[before[2]].requires_grad):
@@ -208,14 +208,14 @@ def _check_apart(model: nn.Module) -> None:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of its storage at which a tensor begins and ends."""
+    """Return the bytes of its storage at which a tensor begins and ends."""
     first = int(tensor.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def _of_card(card: Device, home: Home) -> str:
-    """The note on a budget that a card's name stood for."""
+    """Return the note on a budget that a card's name stood for."""
     kernels = "the CPU's kernels, in allocated bytes" if home.card is None else f"the kernels of {home.card.title}"
     return f"the budget is what {card.title} has, less its context; planned with {kernels}"
 
@@ -245,7 +245,7 @@ def _check_data(model: nn.Module, fake: bool) -> None:
         raise InputError(
             f"The model {type(model).__name__} is without data: it was made under fake tensors",
             expected="one that can run",
-            do="Make it anew, or use memplan.plan, which runs nothing",
+            do="Make it again with data, or use memplan.plan, which runs nothing",
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not fake and tensor.is_meta:

@@ -16,10 +16,10 @@ from memplan.planning.plan.plan import Plan
 from memplan.planning.search.search import Heuristics
 
 Engine = Literal["graph", "inductor"]
-"""What runs a plan: torch's own kernels one by one, or kernels that Inductor fuses within each pass."""
+"""Engines that run a plan: torch's own kernels one by one, or kernels that Inductor fuses within each pass."""
 
 Allow = Literal["exact", "lossy"]
-"""What a plan may change of the result: nothing (but for an engine's rounding), or as `Precision` says."""
+"""Change of the result that a plan may make: none (but for an engine's rounding), or as `Precision` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Settings:
     held: bool = False
     """Gradients exist when the step begins."""
     home: Home = field(default_factory=Home)
-    """Where the step runs."""
+    """Device that the step runs on."""
     device: Device | None = None
     """Card for which seconds are estimated; None: the kernels that the step runs by, measured."""
     costs: Mapping[str, float] | str | None = None

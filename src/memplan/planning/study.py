@@ -1,4 +1,4 @@
-"""One captured call, and its plan for any budget."""
+"""Plan one captured call for any budget."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Planned:
     surroundings: Surroundings
     plan: Plan
     fused: Fused | None = None
-    """What is compiled, for the engine ``inductor``."""
+    """Compiled parts, for the engine ``inductor``."""
 
 
 _Kind = tuple[int, bool, bool, Engine]
@@ -65,7 +65,7 @@ these seconds."""
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What a plan is held against."""
+    """Reference figures of a plan: floor and lower bounds."""
 
     predicted: Timeline
     floor: int
@@ -105,7 +105,7 @@ class Study:
         return Planned(self.captured, made, around, self._plan(settings, budget, made, around, bounds))
 
     def _within(self, settings: Settings, budget: int) -> tuple[Schedule, float]:
-        """The schedule for a budget, and the seconds that none adds less than.
+        """Return the schedule for a budget, and a lower bound of the seconds that any adds.
 
         On a card the allocator holds more than what is alive. By so much less it is planned again.
         """
@@ -125,14 +125,14 @@ class Study:
             target = min(target, levels(made, around).peak) - over
 
     def _floor(self, settings: Settings) -> int:
-        """Bytes of the smallest plan that was found."""
+        """Return the bytes of the smallest plan that was found."""
         search = self.search(settings)
         if settings.home.card is None:
             return search.floor_peak
         return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around).peak_reserved
 
     def _in_either_layout(self, settings: Settings, budget: int) -> Planned:
-        """The same, for fused kernels, in the first layout in which it fits."""
+        """Return the plan in the first layout in which it fits."""
         layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
             layouts = [one for one in layouts if one.captured.graph.fingerprint == settings.plan.fingerprint] or [self]
@@ -145,8 +145,8 @@ class Study:
         raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
 
     def layouts(self, settings: Settings) -> list[Study]:
-        """For fused kernels: what is known of the call with its convolutions in channels last where that is as good,
-        and of the call as it is. What takes much longer comes last."""
+        """Studies for fused kernels: with convolutions in channels last where that is as good, and as written. A layout
+        that takes much longer comes last."""
         if not settings.relaid:
             return [self]
         if not self._looked:
@@ -189,7 +189,7 @@ class Study:
         )  # fmt: skip
 
     def least(self, settings: Settings) -> int:
-        """Bytes that are there when the backward pass has ended, whatever is planned."""
+        """Return the bytes that remain when the backward pass has ended, whatever is planned."""
         search = self.search(settings)
         graph, choices = search.graph, Choices(early=settings.early, held=settings.held)
         stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
@@ -206,7 +206,7 @@ class Study:
         return self._fusing(settings).frontier(points)
 
     def search(self, settings: Settings) -> Search:
-        """The search that all budgets share."""
+        """Return the search that all budgets share."""
         kind = _kind(settings)
         if kind not in self._searches:
             graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
@@ -314,13 +314,13 @@ def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> 
 
 
 def _measures(settings: Settings) -> bool:
-    """Whether what kernels hold is measured: it is this machine's CPU that the step is planned for, and not to be the
-    same wherever that is."""
+    """Return whether kernels' workspaces are measured: the step is planned for this machine's CPU, and need not be
+    planned the same elsewhere."""
     return settings.device is None and settings.home.card is None and not isinstance(settings.costs, str)
 
 
 def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:
-    """The graph with seconds that are the same wherever it is planned; None where it has these already."""
+    """Return the graph with seconds that are the same on every machine; None where it has these already."""
     if settings.device is not None or isinstance(settings.costs, str):
         return None
     return with_costs(graph, device=settings.home.card, how="roofline")
@@ -336,7 +336,7 @@ def _kind(settings: Settings) -> _Kind:
 
 
 def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> dict[str, int]:
-    """By cause, what is there all the time."""
+    """Return the bytes that are always there, by cause."""
     names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}
     result: dict[str, int] = {}
     for value in graph.values:

@@ -47,12 +47,12 @@ class Values:
         self.on_cpu = True
         """False once a value lies elsewhere than on the CPU or on meta."""
         self.of: dict[Any, Any] = {}
-        """By node: the id of its value."""
+        """Id of the value of each node."""
         self.handed: dict[_torch.Role, int] = {}
-        """By role of a placeholder: its value."""
+        """Value of each placeholder, by its role."""
         self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
         self._owner: dict[int, int] = {}
-        """By storage: the value that owns it."""
+        """Value that owns each storage."""
         for node, role in zip(_placeholders(joint), joint.inputs, strict=True):
             self._placeholder(node, role)
 
@@ -151,20 +151,20 @@ class Values:
         return number
 
     def _size(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor's memory: on a card in blocks; of host memory beside a step on a card none."""
+        """Return the bytes of a tensor's memory: on a card in blocks; of host memory beside a step on a card none."""
         size = int(tensor.untyped_storage().nbytes())
         if not self._on_card:
             return size
         return blocks(size) if tensor.device.type == "cuda" else 0
 
     def _discarded(self, result: Any) -> int:
-        """Bytes of a result that nobody reads."""
+        """Return the bytes of a result that nobody reads."""
         if not isinstance(result, torch.Tensor) or _torch.storage_key(result.untyped_storage()) in self._owner:
             return 0
         return self._size(result)
 
     def _bases(self, node: Any) -> dict[int, int]:
-        """By storage: the base of the first argument that lies in it."""
+        """Return, by storage, the base of the first argument that lies in it."""
         bases: dict[int, int] = {}
         for one in node.all_input_nodes:
             if one in self.of and isinstance(one.meta["val"], torch.Tensor):
@@ -194,9 +194,9 @@ class Reader:
         self.values = Values(joint, paths, aliases, hooked)
         self.ops: list[GraphOp] = []
         self.casts: dict[int, int] = {}
-        """By forward op that is a cast of autocast's own: the region of autocast in which it is kept."""
+        """Forward ops that are casts of autocast's own, with the region of autocast in which each is kept."""
         self._forward_op: dict[int, int] = {}
-        """By sequence number of autograd: the forward op that drew it."""
+        """Forward op that drew each of autograd's sequence numbers."""
         self._sequences: list[int] = []
         """Its keys, in order."""
         self._mutated: set[int] = set()
@@ -305,14 +305,14 @@ class Reader:
         return self.ops[forward].layer, self.ops[forward].where, forward
 
     def _forward_of(self, sequence: int) -> int | None:
-        """The forward op with a number; where no op of the graph drew it (a change in place), the next one's."""
+        """Return the forward op with a number; where no op of the graph drew it (a change in place), the next one's."""
         at = bisect.bisect_left(self._sequences, sequence)
         return self._forward_op[self._sequences[at]] if at < len(self._sequences) else None
 
     def _once(self, target: str, reads: tuple[int, ...]) -> bool:
-        """An opaque call holds what its derivative needs. A library's op may draw random numbers. A recomputed op would
-        read the new value of what the step has changed; a training batch norm does not mind, as its results do not
-        depend on the running statistics."""
+        """Return whether an op may run only once: an opaque call holds what its derivative needs, and a library's op
+        may draw random numbers. A recomputed op would read the new value of a tensor that the step has changed; a
+        training batch norm may run again all the same, as its results do not depend on the running statistics."""
         if target == _torch.OPAQUE or opaque_calls.is_foreign(target):
             return True
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
@@ -328,7 +328,7 @@ def _placeholders(joint: _torch.Joint) -> list[Any]:
 
 
 def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments as fake tensors."""
+    """Return a node's arguments as fake tensors."""
     return torch.fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
 
 
@@ -349,7 +349,7 @@ def _check(function: Any, layer: str, where: str | None) -> None:
 
 
 def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str | None) -> None:
-    """A plan counts the one storage of each tensor."""
+    """Raise RecordingError for results that are not strided: a plan counts the one storage of each tensor."""
     odd = [one.layout for one in results if isinstance(one, torch.Tensor) and one.layout != torch.strided]
     if odd:
         raise RecordingError(
@@ -362,7 +362,7 @@ def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str |
 
 
 def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
-    """A plan would give it no gradient."""
+    """Raise InputError for a tensor that needs a gradient and is not the model's: a plan would give it none."""
     layer, where = next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
     place = ", ".join(part for part in (layer, where) if part)
     what = "A parameter" if isinstance(tensor, torch.nn.Parameter) else "A tensor"
