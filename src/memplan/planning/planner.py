@@ -31,11 +31,11 @@ class Planner:
         precision is settled, in the precision in which it is fastest.
 
         Args:
-            call: what the model is called with; the model's and autocast's state are those of now.
+            call: the model's arguments; the state of the model and of autocast is the present one.
             settings: options of the plan.
             budget: bytes on the device at any moment of the step.
-            key: tells this kind of call and state from others; calls with the same key are captured once.
-            captured: the call, where it is captured already.
+            key: identifies this kind of call and state; calls with the same key are captured once.
+            captured: the captured call, where there is one.
 
         Raises:
             BudgetError: no plan fits the budget.
@@ -65,8 +65,7 @@ class Planner:
         return with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings, budget)
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
-        """Plans from all kept to the floor, in each precision that is allowed (planning.tiers). ``key``: as for
-        `planned`."""
+        """Return plans from all kept to the floor, in each allowed precision. ``key``: as for `planned`."""
         return frontier(lambda settled: self.study(call, settled, key), self._model, settings, points)
 
     def study(self, call: Call, settings: Settings, key: Hashable = None, captured: Captured | None = None) -> Study:

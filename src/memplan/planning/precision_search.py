@@ -105,12 +105,12 @@ class _Contest:
         undivided = None if precision.whole else self._known.get(replace(precision, whole=True))
         try:
             if undivided is not None and not _runs(undivided, CONVOLUTION):
-                return  # there is nothing to take apart
+                return  # no convolution to take apart
             one = self._known[precision] = self._study(settled)
             if undivided is not None and not _runs(one, CHUNKED):
-                return  # nothing was worth it
+                return  # no convolution was worth taking apart
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > self._longest:
-                return  # whatever is chosen, that much it takes
+                return  # any plan in this precision takes as long
             if self._settings.engine == "inductor" and not self._is_worth_lowering(one, settled, anyhow):
                 return
             planned = one.planned(settled, self._budget)
@@ -124,7 +124,7 @@ class _Contest:
             self._failed.setdefault(error.found, precision)  # not everything runs in fewer bits
             return
         if planned.plan.lost in self._settings.without:
-            return  # it allows more, and makes no use of that
+            return  # it uses nothing of what it allows beyond that one
         taken = planned.plan.total_seconds or 0.0
         if self.best is None or taken < self._longest:
             self.best, self._seconds = planned, taken

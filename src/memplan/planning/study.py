@@ -139,7 +139,7 @@ class Study:
         for one in layouts:
             try:
                 return one._fused(settings, budget)
-            except (BudgetError, CompileError) as error:  # what is written for one layout says nothing of the other
+            except (BudgetError, CompileError) as error:  # a failure in one layout says nothing of the other
                 errors.append(error)
         refused = [error for error in errors if isinstance(error, BudgetError)]
         raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
@@ -153,7 +153,7 @@ class Study:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
-                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # many ops are the same
+                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # many ops are known already
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]
@@ -238,7 +238,7 @@ class Study:
                 self.model, self.call, settings.optimizer, held=settings.held, home=settings.home, known=known
             )
             others = self.search(settings).around.others
-            beside = sum(size for cause, size in others.items() if cause != "workspace")  # which was recorded, too
+            beside = sum(size for cause, size in others.items() if cause != "workspace")  # the recording has workspaces
             self._eager[kind] = timeline.steps[-1].peak_reserved + beside
         return self._eager[kind]
 
@@ -309,7 +309,7 @@ def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> 
     begin = time.perf_counter()
     if _measures(settings):
         graph = cpu_workspace.with_measured_scratch(graph)
-    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # what ran is prepared: to time it takes less
+    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # kernels that ran are warm: timing takes less
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 
 

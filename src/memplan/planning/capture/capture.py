@@ -56,7 +56,7 @@ class Captured:
     conditions: tuple[_torch.Condition, ...] = ()
     """Values of inputs that decided what was traced (see `capture`)."""
     relaid: bool = False
-    """Whether convolutions work in channels last (see planning.layouts)."""
+    """Whether convolutions work in channels last (see recapture.py)."""
 
     def holds(self, call: Call) -> bool:
         """Return whether a call of the same shapes takes the same branches."""
@@ -128,7 +128,7 @@ def capture_symbolic(
         if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
             raise SymbolicError("the call does more than compute tensors of tensors")
         return _torch.Symbolic(joint), flat
-    except Exception as error:  # it was captured with numbers: those who cannot be traced are refused there
+    except Exception as error:  # capturing with numbers refuses what cannot be traced
         raise SymbolicError(str(error)) from error
     finally:
         watch.restore()

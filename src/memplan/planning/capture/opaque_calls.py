@@ -199,7 +199,7 @@ class _Traced(torch.autograd.Function):
         return None, *(next(made) if needed else None for needed in found.needed)
 
 
-# -- finding out
+# -- descriptions of calls
 
 
 class Around:
@@ -445,7 +445,7 @@ def _derivative(found: Opaque, gradients: Sequence[torch.Tensor | None]) -> int:
     return allocations.most("derivative")
 
 
-# -- what the graph has to know
+# -- what the graph needs to know
 
 
 def scratch(target: str, args: Sequence[Any]) -> int | None:

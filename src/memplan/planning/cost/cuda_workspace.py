@@ -1,6 +1,6 @@
 """Workspaces of a graph's ops on a CUDA card, by the formulas of recorded steps.
 
-What ran there while it was timed was measured, and that is taken instead (see `costs`).
+What ran there while it was timed was measured, and that is taken instead (see op_timing.py).
 """
 
 from __future__ import annotations

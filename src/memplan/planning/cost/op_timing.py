@@ -96,7 +96,7 @@ def signature(graph: JointGraph, op: GraphOp) -> str:
     return _Writer(graph).signature(op)
 
 
-# -- what there is to price
+# -- calls to time
 
 
 def _calls(graph: JointGraph) -> Iterator[GraphOp]:
@@ -288,7 +288,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
             if key in clock.seconds or key in clock.refused:
                 continue
             if time.perf_counter() >= end:
-                clock.refused[key] = "the time for measuring was up"  # planning anew has to cost nothing
+                clock.refused[key] = "the time for measuring was up"  # planning again must not measure again
                 continue
             if torch.device(on).type != "cpu" and key.partition("(")[0] in NEEDS_SEEDS:
                 clock.refused[key] = "it reads the seeds of its forward pass"

@@ -24,7 +24,7 @@ class Precision:
     apart: tuple[str, ...] = ()
     """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
     whole: bool = False
-    """Convolutions run in one go, where they would run a few samples at a time (planning.chunks): as near, faster, and
+    """Convolutions run in one go, where they would run a few samples at a time (planning.passes.chunk_convolutions): as near, faster, and
     they hold more."""
 
     @property

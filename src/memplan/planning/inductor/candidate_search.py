@@ -107,7 +107,7 @@ class Fusing:
         """Return plans from all kept to the floor, with the peaks of their code: of the evaluated candidates, those
         that no other beats in both bytes and seconds."""
         made = [self.candidate(replace(one.choices, joined=True)) for one in self._search.frontier(points)]
-        made += [self.lowest, *self.known]  # in this order: to find the least, others are looked at
+        made += [self.lowest, *self.known]  # in this order: finding the lowest evaluates others
         fastest, found = float("inf"), list[Found]()
         for one in sorted(made, key=lambda one: (one.peak, one.schedule.seconds)):
             if one.schedule.seconds < fastest:
@@ -129,10 +129,10 @@ class Fusing:
         aim, there = found.peak, base_level(search.graph, found.choices, search.around)
         floor = self._looked_at(found, aim)
         yield floor
-        if floor.peak > found.peak:  # where the highest are lower, there is room for what the code takes more
+        if floor.peak > found.peak:  # lower levels leave room for what the code takes beyond them
             under = aim - int(_UNDER * (aim - there))
             yield self.candidate(replace(search.nearest(under, STEEP).choices, joined=True))
-        for _ in range(_RUNGS):  # where one op takes much by itself, its code may take less than the others'
+        for _ in range(_RUNGS):  # the code of an op that takes most op by op may take less
             aim -= int(_BELOW * (aim - there))
             one = self._looked_at(search.nearest(aim), aim)
             yield one
@@ -154,7 +154,7 @@ class Fusing:
             before = len(self._known)
             one = self._looked_at(found, aim)
             if found.peak > aim and one.peak > budget and len(self._known) == before:
-                break  # nor will what is aimed at below that be another
+                break  # lower targets find the same candidate
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if _keeps_all(one) or budget - one.peak <= self._room:
@@ -282,7 +282,7 @@ class Aims:
         if peak <= self.budget:
             most = max(aim, found)
             return replace(self, fits=most if self.fits is None else max(self.fits, most))
-        least = min(aim, found)  # whatever is between finds the same
+        least = min(aim, found)  # targets between find the same candidate
         return replace(self, over=least if self.over is None else min(self.over, least))
 
     def next(self, aim: int, found: int, peak: int) -> int | None:

@@ -67,7 +67,7 @@ def _in_order(x: Value) -> bool:
 
 
 def _scratch(x: Value, given: tuple[Ref | None, ...], kept: list[Value], graph: JointGraph) -> int:
-    """Return the bytes that `kernels.batch_norm_again` holds beyond its result: for every channel a variance of 1 and
+    """Return the bytes that `piecewise.batch_norm_again` holds beyond its result: for every channel a variance of 1 and
     the factor and the term that torch's kernel works with, and what of its operands has to be made or cast for that."""
     wanted = "float64" if x.dtype == "float64" else "float32"
     weight, bias = (None if one is None else graph.values[one.value] for one in given)

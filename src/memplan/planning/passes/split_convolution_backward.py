@@ -108,7 +108,7 @@ class _Splitter(Rebuild):
         tensors = map_refs(args, lambda value: _without_data(self.values[value]))
         return transient_bytes(op.target, tensors, {}, None) + NUMBERS
 
-    # -- what stands for an argument
+    # -- stand-ins for arguments
 
     def _stand_in(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool = True) -> Ref:
         """Return a value for an argument of which only the shape is read: a view of the gradient, else new memory; the
