@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,11 +20,9 @@ from memplan.planning.plan.budget_error import Way, with_way
 from memplan.planning.plan.plan import Plan
 from memplan.planning.plan.precision_report import slower_blocks
 from memplan.planning.schedule.byte_levels import base_level
-
-if TYPE_CHECKING:
-    from memplan.planning.search.search import Search
-    from memplan.planning.settings import Settings
-    from memplan.planning.study import Planned, Study
+from memplan.planning.search.search import Search
+from memplan.planning.settings import Settings
+from memplan.planning.study import Planned, Study
 
 _MUCH = 0.05
 """Share of a step's time that goes into making values again, beyond which keeping them in fewer bits may be faster."""

@@ -20,6 +20,7 @@ from memplan.planning.graph.placement import Home, home_of
 from memplan.planning.graph.precision import UNSCALED
 from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
 from memplan.trace.model import HOST
+from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions
 
 
@@ -258,6 +259,4 @@ def _check_data(model: nn.Module, fake: bool) -> None:
 
 def _real(value: Any) -> Any:
     """Specs as tensors; tensors stay the user's."""
-    from memplan.trace.spec import Spec
-
     return _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, value)

@@ -153,7 +153,7 @@ class Study:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
-                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # many ops are known already
+                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # most are known already
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]

@@ -7,14 +7,11 @@ mode has it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    pass
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory format by number of dimensions."""

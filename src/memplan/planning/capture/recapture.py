@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from memplan.errors import MemplanError
+from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.channels_last import _FORMATS
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import JointGraph, Value
 from memplan.planning.graph.precision import Precision
 from memplan.planning.graph.roofline import work_of
-
-if TYPE_CHECKING:
-    from memplan.planning.capture.capture import Captured
-
 
 _CORE = ("aten", "prims", "memplan")
 
@@ -40,8 +35,6 @@ def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precisio
         model, call, precision: as for `capture`.
         captured: the call as it is.
     """
-    from memplan.planning.capture.capture import capture
-
     if captured.opaque or not _convolves_in_order(captured.graph) or not _convolves_much(captured.graph):
         return None
     try:

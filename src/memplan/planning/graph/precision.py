@@ -24,8 +24,8 @@ class Precision:
     apart: tuple[str, ...] = ()
     """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
     whole: bool = False
-    """Convolutions run in one go, where they would run a few samples at a time (planning.passes.chunk_convolutions): as near, faster, and
-    they hold more."""
+    """Convolutions run in one go, where they would run a few samples at a time (chunk_convolutions.py): as near,
+    faster, and they hold more."""
 
     @property
     def lossy(self) -> bool:

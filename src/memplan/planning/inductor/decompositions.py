@@ -18,6 +18,7 @@ from memplan import _torch
 from memplan._torch import inductor
 from memplan._torch.custom_ops import define
 from memplan.planning.graph.op_schema import overload
+from memplan.planning.inductor import max_pool
 from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the ops
 from memplan.trace.semantics.traced_results import INSTEAD
 
@@ -35,8 +36,6 @@ def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
 
     ``on_card``: whether it runs on a CUDA card. Which pools are left to torch was measured on CPUs alone.
     """
-    from memplan.planning.inductor import max_pool
-
     ops: Any = torch.ops.memplan
     return {
         **({} if on_card else max_pool.decompositions()),
