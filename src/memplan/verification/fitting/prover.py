@@ -140,8 +140,8 @@ class Prover:
         if planned is None:
             candidate = self._trial("candidate", call)
             return compare(sides.reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-        self._warm_up(call, early=self._settings.early)
-        candidate = self._trial("candidate", call, early=self._settings.early)
+        self._warm_up(call, early=self._settings.gradients.updates)
+        candidate = self._trial("candidate", call, early=self._settings.gradients.updates)
         candidate.beside = self._constants(planned)
         if planned.plan.grade == "lossy":
             proof = compare_lossy(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
@@ -165,7 +165,7 @@ class Prover:
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
         """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
-        early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
+        early, updates = planned is not None and self._settings.gradients.updates, self._settings.optimizer is not None
         self._warm_up(self._asked.call, early=early, updates=updates)
         trial = self._trial("alone", self._asked.call, early=early, updates=updates)
         trial.beside = 0 if planned is None else self._constants(planned)
@@ -191,7 +191,7 @@ class Prover:
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
-            micro_batches=2 if self._settings.held else 1,
+            micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
         return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
 
@@ -209,7 +209,7 @@ class Prover:
             try:
                 with attributes_kept(self._step), self._asked.under_autocast():
                     timeline = baseline(
-                        self._step, call, self._settings.optimizer, held=self._settings.held, home=self._home
+                        self._step, call, self._settings.optimizer, held=self._settings.gradients.adds, home=self._home
                     )
             except MemplanError:  # it cannot be called with fewer
                 break
@@ -239,11 +239,11 @@ class Prover:
         plans = Plans(self._step, settings, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
-            found = plans(part.call, settings.held)
+            found = plans(part.call, settings.gradients.adds)
             if isinstance(found, Planned):  # in so large a budget, it would keep everything
                 plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
-                found = plans(part.call, settings.held)
-        return lambda call, held: found if held == settings.held else plans(call, held)
+                found = plans(part.call, settings.gradients.adds)
+        return lambda call, held: found if held == settings.gradients.adds else plans(call, held)
 
 
 def _as_tight(plan: Plan, other: Plan) -> int:
