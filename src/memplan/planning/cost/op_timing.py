@@ -22,6 +22,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Re
 from memplan.planning.graph.roofline import Work
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import Called
+from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers timed ops
 
 How = Literal["measured", "roofline"]
 

@@ -5,7 +5,7 @@ Two kinds of levers share it, and each overrides the parts that apply:
 * one that keeps *values* in another form between the passes (encode, offload): `forms` says of which values and what
   that takes; `store`, `fetch` and `read_directly` write its calls. Search, schedule, validator and both engines handle
   the forms of any lever, by what the record `memplan.planning.graph.joint_graph.KeptForm` declares;
-* one about the *step* (update early, in place): `decide` reports what it did.
+* one about the whole *step* (in place, accumulate): `decide` reports what it did.
 
 `memplan.planning.levers.registry` lists the levers.
 """

@@ -19,7 +19,7 @@ from memplan.planning.schedule.actions import Action, Choices
 NODES = 16
 """Moments at which gradients are given that stay in memory anyway. To autograd each is a node, which takes as long as
 a small op: two hundred would slow a network of many small layers down by a tenth. With one alone, gradients could not
-be reduced between processes while the backward pass still runs, nor a pass for the last layers end early. Of fused
+be reduced between processes while the backward pass still runs, nor a pass for the last layers end before. Of fused
 kernels there is one, as they are compiled in one part where gradients stay: all are made before the first is given."""
 
 

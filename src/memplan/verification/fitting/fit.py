@@ -22,8 +22,8 @@ from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, Settings
 from memplan.planning.study import Planned
 from memplan.rewriting.compiled import compiled
-from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
+from memplan.rewriting.update_early import update_early
 from memplan.trace.recording.session import collector_held
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans, say

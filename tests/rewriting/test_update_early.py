@@ -22,8 +22,8 @@ from memplan.planning.capture.flat_call import Call
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
-from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
+from memplan.rewriting.update_early import update_early
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
