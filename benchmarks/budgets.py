@@ -31,6 +31,7 @@ from benchmarks.frontier.models import MODELS, TITLES  # noqa: E402
 from memplan.planning.capture.flat_call import Call, call_of  # noqa: E402
 from memplan.planning.capture.loss_module import with_loss  # noqa: E402
 from memplan.planning.graph.joint_graph import RESIDENT  # noqa: E402
+from memplan.planning.levers.lever import GradientUse  # noqa: E402
 from memplan.planning.planner import Planner  # noqa: E402
 from memplan.planning.settings import Settings  # noqa: E402
 from memplan.planning.study import Planned  # noqa: E402
@@ -82,7 +83,7 @@ def rows_of(model: str) -> Iterator[Row]:
     call = call_of((*subject.inputs, *subject.targets), {})
     study = Planner(step).study(call, Settings(costs="roofline"))
     for held in (False, True):
-        settings = Settings(held=held, costs="roofline")
+        settings = Settings(gradients=GradientUse(adds=held), costs="roofline")
         eager, floor = study.eager_peak(settings), study.search(settings).floor().peak
         budgets = {f"{tenth / 10}": eager * tenth // 10 for tenth in range(9, 0, -1) if eager * tenth // 10 >= floor}
         for name, budget in {**budgets, "floor": floor}.items():

@@ -281,16 +281,19 @@ def _frontier(
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
+    from memplan.planning.levers.lever import GradientUse
     from memplan.planning.planner import Planner
     from memplan.planning.request import request
     from memplan.planning.settings import PlanOptions
     from memplan.reports.frontier import Frontier, Point
     from memplan.verification.peers.trials import measure_peers
 
-    asked = request(
-        made, described.options,
-        PlanOptions(device=given.device, offload=not isinstance(made, nn.Module), **options), fake=True,
+    given_options = {name: option for name, option in options.items() if name != "early"}
+    asked_for = PlanOptions(
+        device=given.device, gradients=GradientUse(updates=options.get("early", False)),
+        host_memory=not isinstance(made, nn.Module), **given_options,
     )  # fmt: skip
+    asked = request(made, described.options, asked_for, fake=True)
     with asked.under_autocast():
         planner = Planner(asked.step)
         study = planner.study(asked.call, asked.settings, key=0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memplan.planning.graph.placement import is_on_card
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import request
@@ -65,8 +66,9 @@ def plan(
         A step on cpu in the budget of 6.0 GiB: predicted peak 9.1 GiB -> 6.0 GiB, 41 ms added (3.1 %), ...
     """
     options = PlanOptions(
-        budget=budget, device=device, allow=allow, engine=engine, early=early, accumulate=accumulate,
-        clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, offload=True,
+        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
+        accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs,
+        host_memory=True,
     )  # fmt: skip
     with undisturbed(cuda=is_on_card(model)), torch.inference_mode(False), torch.enable_grad():
         asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)

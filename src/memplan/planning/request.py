@@ -69,15 +69,15 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
         _check_data(made, fake)
         args, keywords = _real((*step.inputs, *step.targets)), _real(dict(step.kwargs))
     module = _with_loss(made, step)
-    if options.early:
+    if options.gradients.updates:
         _check_apart(module)
     call = call_of(args, keywords)
     home = home_of(module, call.tensors)
     _check_compiler(options.engine, home)
     settings = Settings(
-        optimizer=step.optimizer, early=options.early, held=options.accumulate > 1, home=home,
-        device=card, costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
-        offload=options.offload or home.card is not None, allow=options.allow,
+        optimizer=step.optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
+        costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
+        host_memory=options.host_memory or home.card is not None, allow=options.allow,
     )  # fmt: skip
     assert step.autocast is None or isinstance(step.autocast, torch.dtype), "options were checked"
     lower = step.autocast or _around(home.type)
@@ -164,7 +164,7 @@ def _check_early(step: StepOptions, options: PlanOptions) -> None:
     accumulate, clip_norm = options.accumulate, options.clip_norm
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", expected="how many micro-batches make one update, at least 1")
-    if not options.early:
+    if not options.gradients.updates:
         return
     if step.optimizer is None:
         raise UsageError(

@@ -12,6 +12,7 @@ from memplan.devices import Device
 from memplan.planning.cost.optimizer_memory import Optimizer
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.search.search import Heuristics
 
@@ -32,8 +33,8 @@ class PlanOptions:
     """Card for which seconds are estimated; None: the kernels that the step runs by, measured."""
     allow: Allow = "exact"
     engine: Engine = "graph"
-    early: bool = False
-    """Each parameter is updated in the backward pass, as soon as its gradient is complete."""
+    gradients: GradientUse = STAYS
+    """Use of each parameter's gradient once it is complete."""
     accumulate: int = 1
     """Micro-batches between two updates; with more than one, gradients are held when a step begins."""
     clip_norm: float | None = None
@@ -43,7 +44,7 @@ class PlanOptions:
     heuristics: Heuristics = field(default_factory=Heuristics)
     costs: Mapping[str, float] | str | None = None
     """Seconds by op; "roofline": estimates that are the same on every machine; None: measured."""
-    offload: bool = False
+    host_memory: bool = False
     """Values of a model on the CPU may wait in host memory, too: the plan is for a card, and does not run here."""
 
 
@@ -52,10 +53,8 @@ class Settings:
     """Checked options of a plan, whatever its budget."""
 
     optimizer: Optimizer | None = None
-    early: bool = False
-    """Each parameter is updated in the backward pass, as soon as its gradient is complete."""
-    held: bool = False
-    """Gradients exist when the step begins."""
+    gradients: GradientUse = STAYS
+    """Use of each parameter's gradient once it is complete."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
     device: Device | None = None
@@ -66,7 +65,7 @@ class Settings:
     plan: Plan | None = None
     """Plan whose choices are taken instead of a search's."""
     engine: Engine = "graph"
-    offload: bool = False
+    host_memory: bool = False
     """Values may wait in host memory, where the device is a card. What runs on this machine's CPU must not."""
     allow: Allow = "exact"
     precision: Precision | None = None

@@ -17,6 +17,7 @@ from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.candidate_search import Candidate
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.planner import Planner
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.settings import Settings
@@ -131,7 +132,7 @@ def test_a_budget_that_held_gradients_exceed_says_so(plans: Plans) -> None:
 
 def floor(plans: Plans, held: bool) -> int:
     with pytest.raises(BudgetError) as caught:
-        Planner(plans._module).planned(call(4, 24), Settings(held=held), 1)
+        Planner(plans._module).planned(call(4, 24), Settings(gradients=GradientUse(adds=held)), 1)
     return caught.value.smallest_budget
 
 

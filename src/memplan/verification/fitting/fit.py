@@ -14,6 +14,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, MemplanError, RecordingError, VerificationError
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.graph.precision import EXACT
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import Request, request
@@ -21,8 +22,8 @@ from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
 from memplan.planning.study import Planned
 from memplan.rewriting.compiled import compiled
-from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
+from memplan.rewriting.update_early import update_early
 from memplan.trace.recording.session import collector_held
 from memplan.trace.step import StepOptions
 from memplan.trace.structure import take_apart
@@ -91,8 +92,8 @@ def fit(
         >>> fitted.loss(images, labels).backward()
     """
     options = PlanOptions(
-        budget=budget, device=device, allow=allow, engine=engine, early=early, accumulate=accumulate,
-        clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
+        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
+        accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
     )  # fmt: skip
     asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
     with on_its_own(asked.step):
@@ -224,7 +225,7 @@ class _Fitting:
     @property
     def _may_stay_as_it_is(self) -> bool:
         """Whether it is enough that the step fits: a plan, early updates and fused kernels are asked for anyhow."""
-        return self.settings.plan is None and not self.settings.early and self.settings.engine == "graph"
+        return self.settings.plan is None and not self.settings.gradients.updates and self.settings.engine == "graph"
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -318,7 +319,7 @@ class _Fitting:
                 spare = max(0, self.budget - self._loss_bytes())
                 plans = Plans(asked.model, replace(settings, plan=None), spare, self._told)
                 undo.callback(install(asked.model, plans).undo)
-        if settings.early and settings.optimizer is not None and proof.within_budget:
+        if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
             undo.callback(update_early(optimizer).undo)
         return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all())
