@@ -55,7 +55,7 @@ def test_measured_they_are_the_same() -> None:
 def test_where_layers_were_made() -> None:
     trace = memplan.record(build, device="cpu")
     made = {layer.name: layer.made for layer in trace.layers}
-    assert (made["0"] or "").rpartition(":")[0].endswith("test_forms.py")
+    assert (made["0"] or "").rpartition(":")[0].endswith("test_call_forms.py")
     assert made["Sequential"] is None  # it has no parameters of its own
     assert loads(dumps(trace)) == trace
 
