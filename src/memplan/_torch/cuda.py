@@ -25,7 +25,7 @@ _HOMES = (torch, torch.fft, torch.nested)
 def tensors_that_tell(
     device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
 ) -> Iterator[None]:
-    """``tensor.device`` answers what ``device`` says, if anything, to all but the ops being dispatched."""
+    """Make ``tensor.device`` answer what ``device`` says, if anything, to all but the ops being dispatched."""
     plain, fake = torch.Tensor.device, FakeTensor.device
 
     def tells(own: Any) -> property:
@@ -59,7 +59,7 @@ def copied(tensor: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format
 
 @contextlib.contextmanager
 def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Every function that makes a tensor on a device, replaced by ``made(function)``."""
+    """Replace every function that makes a tensor on a device by ``made(function)``."""
     functions = {id(f) for f in default_device._device_constructors()}
     functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
     builtins = torchscript._get_builtin_table()
@@ -77,7 +77,8 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 @contextlib.contextmanager
 def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """``with torch.device("cuda")`` and `torch.set_default_device` make on the CPU what ``going`` says is elsewhere."""
+    """Make ``with torch.device("cuda")`` and `torch.set_default_device` create on the CPU what ``going`` says is
+    elsewhere."""
     real = default_device.DeviceContext.__torch_function__
 
     def on_card(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +95,7 @@ def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractC
 
 
 def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
-    """`torch.utils.checkpoint` restores CUDA's autocast also where no argument is on the card."""
+    """Make `torch.utils.checkpoint` restore CUDA's autocast also where no argument is on the card."""
     return patched(torch.utils.checkpoint.DefaultDeviceType, _default_device_type="cuda")
 
 

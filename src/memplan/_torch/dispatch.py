@@ -23,7 +23,7 @@ _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 @contextlib.contextmanager
 def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
-    """Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
+    """Register Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
 
     Args:
         kernels: name of the op without its namespace, with its overload ("dropout", "softmax.int") -> kernel. A
@@ -51,7 +51,7 @@ def whole(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def attention_order(order: tuple[int, ...]) -> Iterator[None]:
-    """The order in which `scaled_dot_product_attention` tries its kernels, unless the user has set one already."""
+    """Set the order in which `scaled_dot_product_attention` tries its kernels, unless the user has set one already."""
     before = torch._C._get_sdp_priority_order()
     if before == ATTENTION_ORDER:
         torch._C._set_sdp_priority_order([*order, *(n for n in before if n not in order)])
@@ -62,7 +62,7 @@ def attention_order(order: tuple[int, ...]) -> Iterator[None]:
 
 
 def tried_in_order() -> list[int]:
-    """Values of `torch.nn.attention.SDPBackend` in the order in which attention tries them."""
+    """Return the values of `torch.nn.attention.SDPBackend` in the order in which attention tries them."""
     return torch._C._get_sdp_priority_order()
 
 

@@ -29,8 +29,8 @@ SMALL = 1 << 20
 
 
 def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Pointwise ops that are to be computed before a kernel of torch's, since they are read after it and free more than
-    they take.
+    """Find pointwise ops to compute before a kernel of torch's, since they are read after it and free more than they
+    take.
 
     Args:
         graph: core ops in the order of a schedule.
@@ -108,7 +108,8 @@ class _Places:
         return found
 
     def kernels_before_use(self, node: fx.Node) -> list[int]:
-        """Places of the kernels after an op that all that reads it needs: what these wait for is no part of that."""
+        """Return the places of the kernels after an op that everything that reads it needs: what these wait for is no
+        part of that."""
         common = reduce(and_, (self.needed[user] for user in _users(node)), -1)
         return [at for at in self.kernels if at > self.place[node] and common >> at & 1]
 

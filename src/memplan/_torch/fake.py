@@ -78,9 +78,7 @@ _CONSTANT_NUMEL = 64
 
 
 class NoFakeTensor:
-    """Stand-in for `torch._subclasses.FakeTensor` in the user's code while it is recorded. Libraries look there to take
-    another path when they are traced (transformers builds masks that it would skip); but the path to record is the one
-    that really runs.
+    """Stand-in for `torch._subclasses.FakeTensor` in the user's code while it is recorded.
 
     Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
     but the path to record is the one that really runs.
@@ -339,7 +337,7 @@ class FakeMode(FakeTensorMode):
 
 @contextlib.contextmanager
 def modules_converted_as_real() -> Iterator[None]:
-    """`Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
+    """Make `Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
 
     For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees.
     """
@@ -358,7 +356,7 @@ def modules_converted_as_real() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors that are made are fake, of one mode: for a model that is only to be captured."""
+    """Make all new tensors fake, of one mode: for a model that is only captured."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 

@@ -153,7 +153,7 @@ def mark(number: int) -> None:
 
 
 def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Arguments, ops, and results with what is to be copied after them."""
+    """Return the arguments, the ops, and the results with what is copied after them."""
     nodes = list(of.graph.graph.nodes)
     results: Any = nodes[-1].args[0]
     inputs = [node for node in nodes if node.op == "placeholder"]

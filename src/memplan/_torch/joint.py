@@ -69,7 +69,7 @@ def corrected_mode(
     results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
 ) -> FakeTensorMode:
     """Return a mode whose fake tensors are as the device's kernels make them, with the values that are known: a given
-    mode, or a new one. An instance is changed, no class: ops that take functions know the class FakeTensorMode only.
+    mode, or a new one.
 
     An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
     """
@@ -353,7 +353,7 @@ def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> No
 
 
 def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
-    """Layer and line that were said when a node was traced; ("", None) where none were."""
+    """Return the layer and the line that were noted when a node was traced; ("", None) where none were."""
     return (node.meta.get("custom") or {}).get(_PLACE, ("", None))
 
 

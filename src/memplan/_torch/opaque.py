@@ -83,7 +83,7 @@ class Recorded:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """A context in which ops do what they do where nothing traces: a dropout, say, is taken apart in C++."""
+    """Run ops as they do where nothing traces: a dropout, say, is decomposed in C++."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 

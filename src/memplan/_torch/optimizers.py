@@ -33,7 +33,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this with the function's name and the parameters whenever gradients are clipped."""
+    """Call this with the function's name and the parameters whenever gradients are clipped, while open."""
 
     def watched(name: str, original: Any) -> Callable[..., Any]:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _replaced(name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[
 
 @contextlib.contextmanager
 def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this with the losses whenever an enabled GradScaler scales some."""
+    """Call this with the losses whenever an enabled GradScaler scales some, while open."""
     original: Any = torch.amp.GradScaler.scale
 
     def scale(self: Any, outputs: Any) -> Any:
@@ -85,7 +85,7 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def backward_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this before each backward pass with the leaves that it gives gradients to."""
+    """Call this before each backward pass with the leaves that it gives gradients to, while open."""
     original: Any = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:

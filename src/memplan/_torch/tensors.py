@@ -54,7 +54,7 @@ def node_sequence(node: Any) -> int:
 
 
 def sequence_number() -> int:
-    """Sequence number of the autograd node made last on this thread, -1 before the first."""
+    """Return the sequence number of the autograd node made last on this thread, -1 before the first."""
     return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
 
@@ -97,7 +97,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """C++ reference counts of the tensor and of its storage."""
+    """Return the C++ reference counts of the tensor and of its storage."""
     counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), counts  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
@@ -128,7 +128,7 @@ def _caller() -> str:
 
 
 def tensor_arguments(func: Any) -> list[tuple[int, str]]:
-    """Position and name of each argument of an op that takes tensors."""
+    """Return position and name of each argument of an op that takes tensors."""
     return [(i, a.name) for i, a in enumerate(func._schema.arguments) if "Tensor" in str(a.type)]
 
 

@@ -196,7 +196,7 @@ class Reached:
 def frontier(
     study: Callable[[Settings], Study], model: nn.Module, settings: Settings, points: int
 ) -> tuple[Reached, ...]:
-    """Plans from all kept to the floor, in each precision that is allowed, the largest peak first: the exact ones that
+    """Return plans from all kept to the floor, in each allowed precision, the largest peak first: the exact ones that
     no exact one beats in both bytes and seconds, and the lossy ones that none beats at all.
 
     Args:

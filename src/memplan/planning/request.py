@@ -187,7 +187,7 @@ def _check_early(step: StepOptions, options: PlanOptions) -> None:
 
 
 def _check_apart(model: nn.Module) -> None:
-    """Raises UsageError where an early update of a parameter would change another one, or a buffer."""
+    """Raise UsageError where an early update of a parameter would change another one, or a buffer."""
     named = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

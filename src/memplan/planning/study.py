@@ -146,8 +146,8 @@ class Study:
         raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
 
     def layouts(self, settings: Settings) -> list[Study]:
-        """Studies for fused kernels: with convolutions in channels last where that is as good, and as written. A layout
-        that takes much longer comes last."""
+        """Return the studies for fused kernels: with convolutions in channels last where that is as good, and as
+        written. A layout that takes much longer comes last."""
         if not settings.relaid:
             return [self]
         if not self._looked:
@@ -198,7 +198,7 @@ class Study:
         return there + sum(graph.values[of].own_bytes for of in stay)
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
-        """Plans from all kept to the floor; of fused kernels in the first layout."""
+        """Return plans from all kept to the floor; of fused kernels in the first layout."""
         if settings.engine == "graph":
             return self.search(settings).frontier(points)
         first, *_ = self.layouts(settings)
@@ -227,7 +227,7 @@ class Study:
         return self._fusings[kind]
 
     def eager_peak(self, settings: Settings) -> int:
-        """Predicted bytes of the step without a plan."""
+        """Return the predicted bytes of the step without a plan."""
         if self.plain is not None:
             return self.plain.eager_peak(settings)
         kind = _kind(settings)

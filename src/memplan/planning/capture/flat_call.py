@@ -24,7 +24,7 @@ class Call:
     structure: Structure
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with these tensors."""
+        """Return the positional and keyword arguments with these tensors."""
         return self.structure.rebuild(tensors)
 
     def name_of(self, number: int) -> str:

@@ -14,7 +14,7 @@ __all__ = ["WithLoss", "default_loss", "differentiable", "with_loss"]
 
 
 def with_loss(model: nn.Module, loss: Callable[..., Any], targets: int = 1) -> nn.Module:
-    """Model and loss as one module: ``(*inputs, *targets) -> loss``.
+    """Combine model and loss in one module: ``(*inputs, *targets) -> loss``.
 
     Args:
         model: called with all positional arguments but the last ``targets``, and with all keywords.

@@ -244,7 +244,7 @@ class Around:
 
     @contextmanager
     def tracing(self, layer: Callable[[], str]) -> Iterator[None]:
-        """A context in which what is opaque becomes an op of the graph. It is entered for each pass of the trace."""
+        """Make calls of what is opaque ops of the graph, in this context. It is entered for each pass of the trace."""
         self._next, self._before, self.found = 0, self.found, []
         with self._replaced(self._traced, layer):
             yield

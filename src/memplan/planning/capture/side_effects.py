@@ -64,7 +64,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The outermost module's hooks do not run meanwhile, but for those that compute a weight."""
+    """Switch the outermost module's hooks off meanwhile, but for those that compute a weight."""
     tables = [getattr(model, name) for name in _HOOKS]
     before = [dict(table) for table in tables]
     try:
@@ -191,8 +191,8 @@ _INSTALLED = "_output_capturing_hooks_installed"
 
 
 def computed(module: nn.Module) -> frozenset[str]:
-    """Attributes that are no state: what torch's own modules compute from parameters in each forward (weight norm's
-    weight), and that transparent hooks are there."""
+    """Return the names of attributes that are no state: what torch's own modules compute from parameters in each
+    forward (weight norm's weight), and the marks that transparent hooks are installed."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))

@@ -72,7 +72,7 @@ class Shapes:
         self._kinds: dict[Hashable, _Kind] = {}
 
     def known(self, call: Call) -> None:
-        """Somebody else captured this call, or will."""
+        """Note a call that was captured elsewhere, or will be."""
         self._of(call).seen.append(_sizes(call))
 
     def captured(self, call: Call) -> Captured:

@@ -278,7 +278,7 @@ class Aims:
         return self.budget if known is None else self._beside(*known)
 
     def seen(self, aim: int, found: int, peak: int) -> Aims:
-        """With one more: searched for, found in the search's own bytes, and in those that count."""
+        """Return the aims with one more target: its search bytes, and the peak of its code."""
         if peak <= self.budget:
             most = max(aim, found)
             return replace(self, fits=most if self.fits is None else max(self.fits, most))

@@ -138,7 +138,7 @@ class _Grouping:
         return found
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:
-        """One kernel."""
+        """Describe one kernel."""
         marks = dict.fromkeys(origin.mark for origin in kernel.origins if origin.mark is not None)
         ops = [op for mark in sorted(marks) if (op := self.op(mark)) is not None]
         flops = sum(one.flops for one in work)
@@ -176,7 +176,7 @@ class _Grouping:
         return None if value is None else self.graph.maker.get(self.graph.base(value))
 
     def rate(self, mark: int | None) -> str:
-        """Whose FLOP/s count for an op."""
+        """Return the dtype whose FLOP/s count for an op."""
         op = None if mark is None else self.op(mark)
         return "float32" if op is None else work_of(self.graph, op).rate
 
@@ -191,9 +191,7 @@ _LAYERS = 3
 
 
 def unfused(fusion: Fusion) -> tuple[str, ...]:
-    """Return a plan's notes on ops that run unfused: those of libraries first, then those that move the most. Products,
-    convolutions and attention are left out, which are torch's kernels in any compiled step; so are ops that draw random
-    numbers, copies into buffers and packed bits, which memplan keeps apart.
+    """Return a plan's notes on ops that run unfused: those of libraries first, then those that move the most.
 
     Not of products, convolutions and attention, which are torch's kernels in any compiled step; nor of ops that draw
     random numbers, copies into buffers and packed bits, which are so because memplan asked for it.

@@ -290,7 +290,7 @@ class Halves:
         )
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and what is saved. The list that is handed in is emptied."""
+        """Return the outputs, and what is saved. The list that is handed in is emptied."""
         targets = [inputs[at] for at in self._of.written]
         (results,) = _run(self._of.forward.takes, self._forward, inputs)
         cut = self._outputs + self._saved
@@ -300,8 +300,8 @@ class Halves:
     def backward(
         self, inputs: list[Any], saved: list[Tensor], tangents: list[Tensor]
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Lists of gradients, each with the value that it is of; all of a part are made before the first is given.
-        Each list has to be emptied by who takes it; those that are handed in are emptied."""
+        """Yield lists of gradients, each with its value; all of a part are made before the first is given. Each list
+        has to be emptied by who takes it; those that are handed in are emptied."""
         given = [*(inputs[at] for at in self._of.handed), *saved, *tangents]
         for one in (inputs, saved, tangents):
             one.clear()

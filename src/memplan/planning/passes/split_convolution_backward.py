@@ -111,8 +111,7 @@ class _Splitter(Rebuild):
     # -- stand-ins for arguments
 
     def _stand_in(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool = True) -> Ref:
-        """Return a value for an argument of which only the shape is read: a view of the gradient, else new memory; the
-        argument itself where it is alive anyway, now or as soon as its gradient is made.
+        """Return a value for an argument of which only the shape is read: a view of the gradient, else new memory.
 
         The argument itself where it has to be there anyway, now or as soon as its gradient is made.
         """

@@ -58,7 +58,8 @@ def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
 
 
 def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
-    """Blocks that compute in lower precision in one graph of a step, and take longer there than as they are written."""
+    """Return the blocks that compute in lower precision in one graph of a step, and take longer there than as they are
+    written."""
     written = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
     found = list[str]()
     for block, ops in blocks(low).items():
