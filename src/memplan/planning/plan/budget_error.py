@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
+from memplan.planning.graph.op_schema import short
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.registry import UPDATE_EARLY
-from memplan.planning.plan.decisions import short
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
 from memplan.simulation.simulate import live_at, simulate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -210,9 +211,10 @@ class Plan:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
-        kept = [lever.counted(self.count(lever.name), self.host_bytes) for lever in LEVERS]
+        levers = Counter(one.lever for one in self.decisions if one.scope.kind == "value")
+        values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
         updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
-        counts = ", ".join(filter(None, (f"{_values(self.count('recompute'))} recomputed", *kept, updated)))
+        counts = ", ".join(filter(None, (*values, updated)))
         bound = ""
         if not self.choices.fused:  # of fused kernels none is known
             bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
@@ -405,4 +407,10 @@ def _read(plain: Any) -> Plan:
     names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
     if len(set(names.values())) < len(names):
         raise Unreadable("names gives two names to one value")
-    return _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
+    plan = _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
+    levers = ["keep", *(lever.name for lever in LEVERS)]
+    for at, decision in enumerate(plan.decisions):
+        if decision.lever not in levers:
+            place, known = f"the plan.decisions[{at}].lever", ", ".join(map(repr, levers))
+            raise Unreadable(f"{place} is {decision.lever!r:.40}, which is none of {known}")
+    return plan

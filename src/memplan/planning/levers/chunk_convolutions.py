@@ -14,13 +14,29 @@ import torch
 from torch import Tensor
 
 from memplan._torch.custom_ops import define
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value
 from memplan.planning.graph.op_schema import CHUNKED
+from memplan.planning.graph.precision import Precision
+from memplan.planning.levers.lever import Grade, Lever
 from memplan.trace.semantics.cpu.table import transient_bytes
 
 CONVOLUTION = "aten.convolution.default"
 LEAST = 1 << 20
 """Bytes of scratch for less of which nothing is taken apart."""
+
+
+class ChunkConvolutions(Lever):
+    """Run convolutions a few samples at a time, where a plan computes in lower precision on the CPU anyway."""
+
+    name = "chunk convolutions"
+
+    def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
+        """Return the graph with convolutions in chunks, where the last bit is free to differ."""
+        return chunked(graph) if precision.compute and not graph.is_on_card and not precision.whole else graph
+
+    def grade(self, form: KeptForm | None = None) -> Grade:
+        """Return ``lossy``: another kernel may run, which adds in another order."""
+        return "lossy"
 
 
 def chunked(graph: JointGraph) -> JointGraph:
