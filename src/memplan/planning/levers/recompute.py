@@ -17,7 +17,6 @@ class Recompute(Lever):
     """
 
     name = "recompute"
-    verbs = ("free", "run")
 
     def why_not(self, graph: JointGraph, value: Value, situation: Situation) -> str:
         """Say why a forward value is never made again; empty where it may be."""

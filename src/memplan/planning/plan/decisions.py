@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
+from memplan._bytes import format_bytes
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value, recomputable
 from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
@@ -43,7 +45,7 @@ class _Decider:
         for action in (*schedule.forward, *schedule.backward):
             self._note(action)
         for forms in self.forms.values():
-            forms.sort(key=lambda form: not form.is_copied)
+            forms.sort(key=lambda form: (not form.is_copied, not form.whole))
         for action in schedule.backward:
             form = None if action.form is None else graph.form[action.form]
             if form is None or not form.is_copied:
@@ -86,8 +88,7 @@ class _Decider:
         for op in self.graph.forward_ops:
             for value in op.makes:
                 if value in self.forms:
-                    form = self.forms[value][0]
-                    lever, reason = form.lever, registry.find(form.lever).reason(self, form)
+                    lever, reason = self._kept_as(*self.forms[value])
                 elif value in self.again:
                     lever, reason = RECOMPUTE.name, RECOMPUTE.made_again(self, value)
                 elif value in kept:
@@ -96,6 +97,16 @@ class _Decider:
                     continue
                 found.append(self._decision(op, value, lever, reason))
         return found
+
+    def _kept_as(self, form: KeptForm, *others: KeptForm) -> tuple[str, Reason]:
+        """The lever that keeps a value, and why; other plain forms serve some readers, and stay beside."""
+        reason = registry.find(form.lever).reason(self, form)
+        if others and not form.is_copied:
+            beside = sum(self.graph.values[other.kept].bytes for other in others)
+            names = ", ".join(other.how or other.lever for other in others)
+            text = f"{reason.text}; {format_bytes(beside)} stay beside it ({names})"
+            reason = replace(reason, bytes=max(0, reason.bytes - beside), text=text)
+        return form.lever, reason
 
     def _decision(self, op: GraphOp, value: int, lever: str, made: Reason) -> Decision:
         scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)

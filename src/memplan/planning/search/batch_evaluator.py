@@ -2,8 +2,8 @@
 
 Arrays are over (rows, candidates); Python loops over ops only. A backward pass over the forward ops finds in which
 slot each value is first and last needed there, a forward pass follows the bytes of what is made again within its
-slot, and sums over slots give the rest. ``byte_levels.levels`` of ``schedule`` is the plain account of the same; the two are
-equal.
+slot, and sums over slots give the rest. ``byte_levels.levels`` of ``schedule`` is the plain account of the same; the
+two are equal.
 """
 
 from __future__ import annotations
