@@ -21,6 +21,7 @@ from memplan.planning.graph import roofline
 from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Ref, Value, map_refs, recomputable, refs
 from memplan.planning.graph.roofline import Work
 from memplan.planning.levers import encode as codecs
+from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers timed ops
 
 How = Literal["measured", "roofline"]
 

@@ -73,7 +73,7 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
         else []
     )
     if any(action.kind == "store" for action in schedule.forward):
-        kernels.append("from memplan.planning import transfers")
+        kernels.append("from memplan.planning.ops import host_copies as transfers")
     head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
 
