@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 
 class Block(nn.Sequential):
+    """Two 3x3 convolutions without padding: two pixels less on each side."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(nn.Conv2d(inputs, outputs, 3), nn.ReLU(), nn.Conv2d(outputs, outputs, 3), nn.ReLU())
 
 
 class UNet(nn.Module):
+    """(N, 1, H, W) -> (N, classes, H - 16, W - 16)."""
+
     def __init__(self, width: int = 64, classes: int = 2) -> None:
         super().__init__()
         self.down, self.bottom = Block(1, width), Block(width, 2 * width)
