@@ -10,7 +10,8 @@ A block begins with one of these lines and ends with ``<!-- end -->``; what stan
     <!-- include: FILE -->            a table that a benchmark wrote; also include[1,3]
     <!-- accuracy: short -->          how near predictions are, from the results of three benchmarks
 
-Commands run in the repository's root with two threads: how many there are changes what convolutions take.
+Commands run in the repository's root, with two threads and without AVX-512, whatever the machine has: both change what
+convolutions take.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"<!-- (run|include|accuracy)(?:\[([\d,]+)\])?: (.+?) -->\n.*?<!-- end -->", re.S)
-THREADS = 2
+MACHINE = {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 COLUMNS = 80
 
 
@@ -62,8 +63,8 @@ def _parts(text: str, numbers: str | None, left_out: str) -> str:
         return text
     parts = re.split(r"\n\n+", text)
     chosen = [int(number) for number in numbers.split(",")]
-    kept = [parts[number - 1] for number in chosen]
-    return "\n\n".join(kept + [left_out] * bool(left_out and max(chosen) < len(parts)))
+    kept = "\n\n".join(parts[number - 1] for number in chosen)
+    return f"{kept}\n{left_out}" if left_out and max(chosen) < len(parts) else kept
 
 
 def _output(command: str) -> str:
