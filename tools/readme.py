@@ -72,12 +72,7 @@ def _output(command: str) -> str:
     assert program in ("memplan", "python"), "the pages show no other command's output"
     # importing MONAI sets this one, which sizes cuBLAS's workspaces: it must not come from who asks for the output
     inherited = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
-    chosen = {
-        "COLUMNS": str(COLUMNS),
-        "NO_COLOR": "1",
-        "PYTHONPATH": str(ROOT / "src"),
-        "OMP_NUM_THREADS": str(THREADS),
-    }
+    chosen = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "PYTHONPATH": str(ROOT / "src")} | MACHINE
     done = subprocess.run(
         [sys.executable, *(["-m", "memplan.cli"] if program == "memplan" else []), *arguments],
         cwd=ROOT,
