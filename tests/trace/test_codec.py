@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from steps import STEPS
 
 import memplan
+from memplan._text import write_whole
 from memplan.errors import TraceFormatError
-from memplan.trace.json import dumps, loads, write_whole
+from memplan.trace.trace import Trace
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def test_round_trip(trace: memplan.Trace, tmp_path: Path) -> None:
 
 def test_a_measured_trace_too() -> None:
     measured = memplan.measure(STEPS["in_place"], steps=1)
-    assert loads(dumps(measured)) == measured
+    assert Trace.from_json(measured.to_json()) == measured
 
 
 def test_one_for_a_card_too() -> None:
@@ -53,11 +54,11 @@ def test_one_for_a_card_too() -> None:
     assert any(s.used_on for s in recorded.storages)
     assert any(s.low == 0 for s in recorded.storages)
     assert [call.kind for call in recorded.calls] == ["empty_cache"]
-    assert loads(dumps(recorded)) == recorded
+    assert Trace.from_json(recorded.to_json()) == recorded
 
 
 def _changed(trace: memplan.Trace, change: Any) -> str:
-    data = json.loads(dumps(trace))
+    data = json.loads(trace.to_json())
     change(data)
     return json.dumps(data)
 
@@ -91,7 +92,7 @@ def _changed(trace: memplan.Trace, change: Any) -> str:
 )
 def test_damage_is_named(trace: memplan.Trace, change: Any, text: str) -> None:
     with pytest.raises(TraceFormatError, match=text):
-        loads(_changed(trace, change))
+        Trace.from_json(_changed(trace, change))
 
 
 @given(st.one_of(st.text(), st.binary(max_size=200)))

@@ -7,15 +7,15 @@ measured one, which knows every event of the allocator, are the same kind of val
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from memplan._json import SignedInt
 
 SCHEMA = 2
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
 
 Phase = Literal["build", "forward", "backward", "optimizer"]
-PHASES: tuple[Phase, ...] = ("build", "forward", "backward", "optimizer")
 
 Cause = Literal[
     "weight",
@@ -29,22 +29,9 @@ Cause = Literal[
     "temporary",
     "workspace",
 ]
-CAUSES: tuple[Cause, ...] = (
-    "weight",
-    "buffer",
-    "input",
-    "parameter_gradient",
-    "activation_gradient",
-    "optimizer_state",
-    "saved",
-    "activation",
-    "temporary",
-    "workspace",
-)
-
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 CallKind = Literal["empty_cache", "synchronize"]
-CALLS: tuple[CallKind, ...] = ("empty_cache", "synchronize")
 
 HOST = "cpu"
 ON_CARD = "cuda:0"
@@ -67,7 +54,7 @@ class Op:
     name: str
     """Overload name, e.g. ``aten.convolution.default``."""
     phase: Phase
-    step: int
+    step: SignedInt
     """0-based; -1 while building."""
     layer: str
     """Path of the innermost module that was running, the class name for a root module, "" outside of modules."""
@@ -159,7 +146,7 @@ class Assumption:
 class View:
     """A tensor as a window on its storage; sizes, strides and offset in elements."""
 
-    storage: int
+    storage: SignedInt
     """Negative where a measurement could not join it to an allocation; still the same for the same storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -202,79 +189,3 @@ class Returned:
     layer: str
     after: int
     tensors: tuple[View, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
-
-    ``steps[k]`` is the tick at which step k begins; ``end`` the last tick of all. What happens up to ``steps[0]`` is
-    the building of model, data and optimizer. Bytes are as the tensors' storages request them.
-
-    Example:
-        >>> trace = memplan.record(build)
-        >>> memplan.simulate(trace).peak_allocated
-    """
-
-    origin: Literal["recorded", "measured"]
-    device: str
-    torch: str
-    ops: tuple[Op, ...]
-    storages: tuple[Storage, ...]
-    layers: tuple[Layer, ...]
-    steps: tuple[int, ...]
-    end: int
-    assumptions: tuple[Assumption, ...] = ()
-    notes: tuple[str, ...] = ()
-    calls: tuple[Call, ...] = ()
-    other_kernels: tuple[str, ...] = ()
-    """Cards of the catalogue on which an op takes another kernel than it takes here: ask for them by name."""
-    schema: int = field(default=SCHEMA)
-    forms: tuple[Form, ...] = ()
-    """Of the forward ops of the first step, in their order."""
-    returned: tuple[Returned, ...] = ()
-    """By the models of the first step, in order."""
-
-    @property
-    def counted(self) -> tuple[Storage, ...]:
-        """The storages that count: all of a step on the CPU, those on the card of a step for one."""
-        if self.device == HOST:
-            return self.storages
-        return tuple(storage for storage in self.storages if storage.device != HOST)
-
-    def to_json(self) -> str:
-        """The trace as JSON text; `from_json` reads it back to an equal value."""
-        from memplan.trace import json
-
-        return json.dumps(self)
-
-    @staticmethod
-    def from_json(text: str) -> Trace:
-        """The trace that `to_json` wrote. Raises TraceFormatError."""
-        from memplan.trace import json
-
-        return json.loads(text)
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.origin} on {self.device}: {len(self.steps)} step(s), {len(self.ops)} ops, "
-            f"{len(self.storages)} storages (torch {self.torch})"
-        ]
-        lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
-        return "\n".join(lines + list(self.notes))
-
-
-def at_least(trace: Trace) -> Trace:
-    """The same trace where everything that is known as an interval takes the least of it."""
-    if all(storage.low is None for storage in trace.storages):
-        return trace
-    storages = tuple(
-        storage if storage.low is None else dataclasses.replace(storage, bytes=storage.low, low=None)
-        for storage in trace.storages
-    )
-    return dataclasses.replace(trace, storages=storages)
-
-
-def replace(trace: Trace, **changes: object) -> Trace:
-    """A copy of the trace with some fields changed."""
-    return dataclasses.replace(trace, **changes)  # pyright: ignore[reportArgumentType]  # keyword names are the caller's
