@@ -17,7 +17,8 @@ from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.graph.placement import Home
 from memplan.planning.precision_search import lower_precision
 from memplan.planning.request import Request
-from memplan.verification.measurement.peak_alone import available, measured_alone
+from memplan.verification.measurement import free_memory
+from memplan.verification.measurement.peak_alone import measured_alone
 from memplan.verification.measurement.peak_and_time import Times, compare_times
 from memplan.verification.measurement.state_copies import on_its_own
 from memplan.verification.measurement.trial import Trial, Work
@@ -116,7 +117,7 @@ def measure_peers(
 
 
 def _check_room(eager_peak: int, home: Home) -> None:
-    free, needed = available(home), 3 * eager_peak
+    free, needed = free_memory.available(home), 3 * eager_peak
     if free is not None and needed > free:
         raise UsageError(
             f"The peers run the step as it is, and in float64, which takes about {format_bytes(needed)}, and "
