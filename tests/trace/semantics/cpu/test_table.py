@@ -341,7 +341,7 @@ WITHOUT: list[tuple[Any, ...]] = [
 
 ELSEWHERE = (
     *("convolution", "flash_attention", "mkldnn_rnn", "_transformer_encoder", "_native_multi_head"),
-    *("linalg_vector_norm", "bmm"),
+    *("native_batch_norm_backward", "linalg_vector_norm", "bmm"),
 )
 """Ops of other tests; batched products take something only in bfloat16 on some processors, of which the formula is a
 middle."""
