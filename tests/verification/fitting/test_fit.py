@@ -15,11 +15,9 @@ from networks import SmallGPT, SmallResNet, token_loss
 from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
-from verification.fitting.test_fit_cells import QUICK
+from verification.fitting.quick import fit, plan
 
 from memplan.errors import BudgetError, DeviceError, InputError, UnitError, UsageError, VerificationError
-from memplan.planning import api
-from memplan.planning.plan.plan import Plan
 from memplan.verification.fitting import fit as fit_module
 from memplan.verification.fitting import prover
 from memplan.verification.fitting.fit import Fitted
@@ -41,15 +39,6 @@ SMALL = "0.48 MiB"
 """Between the network's floor and what it takes as it is."""
 EARLY = {"budget": SMALL, "early": True, "optimizer": torch.optim.SGD}
 CASES = {"resnet": resnet, "gpt": gpt}
-
-
-def fit(model: Any, *inputs: Any, **options: Any) -> Fitted:
-    """With a short search."""
-    return fit_module.fit(model, *inputs, **{"heuristics": QUICK, **options})
-
-
-def plan(model: Any, *inputs: Any, **options: Any) -> Plan:
-    return api.plan(model, *inputs, heuristics=QUICK, **options)
 
 
 def resident(*what: Any) -> int:

@@ -10,14 +10,11 @@ import pytest
 import torch
 from rewriting.cells import CELLS, same_state, total
 from torch import Tensor, nn
+from verification.fitting.quick import fit
 
 from memplan.errors import BudgetError
-from memplan.planning.search.search import Heuristics
-from memplan.verification.fitting.fit import fit
 
 BATCH = 32
-QUICK = Heuristics(relaxation=False, scatter=0, shakes=0, rounds=4)
-"""How good the plans are is not asked here."""
 
 
 class Twice(nn.Module):
@@ -46,7 +43,7 @@ def test_every_cell_in_two_budgets(cell: str) -> None:
     model = Twice(CELLS[cell].make(), CELLS[cell].make())
     inputs, kwargs = CELLS[cell].arguments(BATCH)
     twin = copy.deepcopy(model)
-    given: dict[str, Any] = {"kwargs": kwargs, "loss": total, "heuristics": QUICK, "pairs": 0}
+    given: dict[str, Any] = {"kwargs": kwargs, "loss": total, "pairs": 0}
     with pytest.raises(BudgetError) as caught:
         fit(model, *inputs, budget=1, **given)
     floor, eager = caught.value.smallest_budget, 0

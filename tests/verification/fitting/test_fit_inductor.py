@@ -24,7 +24,8 @@ from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import control_dependencies
 from torch._inductor.graph import GraphLowering
 from torch.nn import functional as F
-from verification.fitting.test_fit_cells import BATCH, QUICK, Twice
+from verification.fitting.quick import QUICK
+from verification.fitting.test_fit_cells import BATCH, Twice
 
 import memplan
 from memplan import _torch

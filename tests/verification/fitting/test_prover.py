@@ -11,14 +11,10 @@ import torch
 from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
-from verification.fitting.test_fit_cells import QUICK
+from verification.fitting.quick import fit, plan
 
 from memplan.errors import UsageError
-from memplan.planning import api
-from memplan.planning.plan.plan import Plan
-from memplan.verification.fitting import fit as fit_module
 from memplan.verification.fitting import prover
-from memplan.verification.fitting.fit import Fitted
 from memplan.verification.measurement import free_memory
 from memplan.verification.proof.proof import Cut, dumps, loads
 
@@ -30,15 +26,6 @@ def net() -> nn.Module:
     torch.manual_seed(0)
     hidden = (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), *hidden, nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
-
-
-def fit(model: nn.Module, *inputs: Any, **options: Any) -> Fitted:
-    """With a short search."""
-    return fit_module.fit(model, *inputs, heuristics=QUICK, **options)
-
-
-def plan(model: nn.Module, *inputs: Any, **options: Any) -> Plan:
-    return api.plan(model, *inputs, heuristics=QUICK, **options)
 
 
 def budget_of(model: nn.Module, share: float = 0.3, **options: Any) -> tuple[int, int]:

@@ -161,11 +161,14 @@ def test_only_what_is_more_than_rounding_is_told() -> None:
     assert serious([differs], near) == []
     assert [one.what.partition(" (")[0] for one in serious([differs], far)] == ["is 0.5 from float64"]
     assert serious([shape], near) == [shape]
-    assert serious([differs], far, told_truth("the step run again"))[0].what.startswith("is 0.5 from the step as it is")
+    assert serious([differs], far, told_truth("the step run again"))[0].what.startswith(
+        "is 0.5 from the step without a plan"
+    )
 
 
 @pytest.mark.parametrize(
-    ("own", "told"), [(math.nan, "and so has the step as it is"), (1.0, "where the step as it is has numbers")]
+    ("own", "told"),
+    [(math.nan, "and so has the step without a plan"), (1.0, "where the step without a plan has numbers")],
 )
 def test_of_a_nan_it_is_said_whose_it_is(own: float, told: str) -> None:
     truth = {"a.w": torch.tensor([own]).double()}
@@ -238,7 +241,7 @@ def test_the_table_adds_up_squares() -> None:
         (1e-6, 0.05, True, False),  # dropout of few, by other numbers
         (0.01, 0.05, True, True),  # batch norms of few samples
         (0.01, 1.4, True, False),  # and dropout by other numbers
-        (0.0, 0.02, False, True),  # held against the step as it is
+        (0.0, 0.02, False, True),  # errors are measured from the step itself
         (0.0, 1.4, False, False),
     ],
 )

@@ -46,24 +46,24 @@ def verify(
     pairs: int = 5,
 ) -> Proof:
     """Run both for some steps from the same state, and compare outputs, gradients, buffers, random streams and updated
-    parameters bit for bit; measure the peak of each and the time.
+    parameters bit for bit; measure the peak and the time of each.
 
-    Parameters, buffers and ``.grad`` of both, the inputs and the random state stay as they are: copies are used.
+    Copies are used: parameters, buffers and ``.grad`` of both, the inputs and the random state do not change.
 
     Args:
         reference, candidate: modules with the same names of parameters and the same values, or callables. A callable
             beside a module runs on that module's parameters.
         inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
-        optimizer: a callable of the parameters. SGD with momentum where none is given; then no update is part of the
-            measured peak.
-        steps: how many are compared, one after the other.
-        micro_batches: backward passes before each update.
+        optimizer: a callable of the parameters. Default: SGD with momentum, whose update is not part of the measured
+            peak.
+        steps: number of consecutive steps that are compared.
+        micro_batches: number of backward passes before each update.
         budget: bytes that the candidate's measured peak may reach; None: any.
         pairs: how many times both are timed; 0: not at all.
 
     Raises:
         TargetError: neither modules nor callables.
-        InputError: parameters of other names, or what `memplan.explain` raises it for.
+        InputError: parameters of other names, or wrong inputs, as in `memplan.explain`.
 
     Example:
         >>> memplan.verify(model, checkpointed, "8x3x32x32").ok
@@ -339,7 +339,7 @@ class _Differences:
 
 
 def _modules(reference: Any, candidate: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """Whose state each runs on."""
+    """Return the modules whose state each runs on."""
     for what in (reference, candidate):
         if not callable(what):
             raise TargetError(f"{type(what).__name__} {what!r:.60}", expected="a module or a callable", do="Pass one")
