@@ -79,8 +79,7 @@ def ran(call: Any, model: nn.Module, *given: torch.Tensor) -> list[torch.Tensor]
 )
 def test_compiled_as_eager_is_torch_compile_in_its_own_layouts() -> None:
     """What says what rounding is must be `torch.compile` as people run it: it convolves in channels last."""
-    model, (x, _) = Net(), inputs()
-    model.drop.p = 0.0  # of plain torch.compile, the mask would be another
+    model, (x, _) = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3)), inputs()
     theirs = ran(torch.compile(lambda x: model(x)), model, x)
     ours = ran(_torch.compiled_as_eager(lambda x: model(x)), model, x)
     assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True))
@@ -134,7 +133,7 @@ def holds(fitted: Fitted) -> None:
 
 
 # of all kinds, budgets and modes benchmarks/fit_cells.py makes a table; these take no part in another one
-@pytest.mark.parametrize("cell", [name for name in CELLS if name not in ("batch norm", "in-place relu")])
+@pytest.mark.parametrize("cell", ["batch norm and dropout", "attention dropout", "weight tying", "channels last"])
 def test_every_cell(cell: str) -> None:
     torch.manual_seed(0)
     model = Twice(CELLS[cell].make(), CELLS[cell].make())
@@ -142,6 +141,24 @@ def test_every_cell(cell: str) -> None:
     fitted = at_share(model, 0.85, *arguments, kwargs=kwargs, loss=total)
     holds(fitted)
     fitted.undo()
+
+
+class OfVectors(nn.Module):
+    """The other cells, which all take vectors, compiled in one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: CELLS[name].make() for name in ("dropout", "frozen layers", "two outputs")})
+        self.keywords = CELLS["keyword inputs"].make()
+
+    def forward(self, x: torch.Tensor, **named: Any) -> Any:
+        return [part(x) for part in self.parts.values()], self.keywords(x, **named)
+
+
+def test_the_cells_of_vectors() -> None:
+    torch.manual_seed(0)
+    arguments, kwargs = CELLS["keyword inputs"].arguments(BATCH)
+    holds(at_share(Twice(OfVectors(), OfVectors()), 0.85, *arguments, kwargs=kwargs, loss=total))
 
 
 def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
@@ -456,6 +473,8 @@ def test_the_proof_is_the_same_where_the_step_cannot_be_compiled_without_a_plan(
 SECOND = """
 import torch, memplan
 from torch import nn
+from torch._inductor import config
+config.cpp_cache_precompile_headers = False  # they take longer than the few files for which they would be made
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
 fitted = memplan.fit(model, torch.randn(32, 64), loss=torch.sum, budget="1GB", engine="inductor", pairs=0)

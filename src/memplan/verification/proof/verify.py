@@ -191,7 +191,10 @@ def _compare_once(
         micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
         early=candidate.early,
-        **{kind: Compared(found.tensors[kind], tuple(found.differences[kind])) for kind in KINDS},
+        outputs=found.compared("outputs"),
+        gradients=found.compared("gradients"),
+        parameters=found.compared("parameters"),
+        buffers=found.compared("buffers"),
         random_streams=tuple(found.streams),
         resident=resident[0],
         peak=resident[0] + meter.measured(candidate.name).growth_peak,
@@ -309,6 +312,10 @@ class _Differences:
                 side.begin_as(reference)
             self._note(reference, candidate)
         self._stopped = bool(self.streams or any(self.differences.values()))
+
+    def compared(self, kind: str) -> Compared:
+        """Return the comparison of a kind."""
+        return Compared(self.tensors[kind], tuple(self.differences[kind]))
 
     def _named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
         ours, theirs = getattr(reference, kind), getattr(candidate, kind)
