@@ -19,6 +19,7 @@ from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
 from memplan.rewriting.engine import Engine
@@ -76,7 +77,7 @@ def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
     step, call, captured = captured_step(name)
     step.zero_grad()
     graph = captured.graph
-    made = schedule(graph, replace(CHOICES[choice](graph), held=held))
+    made = schedule(graph, replace(CHOICES[choice](graph), gradients=GradientUse(adds=held)))
     engine = Engine(captured, made)
 
     def run() -> None:

@@ -169,7 +169,7 @@ def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
     fitted = at_share(model, 0.7, x, targets=y, loss=F.cross_entropy)
     planned = fitted.loss
     assert planned is not None
-    assert fitted.plan.choices.recompute | fitted.plan.choices.encode
+    assert fitted.plan.choices.recompute | fitted.plan.choices.kept_by("encode")
     after = list[torch.Tensor]()
     for step in (lambda: planned(x, y), lambda: F.cross_entropy(twin(x), y)):
         torch.manual_seed(7)

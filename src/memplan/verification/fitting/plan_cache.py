@@ -72,7 +72,7 @@ class Plans:
             UnkeyedError: the call cannot be captured, or not be compiled.
         """
         expected = self._expected
-        if expected is not None and expected.schedule.choices.held == held:
+        if expected is not None and expected.schedule.choices.gradients.adds == held:
             self._expected = None
             self._shapes.known(call)
             return expected
@@ -102,7 +102,9 @@ class Plans:
         given = self._settings
         precision = given.precision if given.plan is None else given.settled  # no lower than the given plan's
         planned = self._planner.planned(
-            call, replace(self._settings, held=held, plan=None, precision=precision), captured=captured
+            call,
+            replace(self._settings, gradients=self._settings.gradients.held(held), plan=None, precision=precision),
+            captured=captured,
         )
         self.made.append(planned)
         if len(self.made) > _MADE:
@@ -125,7 +127,7 @@ class Plans:
 
     def _reused(self, captured: Captured, held: bool) -> Reused | None:
         """Reuse the decisions for a call that was no smaller and differs in sizes alone, if they keep the budget."""
-        alike = [one for one in self.made if one.schedule.choices.held == held]
+        alike = [one for one in self.made if one.schedule.choices.gradients.adds == held]
         same = next((one for one in alike if one.captured.graph.fingerprint == captured.graph.fingerprint), None)
         if same is not None:  # what differs does not change the graph: a note in a model's config, say
             return Reused(captured, same.schedule, same.surroundings, same.fused)

@@ -142,8 +142,8 @@ class Prover:
         if planned is None:
             candidate = self._trial("candidate", call)
             return compare(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-        self._warm_up(call, early=self._settings.early)
-        candidate = self._trial("candidate", call, early=self._settings.early)
+        self._warm_up(call, in_backward=self._settings.gradients.updates)
+        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.beside = self._constants(planned)
         lossy, exact = planned.plan.grade == "lossy", sides.truth is None
         tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else ROUNDING, _STEPS - 1)
@@ -164,9 +164,12 @@ class Prover:
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
         """Measure the resident bytes and the peak of the step alone, as it runs now."""
-        early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
-        self._warm_up(self._asked.call, early=early, updates=updates)
-        trial = self._trial("alone", self._asked.call, early=early, updates=updates)
+        in_backward, updates = (
+            planned is not None and self._settings.gradients.updates,
+            self._settings.optimizer is not None,
+        )
+        self._warm_up(self._asked.call, in_backward=in_backward, updates=updates)
+        trial = self._trial("alone", self._asked.call, in_backward=in_backward, updates=updates)
         trial.beside = 0 if planned is None else self._constants(planned)
         return measured_alone(trial, self._home)
 
@@ -176,23 +179,23 @@ class Prover:
     def _constants(self, planned: Planned) -> int:
         return storage_bytes(planned.captured.constants.values(), self._home.type)
 
-    def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
+    def _warm_up(self, call: Call, *, in_backward: bool, updates: bool = True) -> None:
         """Plan the calls that have no plan yet: planning is not to be measured."""
         with random_state_kept():
-            first = self._trial("first", call, early=early, updates=updates)
+            first = self._trial("first", call, in_backward=in_backward, updates=updates)
             first.prepare()
             first.gradients_of_step()
 
     def _trial(
-        self, name: str, call: Call, *, early: bool = False, updates: bool = True, wide: bool = False,
+        self, name: str, call: Call, *, in_backward: bool = False, updates: bool = True, wide: bool = False,
         instead: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
     ) -> Trial:  # fmt: skip
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
-            micro_batches=2 if self._settings.held else 1,
+            micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
-        return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
+        return Trial(name, instead or self._step, self._step, work, in_backward=in_backward, updates=updates, wide=wide)
 
     # -- what there is memory for
 
@@ -208,7 +211,7 @@ class Prover:
             try:
                 with attributes_kept(self._step), self._asked.under_autocast():
                     timeline = baseline(
-                        self._step, call, self._settings.optimizer, held=self._settings.held, home=self._home
+                        self._step, call, self._settings.optimizer, held=self._settings.gradients.adds, home=self._home
                     )
             except MemplanError:  # it cannot be called with fewer
                 break
@@ -238,11 +241,11 @@ class Prover:
         plans = Plans(self._step, settings, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
-            found = plans(part.call, settings.held)
+            found = plans(part.call, settings.gradients.adds)
             if isinstance(found, Planned):  # a new plan: in this budget it keeps everything
                 plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
-                found = plans(part.call, settings.held)
-        return lambda call, held: found if held == settings.held else plans(call, held)
+                found = plans(part.call, settings.gradients.adds)
+        return lambda call, held: found if held == settings.gradients.adds else plans(call, held)
 
 
 def _as_tight(plan: Plan, other: Plan) -> int:

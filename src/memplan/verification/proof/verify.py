@@ -165,7 +165,7 @@ def _compare_once(
     reference: Trial, candidate: Trial, steps: int, scale: _Scale | None, predicted: int | None, budget: int | None
 ) -> Proof:
     """Compare bit for bit, or by a scale. With a scale each step begins where the reference's does, and parameters are
-    not compared unless updates are early: they follow from the gradients."""
+    not compared unless the backward pass updates them: they follow from the gradients."""
     found = _Differences(scale)
     found.start(reference, candidate)
     sides = tuple(dict.fromkeys((reference, candidate, *(() if scale is None else scale.sides))))
@@ -180,7 +180,7 @@ def _compare_once(
                 found.after[side.name] = RandomState.now()
             resident = candidate.resident, reference.resident
             found.step(step, reference, candidate)
-            for side in sides if candidate.early else (reference, candidate):
+            for side in sides if candidate.in_backward else (reference, candidate):
                 side.update_step(meter)
             found.update(step, reference, candidate)
             found.after[reference.name].restore()
@@ -190,7 +190,7 @@ def _compare_once(
         steps=steps,
         micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
-        early=candidate.early,
+        early=candidate.in_backward,
         outputs=found.compared("outputs"),
         gradients=found.compared("gradients"),
         parameters=found.compared("parameters"),
@@ -272,7 +272,7 @@ class _Differences:
         self._note(reference, candidate)
 
     def _note(self, reference: Trial, candidate: Trial) -> None:
-        if candidate.early and self.scale is not None:
+        if candidate.in_backward and self.scale is not None:
             named = floating(reference.parameters)
             self._before = {name: one.detach().to(torch.float64, copy=True) for name, one in named.items()}
             self._eps = {name: torch.finfo(one.dtype).eps for name, one in named.items()}
@@ -296,7 +296,7 @@ class _Differences:
             return
         number, differences = output_differences(step, reference.output, candidate.output)
         self._add("outputs", step, (reference, candidate), lambda side: named_outputs(side.output), differences, number)
-        if not candidate.early:
+        if not candidate.in_backward:
             self._named("gradients", step, reference, candidate)
         self._named("buffers", step, reference, candidate)
         self.streams += self.after[reference.name].differing(self.after[candidate.name])
@@ -305,7 +305,7 @@ class _Differences:
         """Compare what the updates have left."""
         if self._stopped:
             return
-        if self.scale is None or candidate.early:
+        if self.scale is None or candidate.in_backward:
             self._named("parameters", step, reference, candidate)
         if self.scale is not None:
             for side in (candidate, *self.scale.sides):
