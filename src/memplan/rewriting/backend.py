@@ -109,7 +109,7 @@ def _without_item(graph: fx.GraphModule) -> set[str]:
 
 
 def _plain_name(placeholder: str) -> str:
-    """Shorten Dynamo's name of a parameter, as in l_self_modules_fc_parameters_weight_."""
+    """Simplify Dynamo's name of a parameter, as in l_self_modules_fc_parameters_weight_."""
     words = re.sub(r"^[lL]_self_|_?(modules|parameters)_", "_", placeholder).strip("_")
     return re.sub(r"_+", "_", words) or "parameter"
 

@@ -66,7 +66,7 @@ class Engine:
         self._chain = _chain(captured, schedule, self._handed, functions.backward)
 
     def suits(self, call: Call) -> bool:
-        """Whether a call of the captured shapes takes the same branches."""
+        """Return whether a call of the captured shapes takes the same branches."""
         return self._captured.holds(call)
 
     def close(self) -> None:

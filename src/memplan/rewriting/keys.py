@@ -57,7 +57,7 @@ class _Structure:
     """Dicts of parameters and of buffers, and their lengths then."""
 
     def holds(self) -> bool:
-        """Whether the model still has these modules, parameters and buffers."""
+        """Return whether the model still has these modules, parameters and buffers."""
         return all(tuple(now.values()) == then for now, then in self.children) and all(
             len(now) == then for now, then in self.tensors
         )
@@ -141,7 +141,7 @@ def _leaf(leaf: Any) -> Hashable:
 
 
 def _is_number(leaf: Hashable) -> bool:
-    """Whether a leaf's value (see `told`) is a number and not a bool."""
+    """Return whether a leaf's value (see `told`) is a number and not a bool."""
     return isinstance(leaf, tuple) and isinstance(leaf[0], type) and issubclass(leaf[0], (int, float, complex)) and (
         leaf[0] is not bool
     )  # fmt: skip

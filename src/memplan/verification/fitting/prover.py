@@ -197,7 +197,7 @@ class Prover:
         )  # fmt: skip
         return Trial(name, instead or self._step, self._step, work, in_backward=in_backward, updates=updates, wide=wide)
 
-    # -- what there is memory for
+    # -- memory
 
     def _part(self, plan: Plan) -> _Part | None:
         """Return the part of the step that is compared where there is too little memory for all of it."""
@@ -231,7 +231,7 @@ class Prover:
         return sum(plan.resident.values()) + trained + momentum
 
     def _has_room(self, peak: int, free: int | None) -> bool:
-        """Whether the step can run alone. Without updates it runs on the user's parameters."""
+        """Return whether the step can run alone. Without updates it runs on the user's parameters."""
         there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters(), self._home.type)
         return free is None or peak - there <= free
 

@@ -244,7 +244,7 @@ def random_state_kept() -> Iterator[None]:
 
 @contextmanager
 def on_its_own(step: nn.Module) -> Iterator[None]:
-    """Isolate a step from the caller's context: no hooks of the outermost module, no autocast or inference mode,
+    """Detach a step from the caller's context: no hooks of the outermost module, no autocast or inference mode,
     gradients on; and restore the random streams afterwards."""
     with (
         random_state_kept(), without_hooks(step), _torch.outside_autocast(),

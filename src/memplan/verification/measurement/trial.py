@@ -151,7 +151,7 @@ class Trial:
                     tensor.copy_(theirs[name])
 
     def restart_as(self, other: Trial) -> None:
-        """As `begin_as`, and forget the steps so far: the optimizer has updated nothing."""
+        """Begin as the other side, and forget the steps so far: the optimizer has updated nothing."""
         self.begin_as(other)
         if self._early is not None:
             self._early.forget()
@@ -223,7 +223,7 @@ def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:
 
 
 def _check_own(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Raises InputError where an optimizer would update other parameters: the user's."""
+    """Raise InputError where an optimizer would update other parameters: the user's."""
     own = {id(parameter) for parameter in parameters}
     groups = getattr(optimizer, "param_groups", [])
     if any(id(parameter) not in own for group in groups for parameter in group["params"]):

@@ -114,8 +114,8 @@ def _leaves(structure: Structure, tensors: Iterator[torch.Tensor]) -> Iterator[A
 
 
 def _same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
-    """Whether two non-tensor values are equal, or objects of one class with equal content: few classes define when
-    their objects are equal."""
+    """Return whether two non-tensor values are equal, or objects of one class with equal content: few classes define
+    when their objects are equal."""
     if one is two or id(one) in above:
         return True
     if type(one) is not type(two):

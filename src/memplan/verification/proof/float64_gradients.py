@@ -56,8 +56,8 @@ class GradientErrors:
 
 
 def same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
-    """Whether a step and the one in float64 drew the same random numbers, judged by their losses. ``lossy``: the step
-    computes in fewer bits."""
+    """Return whether a step and the one in float64 drew the same random numbers, judged by their losses. ``lossy``: the
+    step computes in fewer bits."""
     return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))
 
 

@@ -155,13 +155,13 @@ def _module(name: str) -> str:
 
 
 def is_truth(judged: Sequence[Rounded]) -> bool:
-    """Whether the step without a plan is near enough to float64 for this to be the same computation."""
+    """Return whether the step without a plan is near enough to float64 for this to be the same computation."""
     own, _, norm = _of_gradients(judged)
     return own <= SANE * norm
 
 
 def is_yardstick(judged: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, exact: bool = True) -> bool:
-    """Whether all steps that a candidate is held against computed the same, so that their largest error is rounding.
+    """Return whether all steps that a candidate is held against computed the same: their largest error is rounding.
 
     Args:
         judged: the errors.
