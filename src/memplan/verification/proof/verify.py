@@ -210,7 +210,7 @@ def _compare_once(
 
 @contextmanager
 def _rested(sides: Iterable[Trial]) -> Iterator[None]:
-    """Rest all sides where one fails: what another attempt would free counts against its peak."""
+    """Let all sides rest where one fails: what another attempt would free counts against its peak."""
     try:
         yield
     finally:
