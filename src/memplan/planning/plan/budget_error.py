@@ -83,17 +83,8 @@ def budget_error(
 
 
 def with_way(error: BudgetError, way: Way) -> BudgetError:
-    """The error with one more way to meet the budget."""
-    return BudgetError(
-        error.found,
-        expected=error.expected,
-        do=f"{error.do}; or {way}",
-        smallest_budget=error.smallest_budget,
-        timeline=error.timeline,
-        held_by=error.held_by,
-        lower_by=(*error.lower_by, way),
-        precision=error.precision,
-    )
+    """Return the error with one more way to meet the budget."""
+    return error.but(do=f"{error.do}; or {way}", lower_by=(*error.lower_by, way))
 
 
 def _holder(trace: Trace, storage: Storage) -> Holder:
