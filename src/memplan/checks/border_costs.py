@@ -12,11 +12,11 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
 from memplan.checks.border_fix import Padding, padded, same_padding
+from memplan.checks.changed_step import Remaker, Unmendable, Unmended
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
-from memplan.checks.mending import Remaker, Unmendable, Unmended
+from memplan.checks.finding import Subject, number
 from memplan.checks.mirror import Mirror, Mirrored, mirrored
-from memplan.checks.model import Subject, number
 from memplan.checks.rerun.aligned import changed
 from memplan.checks.savings import peak_of
 from memplan.planning.plan.plan import Plan

@@ -10,9 +10,9 @@ from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan.checks.border_costs import Costs, costs
-from memplan.checks.fields.tensors import Field, Loss
+from memplan.checks.fields.tensor_fields import Field, Loss
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
-from memplan.checks.model import Finding, Subject, number
+from memplan.checks.finding import Finding, Subject, number
 from memplan.trace.model import Trace
 
 ID = "border-erosion"

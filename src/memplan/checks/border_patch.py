@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memplan.checks.finding import Finding
 from memplan.checks.ignores import located
-from memplan.checks.model import Finding
 from memplan.trace.model import Trace
 
 

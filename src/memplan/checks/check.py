@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from memplan.checks.changed_step import Remaker
+from memplan.checks.finding import SEVERITIES, Finding, Subject
 from memplan.checks.ignores import Ignore, kept, parse_ignore
-from memplan.checks.mending import Remaker
-from memplan.checks.model import SEVERITIES, Finding, Subject
 from memplan.checks.registry import CHECKS, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError

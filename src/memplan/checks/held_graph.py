@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import after_last_read, peak_of, rows_of, saving, without_saving
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.savings import after_last_read, matters, rows_of, saving, without_saving
 from memplan.trace.model import Op, Storage, Trace
 
 ID = "held-graph"
 TITLE = "A graph is held that no backward pass will read"
 
-_LEAST = 0.02
-"""Share of the peak below which it is not worth a word."""
 _OWN = ("weight", "buffer", "optimizer_state", "parameter_gradient", "workspace")
 
 
@@ -39,18 +38,16 @@ def _growing(trace: Trace) -> list[Finding]:
     sizes = [sum(storage.bytes for storage in storages) for storages in left]
     stays = [s for s in left[0] if s.died is None or s.died > _bounds(trace, 1)[1]]
     size = sum(storage.bytes for storage in stays)
-    if not size or size < _LEAST * peak_of(trace) or 2 * min(sizes[1:]) < size:  # a cache is filled once
+    if not matters(trace, size) or 2 * min(sizes[1:]) < size:  # a cache is filled once
         return []
     blame = {storage.id: storage.op or 0 for storage in stays}
     rows = rows_of(trace, stays, blame)
-    first = rows[0]
     message = (
         f"every step leaves {format_bytes(size)} of its forward pass behind: its graph is held by something that "
         "outlives it, as a loss that is added up with its graph (total += loss)"
     )
     advice = ("Add numbers up instead: total += loss.item(), or loss.detach(); evaluate under torch.no_grad()",)
-    details = {"kind": "growing", "bytes_per_step": sizes, "layers": rows}
-    return [_finding(first, size, message, advice, details)]
+    return [_finding(rows, size, message, advice, kind="growing", bytes_per_step=sizes)]
 
 
 def _retained(trace: Trace) -> list[Finding]:
@@ -73,13 +70,13 @@ def _retained(trace: Trace) -> list[Finding]:
     rows = rows_of(trace, held, {s.id: s.op or 0 for s in held})
     if not rows:
         return []
-    kept = sum(int(str(row["bytes"])) for row in rows)
+    kept = sum(row["bytes"] for row in rows)
     message = (
         f"the graph lives on when its backward pass is over ({format_bytes(kept)} of saved tensors, "
         f"{format_bytes(size)} at the peak), and nothing reads it again: retain_graph=True, or create_graph=True"
     )
     advice = ("Leave retain_graph out of the last backward(); add losses that share a graph, and call backward once",)
-    return [_finding(rows[0], size, message, advice, {"kind": "retained", "kept": kept, "layers": rows})]
+    return [_finding(rows, size, message, advice, kind="retained", kept=kept)]
 
 
 def _late(storage: Storage, tick: int) -> bool:
@@ -111,7 +108,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
         and not any(sharer.op in used for sharer in s.sharers)
     ]  # fmt: skip
     size = saving(trace, without_saving(trace, storages))
-    if size <= 0 or size < _LEAST * peak_of(trace):
+    if not matters(trace, size):
         return []
     rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
     message = (
@@ -119,7 +116,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
         f"follows: its graph holds {format_bytes(size)} at the peak"
     )
     advice = ("Run it under torch.no_grad() (or torch.inference_mode()); model.eval() alone does not do that",)
-    return [_finding(rows[0], size, message, advice, {"kind": "no backward", "layers": rows})]
+    return [_finding(rows, size, message, advice, kind="no backward")]
 
 
 def _in_graph(trace: Trace, op: Op) -> bool:
@@ -128,9 +125,6 @@ def _in_graph(trace: Trace, op: Op) -> bool:
     return any(storage.cause != "weight" and storage.op is not None for storage in needed)
 
 
-def _finding(
-    first: dict[str, object], size: int, message: str, advice: tuple[str, ...], details: dict[str, object]
-) -> Finding:
-    where = first["where"]
-    return Finding(ID, "warning", str(first["layer"]), where if isinstance(where, str) else None, size, message, advice,
-                   details)  # fmt: skip
+def _finding(rows: list[dict[str, Any]], size: int, message: str, advice: tuple[str, ...], **details: Any) -> Finding:
+    first = rows[0]
+    return Finding(ID, "warning", first["layer"], first["where"], size, message, advice, {**details, "layers": rows})

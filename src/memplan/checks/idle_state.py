@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak_of, saving
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.savings import matters, saving
 from memplan.trace.model import Storage, Trace
 
 ID = "idle-state"
 TITLE = "Gradients are zeroed instead of freed, or states are held that nothing updates"
 
-_LEAST = 0.02
 _ZEROING = ("zero", "_foreach_zero", "zeros_like", "fill")
 
 
@@ -38,7 +37,7 @@ def _zeroed(trace: Trace) -> list[Finding]:
         changed[number], added = parts[0], [*added, *parts[1:]]
     size = saving(trace, changed, added)
     held = sum(trace.storages[number].bytes for number in zeroed)
-    if size < _LEAST * peak_of(trace):
+    if not matters(trace, size):
         return []
     op = trace.ops[min(zeroed.values())]
     message = (
@@ -78,7 +77,7 @@ def _untouched(trace: Trace) -> list[Finding]:
             touched.update((*(operand.storage for operand in op.reads), *op.writes))
     idle = [s for s in trace.counted if s.cause == "optimizer_state" and s.id not in touched and s.died is None]
     size = saving(trace, {storage.id: None for storage in idle})
-    if not idle or size < _LEAST * peak_of(trace):
+    if not matters(trace, size):
         return []
     message = f"the optimizer holds {format_bytes(size)} of state that no step updates: its parameters get no gradient"
     advice = (

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from memplan.checks.model import Finding
+from memplan.checks.finding import Finding
 from memplan.errors import InputError
 
 _COMMENT = re.compile(r"#\s*memplan:\s*ignore(?:\[([\w\s,-]*)\])?")

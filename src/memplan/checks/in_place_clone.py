@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.checks.savings import rows_of
 from memplan.trace.model import Trace
 
@@ -28,9 +28,8 @@ def find(subject: Subject) -> list[Finding]:
     advice = (
         "Leave inplace=True out, or take an activation that reads its result: ReLU, LeakyReLU and ELU do in place",
     )
-    where = rows[0]["where"] if rows else None
-    layer = str(rows[0]["layer"]) if rows else ""
-    return [Finding(ID, "info", layer, where if isinstance(where, str) else None, 0, message, advice, {"layers": rows})]
+    layer, where = (rows[0]["layer"], rows[0]["where"]) if rows else ("", None)
+    return [Finding(ID, "info", layer, where, 0, message, advice, {"layers": rows})]
 
 
 def _is_clone(trace: Trace, index: int) -> bool:

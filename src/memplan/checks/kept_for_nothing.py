@@ -7,17 +7,14 @@ from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
-from memplan.checks.savings import forms_of_all_steps, peak_of, rows_of, saving, without_saving
+from memplan.checks.savings import forms_of_all_steps, matters, rows_of, saving, without_saving
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
 from memplan.trace.model import Form, Op, Storage, Trace
 
 ID = "kept-for-nothing"
 TITLE = "Tensors are kept for the backward pass that no gradient reads"
-
-_LEAST = 0.02
-"""Share of the peak below which it is not worth a word."""
 
 _SHAPE_ALONE = frozenset({
     "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d",
@@ -98,17 +95,14 @@ def _finding(trace: Trace, way: Copies) -> list[Finding]:
     kind, storages = way.kind, way.storages
     size = saving(trace, way.changed, way.added)
     rows = rows_of(trace, storages, {storage.id: storage.sharers[0].op for storage in storages})
-    if not rows or size <= 0 or size < _LEAST * peak_of(trace):
+    if not rows or not matters(trace, size):
         return []
     what, advice = _TEXTS[kind]
-    kept = sum(int(str(row["bytes"])) for row in rows)
+    kept = sum(row["bytes"] for row in rows)
     message = f"{what}: {format_bytes(kept)} in all, {format_bytes(size)} of it at the peak"
-    first = rows[0]
-    where = first["where"]
     details = {"kind": kind, "kept": kept, "layers": rows}
     severity = "info" if kind in _NOTES else "warning"
-    return [Finding(ID, severity, str(first["layer"]), where if isinstance(where, str) else None, size, message,
-                    (advice,), details)]  # fmt: skip
+    return [Finding(ID, severity, rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)]
 
 
 def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storage | None]:

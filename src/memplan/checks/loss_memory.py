@@ -13,8 +13,8 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak_of, saving
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.savings import matters, saving
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.model import Op, Storage, Trace
 from memplan.trace.record import record
@@ -24,7 +24,6 @@ TITLE = "The loss holds logits of vocabulary size several times"
 
 _CLASSES = 4096
 """Classes from which on they are a vocabulary."""
-_LEAST = 0.05
 _PRODUCTS = ("mm", "addmm", "linear")
 
 
@@ -48,7 +47,7 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     window = [s for s in copies if s.died is not None]
     added = [] if chunk is None or not window else _chunks(trace, window, chunk)
     size = saving(trace, {storage.id: None for storage in copies}, added)
-    if size < _LEAST * peak_of(trace):
+    if not matters(trace, size, 0.05):
         return []
     at_once = _most_at_once(trace, copies)
     dtypes = sorted({storage.dtype for storage in copies})

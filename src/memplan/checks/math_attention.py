@@ -9,17 +9,15 @@ from memplan._bytes import format_bytes
 from memplan.checks.attention.fitted import heads_fitted
 from memplan.checks.attention.fused import Fusing
 from memplan.checks.attention.written import INSIDE_OF_TORCH, Attention, attentions
+from memplan.checks.changed_step import Unmended
 from memplan.checks.fields.walk import base_name
-from memplan.checks.mending import Unmended
-from memplan.checks.model import Finding, Severity, Subject
-from memplan.checks.savings import live_at_peak, peak_of, rows_of
+from memplan.checks.finding import Finding, Severity, Subject
+from memplan.checks.savings import live_at_peak, matters, peak_of, rows_of
 from memplan.trace.model import HOST, Storage, Trace
 
 ID = "math-attention"
 TITLE = "Attention holds its L x L matrices"
 
-_LEAST = 0.02
-"""Share of the peak below which it is not worth a word."""
 _CHOICE = "scaled_dot_product_attention: math: "
 _CALL = "torch.nn.functional.scaled_dot_product_attention(q, k, v)"
 _FOR_A_CARD = "Nothing for the CPU; to look at the step on a card, name it: --device h100"
@@ -49,7 +47,7 @@ def find(subject: Subject) -> list[Finding]:
 def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
     held = _held(trace, found)
-    if not found or held < _LEAST * peak_of(trace):
+    if not matters(trace, held):
         return []
     inside = any(_in_torch(trace, one) for one in found)
     mended = _fused(subject, found, "need_weights=False" if inside else _CALL)
@@ -58,7 +56,7 @@ def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     if mended.saved is None:
         message = f"{what}: {format_bytes(held)} at the peak; {mended.why}"
         return [_finding(trace, found, mended.severity, 0, message, mended.advice, "written out", held)]
-    if mended.saved < _LEAST * peak_of(trace):
+    if not matters(trace, mended.saved):
         return []
     message = f"{what}: {format_bytes(mended.saved)} more at the peak than with the fused call"
     return [_finding(trace, found, "warning", mended.saved, message, mended.advice, "written out", held)]
@@ -67,7 +65,7 @@ def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
 def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
     held = _held(trace, found)
-    if not found or held < _LEAST * peak_of(trace):
+    if not matters(trace, held):
         return []
     because = _reasons(trace, found)
     message = f"attention holds its matrices of {_shown(found)}, because of {because}: {format_bytes(held)} at the peak"
@@ -80,7 +78,7 @@ def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
         with heads_fitted() as done:
             fitted = subject.remaker.record()
         saved = 0 if isinstance(fitted, Unmended) else peak_of(trace) - peak_of(fitted)
-        if saved >= _LEAST * peak_of(trace):
+        if matters(trace, saved):
             size = saved
             how = ", and ".join(sorted(done))
             advice = f"{how[:1].upper()}{how[1:]}: {format_bytes(saved)} less at the peak, and the result is the same"

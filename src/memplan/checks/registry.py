@@ -14,7 +14,7 @@ from memplan.checks import (
     uneven_arithmetic,
     workspace_surprise,
 )
-from memplan.checks.model import Check
+from memplan.checks.finding import Check
 
 _FILES = (
     border_erosion,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.model import Form, Op, Storage, Trace, at_least
@@ -20,6 +21,11 @@ def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[
 def peak_of(trace: Trace) -> int:
     """The allocated peak as `memplan.explain` has it: on a card in the allocator's blocks, with the least workspace."""
     return simulate(trace, workspace="low").peak_allocated
+
+
+def matters(trace: Trace, size: int, share: float = 0.02) -> bool:
+    """Return whether bytes are a share of the peak that is worth a finding."""
+    return size > 0 and size >= share * peak_of(trace)
 
 
 def live_at_peak(trace: Trace) -> list[Storage]:
@@ -70,7 +76,7 @@ def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
     return found
 
 
-def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, object]]:
+def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, Any]]:
     """Bytes by layer and line of the first step's storages, the most first; ``op_of`` is the op to blame for each."""
     found: dict[tuple[str, str | None], int] = {}
     for storage in storages:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memplan.checks.fields.rules import kernel_of
-from memplan.checks.fields.tensors import Field, resolved, size_of
+from memplan.checks.fields.tensor_fields import Field, resolved, size_of
 from memplan.checks.fields.walk import Followed, base_name, follow
-from memplan.checks.model import Finding, Subject, number
+from memplan.checks.finding import Finding, Subject, number
 from memplan.trace.model import Form, Op, Trace
 
 ID = "uneven-arithmetic"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.simulation.simulate import simulate
 from memplan.trace.model import Op, Trace
 

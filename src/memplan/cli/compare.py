@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import StepArguments, describe
+from memplan.cli.options import StepArguments, describe, json_option, top_option
+from memplan.cli.pair_options import for_one, pair_options
 from memplan.cli.progress import progress
-from memplan.cli.sides import for_one, pair_options
 from memplan.cli.targets import contained
 from memplan.errors import InputError, TargetError
 
@@ -49,11 +49,8 @@ Exit code: 0 done; 2 bad usage, or a step that cannot be recorded.
 @click.argument("b", required=False)
 @pair_options
 @click.option("--measure", "really", is_flag=True, help="Really run both here, instead of predicting them.")
-@click.option(
-    "--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
-    help="Layers to list; 0 for all.",
-)  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write the comparison as JSON, too; - for stdout alone.")
+@top_option(12, "Layers")
+@json_option("the comparison")
 def command(a: str, b: str | None, really: bool, top: int, json_file: str | None, **given: Any) -> int:
     """Run the command and return its exit code."""
     check_writable(json_file, "--json")

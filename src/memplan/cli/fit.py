@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.options import Described, StepArguments, advised, describe, json_option, step_options, top_option
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
 from memplan.errors import (
@@ -77,9 +78,9 @@ class _Files:
         for option, path in given.items():
             check_writable(path, option)
         if self.frontier is not None:
-            from memplan.reports.frontier import check_drawable
+            from memplan.reports.chart import check_drawable
 
-            check_drawable(self.frontier)
+            check_drawable(self.frontier, "--frontier")
         return self
 
     @property
@@ -110,8 +111,7 @@ class _Files:
     help="Seconds of an op: measured on this machine, or estimates that are the same every time (--predict).",
 )  # fmt: skip
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
-@click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
-    help="Values of the plan to list; 0 for all.")  # fmt: skip
+@top_option(12, "Values of the plan")
 @click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
 @click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of plans.")
@@ -120,7 +120,7 @@ class _Files:
     help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, with --allow lossy "
     "autocast, too, and draw them beside.",
 )  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+@json_option("everything")
 def command(
     budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
     use_plan: str | None, top: int,
@@ -335,7 +335,8 @@ def _write(outcome: Outcome, files: _Files) -> None:
     if outcome.plan is not None and files.python is not None:
         write(files.python, outcome.plan.as_python())
     if files.frontier is not None and outcome.frontier is not None:
-        from memplan.reports.frontier import picture
+        from memplan.reports.chart import picture
+        from memplan.reports.frontier import draw
         from memplan.trace.json import write_whole
 
-        write_whole(files.frontier, picture(outcome.frontier, files.frontier))
+        write_whole(files.frontier, picture(partial(draw, outcome.frontier), files.frontier))

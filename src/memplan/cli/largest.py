@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import StepArguments, advised, step_options
+from memplan.cli.options import StepArguments, advised, json_option, step_options
 from memplan.cli.progress import line
 from memplan.cli.sweep import described_at, subject_of
 from memplan.errors import InputError, StepError
@@ -65,7 +65,7 @@ can be recorded.
 @click.option(
     "--window-batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Patches at a time."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+@json_option("everything")
 def command(
     axis: str, budget: str | None, divisible: int, aspect: str | None, margin: str, most: int | None, workspace: str,
     planned: bool, window: str | None, overlap: float, window_batch: int, json_file: str | None, **given: Any,

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.parsing import check_arguments, keywords, literal, named, offer, parameters
+from memplan.cli.parsing import check_arguments, keywords, named, offer, parameters
 from memplan.cli.targets import Target, contained, resolve
 from memplan.errors import InputError, MemplanError, StepError, TargetError
+from memplan.studies.axes.ranges import literal
 
 if TYPE_CHECKING:
     import torch
 
+    from memplan.trace.model import Trace
     from memplan.trace.recording.session import Build
     from memplan.trace.step import StepOptions
 
@@ -24,10 +26,24 @@ PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _BATCH_NAMES = ("batch", "batch_size")
 
-DEBUG = "memplan.debug"
-"""Where a click context's ``meta`` says whether tracebacks are wanted."""
-
 Decorated = Callable[..., Any]
+
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+"""For every command; `memplan.cli.Commands` looks for it itself."""
+
+
+def json_option(what: str) -> Callable[[Decorated], Decorated]:
+    """Return the option ``--json``; ``what`` is what it writes."""
+    return click.option("--json", "json_file", metavar="FILE", help=f"Write {what} as JSON, too; - for stdout alone.")
+
+
+def top_option(default: int, what: str) -> Callable[[Decorated], Decorated]:
+    """Return the option ``--top``; ``what`` is what it lists."""
+    return click.option(
+        "--top", type=click.IntRange(min=0), default=default, show_default=True, metavar="N",
+        help=f"{what} to list; 0 for all.",
+    )  # fmt: skip
+
 
 _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     click.argument("target"),
@@ -61,10 +77,7 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--settings", metavar="CONF",
         help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True.",
     ),
-    click.option(
-        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
-        callback=lambda context, _, value: context.meta.update({DEBUG: value}),
-    ),
+    debug_option,
 )  # fmt: skip
 
 
@@ -330,3 +343,29 @@ def advised(error: StepError, given: StepArguments) -> MemplanError:
         expected=f"inputs that the model takes (it was given {' '.join(specs)})",
         do="Change them, or mend the model; it should raise the same outside of memplan",
     )
+
+
+def recorded(given: StepArguments, *more: str) -> Trace:
+    """Load the trace file that a target names; ``more`` are names of other options that were given.
+
+    Raises:
+        InputError: options of a step were given, too, or the file is no trace.
+        TargetError: the file cannot be read.
+    """
+    from memplan.trace.json import load_trace
+
+    surplus = [*(option for option in given.given() if option != "--settings"), *more]
+    if surplus:
+        raise InputError(
+            f"{given.target} is a trace, and {', '.join(surplus)} was given, too",
+            expected="a trace alone: its step is already recorded",
+            do="Leave the options out, or name a callable",
+        )
+    try:
+        return load_trace(given.target)
+    except OSError as error:
+        raise TargetError(
+            f"{given.target} cannot be read ({error.strerror})",
+            expected="a trace that memplan explain --trace wrote",
+            do="Check the path",
+        ) from error

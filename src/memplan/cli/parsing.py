@@ -9,24 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from memplan.errors import InputError
-
-_WORDS = {"true": True, "false": False, "none": None}
-
-
-def literal(text: str) -> Any:
-    """A Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case.
-
-    Example:
-        >>> literal("8"), literal("1e-3"), literal("(16, 32)"), literal("false"), literal("batch")
-        (8, 0.001, (16, 32), False, 'batch')
-    """
-    word = text.strip().lower()
-    if word in _WORDS:
-        return _WORDS[word]
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+from memplan.studies.axes.ranges import literal
 
 
 def named(pairs: Iterable[str], option: str) -> dict[str, str]:

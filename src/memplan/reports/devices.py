@@ -13,8 +13,7 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan.devices.model import DTYPES, Device
-from memplan.reports.columns import Column
-from memplan.reports.output import print_parts
+from memplan.reports.output import Field, print_parts
 
 _GIB, _GIGA, _TERA = 1 << 30, 10**9, 10**12
 _LEGEND = (
@@ -40,7 +39,7 @@ def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None
         devices: what to print, in this order.
         file: where to; stdout by default.
     """
-    print_parts(lambda page: [page.table(_columns(devices)), "", Text(_LEGEND, "dim")], file)
+    print_parts(lambda page: [page.rows(devices, _FIELDS), "", Text(_LEGEND, "dim")], file)
 
 
 def print_device(device: Device, file: TextIO | None = None) -> None:
@@ -70,21 +69,21 @@ def print_device(device: Device, file: TextIO | None = None) -> None:
     print_parts(lambda page: parts, file)
 
 
-def _columns(devices: Sequence[Device]) -> list[Column]:
-    def rates(dtype: str) -> tuple[str, ...]:
-        return tuple(_number(d.flops[dtype] / _TERA) if dtype in d.flops else "-" for d in devices)
+def _rate_field(header: str, dtype: str, drop: int = 0) -> Field:
+    return Field(header, lambda d: _number(d.flops[dtype] / _TERA) if dtype in d.flops else "-", right=True, drop=drop)
 
-    return [
-        Column("name", tuple(d.name for d in devices)),
-        Column("card", tuple(_short(d.title) for d in devices), shrinks_to=8, drop=3),
-        Column("capacity\nGiB", tuple(_gib(d.capacity) for d in devices), right=True),
-        Column("usable\nGiB", tuple(f"{_gib(d.usable('high'))}-{_gib(d.usable('low'))}" for d in devices), right=True),
-        Column("memory\nGB/s", tuple(_rate(d.bandwidth) for d in devices), right=True),
-        Column("TFLOP/s\nbf16", rates("bfloat16"), right=True),
-        Column("\nfp16", rates("float16"), right=True, drop=1),
-        Column("\nfp32", rates("float32"), right=True, drop=1),
-        Column("arch", tuple("{}.{}".format(*d.architecture) for d in devices), right=True, drop=2),
-    ]
+
+_FIELDS = (
+    Field("name", lambda d: d.name),
+    Field("card", lambda d: _short(d.title), shrinks_to=8, drop=3),
+    Field("capacity\nGiB", lambda d: _gib(d.capacity), right=True),
+    Field("usable\nGiB", lambda d: f"{_gib(d.usable('high'))}-{_gib(d.usable('low'))}", right=True),
+    Field("memory\nGB/s", lambda d: "-" if d.bandwidth is None else _number(d.bandwidth / _GIGA), right=True),
+    _rate_field("TFLOP/s\nbf16", "bfloat16"),
+    _rate_field("\nfp16", "float16", 1),
+    _rate_field("\nfp32", "float32", 1),
+    Field("arch", lambda d: "{}.{}".format(*d.architecture), right=True, drop=2),
+)
 
 
 def _short(title: str) -> str:
@@ -93,10 +92,6 @@ def _short(title: str) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / _GIB:.1f}"
-
-
-def _rate(bandwidth: int | None) -> str:
-    return "-" if bandwidth is None else _number(bandwidth / _GIGA)
 
 
 def _number(value: float) -> str:

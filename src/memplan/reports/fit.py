@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TextIO
 
 from rich.console import RenderableType
@@ -17,9 +18,8 @@ from memplan.errors import BudgetError
 from memplan.planning.plan.plan import Plan
 from memplan.reports import frontier as frontiers
 from memplan.reports import plan as plans
-from memplan.reports.columns import Column
 from memplan.reports.frontier import Frontier
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, print_parts
 from memplan.verification.proof.proof import Proof
 from memplan.verification.proof.rounding import overall
 
@@ -53,13 +53,7 @@ class Outcome:
 
 
 def print_fit(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> None:
-    """Print an outcome: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        outcome: what to print.
-        file: where to; stdout by default.
-        top: how many values of the plan to list; 0 for all.
-    """
+    """Print a fitting to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
     print_parts(lambda page: render(outcome, page, top), file)
 
 
@@ -143,10 +137,12 @@ def _errors(proof: Proof, page: Page) -> Table:
     totals = [one for one in totals if one.norm or one.error]
     rows = [(f"all {shown[one.kind]}", one) for one in totals]
     rows += [(f"{shown[one.kind]} of {one.layer or 'the model'}", one) for one in layers[:_LAYERS]]
-    columns = [Column("Off by (relative, L2)", tuple(printable(name) for name, _ in rows))]
-    columns.append(Column("planned", tuple(f"{one.relative:.2%}" for _, one in rows), right=True))
-    columns.append(Column("autocast, no plan", tuple(f"{one.relative_reference:.2%}" for _, one in rows), right=True))
-    return page.table(columns)
+    fields = [
+        Field("Off by (relative, L2)", lambda row: printable(row[0])),
+        Field("planned", lambda row: f"{row[1].relative:.2%}", right=True),
+        Field("autocast, no plan", lambda row: f"{row[1].relative_reference:.2%}", right=True),
+    ]
+    return page.rows(rows, fields)
 
 
 def _sentences(error: BudgetError) -> Iterator[str]:
@@ -168,9 +164,7 @@ def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> T
         samples = "" if proof.cut is None else f", {proof.cut.samples} of {proof.cut.of} samples"
         rows.append(_seconds_row(f"measured time{samples}", proof.times.before, proof.times.after, proof.times.ratio))
     headers = ("Of a step", "before", "after", "change") if changed else ("Of a step", "as it is")
-    return page.table(
-        [Column(header, tuple(row[at] for row in rows), right=at > 0) for at, header in enumerate(headers)]
-    )
+    return page.rows(rows, [Field(header, itemgetter(at), right=at > 0) for at, header in enumerate(headers)])
 
 
 def _measured_peak(proof: Proof) -> list[tuple[str, str, str, str]]:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
-from memplan.reports.columns import Column
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, print_parts
 from memplan.studies.capacity.largest import Largest, Tried
 
 _REASONS = 3
@@ -44,18 +44,18 @@ def to_dict(found: Largest) -> dict[str, Any]:
 
 
 def print_largest(found: Largest, file: TextIO | None = None) -> None:
-    """Print what was found: as wide as the terminal, or 80 columns without colours where ``file`` is not one."""
+    """Print the largest value that fits to a file, stdout by default. See `print_parts`."""
     print_parts(lambda page: parts(found, page), file)
 
 
 def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
     """The report: the answer, what was recorded to find it, and after planning the same."""
     yield Text(f"{printable(found.title)}: {_answer(found)}", "bold")
-    yield page.table(_columns(found))
+    yield _table(found, page)
     yield from (Text(line) for line in _remarks(found))
     if found.planned is not None:
         yield Text(f"\nPlanned: {_answer(found.planned)}{_time(found.planned)}", "bold")
-        yield page.table(_planned_columns(found.planned))
+        yield _table(found.planned, page)
         yield from (Text(line) for line in _failures(found.planned))
         if found.room.target.card is not None:
             yield Text("Plans count allocated bytes, with the CPU's kernels.")
@@ -117,27 +117,20 @@ def _failures(found: Largest) -> Iterator[str]:
         yield f"... {len(reasons) - _REASONS} more reasons, all of them with --json."
 
 
-def _columns(found: Largest) -> list[Column]:
-    rows = sorted(found.tried, key=lambda one: one.value)
-    columns = [
-        Column(found.axis, tuple(str(one.value) for one in rows), right=True),
-        Column("peak", tuple("" if one.bytes is None else format_bytes(one.bytes.peak) for one in rows), right=True),
-    ]
-    if found.room.target.card is not None:
-        high = tuple("" if one.bytes is None else format_bytes(one.bytes.peak_high) for one in rows)
-        columns.append(Column("with workspaces", high, right=True))
-        columns.append(Column("reserved, with context", tuple(map(_need, rows)), right=True))
-    return [*columns, Column("", tuple(map(_verdict, rows)))]
+def _table(found: Largest, page: Page) -> Table:
+    """Draw a row for each value that was recorded or planned."""
+    fields = [Field(found.axis, lambda one: str(one.value), right=True)]
+    if any(one.plan is not None for one in found.tried):
+        fields += [Field("least budget", _need, right=True), Field("added time", _added, right=True)]
+    else:
+        fields.append(_bytes_field("peak", "peak"))
+    if found.room.target.card is not None and len(fields) == 2:
+        fields += [_bytes_field("with workspaces", "peak_high"), Field("reserved, with context", _need, right=True)]
+    return page.rows(sorted(found.tried, key=lambda one: one.value), [*fields, Field("", _verdict)])
 
 
-def _planned_columns(found: Largest) -> list[Column]:
-    rows = sorted(found.tried, key=lambda one: one.value)
-    return [
-        Column(found.axis, tuple(str(one.value) for one in rows), right=True),
-        Column("least budget", tuple(map(_need, rows)), right=True),
-        Column("added time", tuple(_added(one) for one in rows), right=True),
-        Column("", tuple(map(_verdict, rows))),
-    ]
+def _bytes_field(header: str, name: str) -> Field:
+    return Field(header, lambda one: "" if one.bytes is None else format_bytes(getattr(one.bytes, name)), right=True)
 
 
 def _need(one: Tried) -> str:

@@ -27,13 +27,7 @@ _Row = tuple[str, str, str, str, str]
 
 
 def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a plan: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        plan: what to print.
-        file: where to; stdout by default.
-        top: how many values to list, the largest first, and how many kernels where some are fused; 0 for all.
-    """
+    """Print a plan to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
     print_parts(lambda page: render(plan, page, top), file)
 
 

@@ -35,7 +35,8 @@ class StepOptions:
 
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    targets: tuple[Any, ...] = ()
+    targets: Any = ()
+    """A tuple, a list, or one target."""
     loss: Callable[..., Any] | None = None
     optimizer: Callable[[Any], Any] | None = None
     autocast: torch.dtype | str | None = None
@@ -54,11 +55,12 @@ class StepOptions:
             autocast = _AUTOCAST.get(autocast)
             if autocast is None:
                 raise InputError(f"autocast={self.autocast!r}", expected=f"one of {', '.join(_AUTOCAST)}, or None")
+        targets = self.targets if isinstance(self.targets, (list, tuple)) else (self.targets,)
         return replace(
             self,
             inputs=tuple(as_spec(value) for value in self.inputs),
             kwargs={name: as_spec(value) for name, value in self.kwargs.items()},
-            targets=tuple(as_spec(value) for value in self.targets),
+            targets=tuple(as_spec(value) for value in targets),
             autocast=autocast,
         )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.checks.fields.call import Call, Rule, at, shifted
+from memplan.checks.fields.op_call import Call, Rule, at, shifted
 from memplan.checks.fields.spans import IDENTITY, Span
-from memplan.checks.fields.tensors import Dim, Factor, Fields, charged, mapped, resolved, size_of, unknown, viewed
+from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of, unknown, viewed
 
 
 def _apart(fields: Fields, shape: Sequence[int], order: Sequence[int], wanted: Sequence[int]) -> Fields:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from memplan.checks.fields.call import Call, Rule, at, shifted, spatial
+from memplan.checks.fields.op_call import Call, Rule, at, shifted, spatial
 from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensors import (
+from memplan.checks.fields.tensor_fields import (
     Axis,
     Factor,
     Fields,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from memplan.checks.fields.call import Call, shifted
+from memplan.checks.fields.op_call import Call, shifted
 from memplan.checks.fields.rules import ends, fields_of
-from memplan.checks.fields.tensors import Factor, Field, Fields, resolved, size_of, union, unknown
+from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.trace.model import Form, Trace, View
 
 _LEAST = 3

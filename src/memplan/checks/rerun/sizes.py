@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from memplan.checks.changed_step import Unmendable
 from memplan.checks.fields.walk import base_name, shown
-from memplan.checks.mending import Unmendable
 from memplan.trace.model import Form, Option, Trace, View
 
 _MERGING = ("cat", "stack", "add", "sub", "mul")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputError
-from memplan.studies.axes.layers import LayerChange
+from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
 from memplan.trace.spec import Spec
 from memplan.trace.step import copy_module

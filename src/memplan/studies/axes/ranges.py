@@ -45,7 +45,12 @@ def values_of(given: Any, name: str) -> tuple[Any, ...]:
 
 
 def literal(text: str) -> Any:
-    """A Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case."""
+    """Return a Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case.
+
+    Example:
+        >>> literal("8"), literal("1e-3"), literal("(16, 32)"), literal("false"), literal("batch")
+        (8, 0.001, (16, 32), False, 'batch')
+    """
     word = text.strip().lower()
     if word in _WORDS:
         return _WORDS[word]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from memplan.errors import InputError
-from memplan.studies.axes.layers import LayerChange, change_layers
+from memplan.studies.axes.changed_layers import LayerChange, change_layers
 from memplan.studies.axes.sliding_window import Window, windowed
 from memplan.trace.recording.session import Build
 from memplan.trace.step import StepOptions, build_of, copy_module

@@ -170,10 +170,10 @@ class _Search:
             return None
         guess = self._guess(found)
         guess = None if guess is None else guess // step
+        if len(found.samples) == 1 and high not in found.failed:
+            return step * min(2 * low, last) if high is None else step * max(low + 1, (last + 1) // 2)
         if high is not None:
             return step * self._between(low, last + 1, guess, high in found.failed)
-        if len(found.samples) == 1:
-            return step * min(2 * low, last)
         if guess is not None:  # four times as far each time after the fifth that still fits
             return step * min(low + max(guess - low, 1) * 4 ** max(0, len(found.samples) - 5), last)
         # nothing grows up to here: one far place, and the search ends

@@ -23,8 +23,8 @@ from memplan.studies.comparisons.comparison import CAST_COPIES, STEP, Decided, L
 from memplan.studies.comparisons.pruned_weights import masks_of
 from memplan.studies.comparisons.step_time import rates_for, step_time
 from memplan.studies.sweeps.points import KNOWN
-from memplan.studies.sweeps.sweep import FORMAT as SWEEP
 from memplan.studies.sweeps.sweep import Point, Sweep
+from memplan.studies.sweeps.sweep_json import FORMAT as SWEEP
 from memplan.trace import json as trace_json
 from memplan.trace.model import Storage, Trace, at_least
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,19 +178,23 @@ def part_bytes(row: Row) -> dict[str, int]:
 
 
 def _along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """The rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
-    groups: list[tuple[dict[str, Any], list[Row]]] = []
-    others = [other.name for other in axes if other.name != axis.name]
-    for row in rows:
-        if row["status"] != "ok":
-            continue
-        at = {name: row[name] for name in others}
-        group = next((points for known, points in groups if known == at), None)
-        if group is None:
-            groups.append((at, [row]))
-        else:
-            group.append(row)
+    """Group the rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
+    groups = rows_along(axis.name, [one.name for one in axes], rows)
     return [(at, sorted(points, key=lambda row: axis.measure(row[axis.name]) or 0.0)) for at, points in groups]
+
+
+def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """Group the rows that did not fail by the values of the other axes, in order."""
+    groups: list[tuple[dict[str, Any], list[Row]]] = []
+    others = [name for name in axes if name != axis]
+    for row in rows:
+        if row["status"] == "ok":
+            at = {name: row[name] for name in others}
+            points = next((points for known, points in groups if known == at), None)
+            if points is None:
+                groups.append((at, points := []))
+            points.append(row)
+    return groups
 
 
 def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:

@@ -20,22 +20,14 @@ from memplan.studies.axes.ranges import values_of
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.sweeps.parallel import Done, Task, run
-from memplan.studies.sweeps.points import KNOWN, Outcome
+from memplan.studies.sweeps.points import Outcome
+from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
 from memplan.trace.model import Trace
 from memplan.trace.recording.session import Target, choose_target
 from memplan.trace.step import StepOptions
 
-KEYS = ("status", "reason")
-"""What a row has beside values of axes and bytes: ``ok`` or ``failed``, and why."""
-SIZES = (
-    "peak", "peak_high", "reserved", "reserved_high", "needs", "needs_high", *KNOWN, "rounding", "workspace_low",
-    "workspace_high", "fragmentation",
-)  # fmt: skip
-"""The bytes of a row that did not fail."""
 _LISTED = 6
 """Points that a message names."""
-FORMAT = "memplan.sweep"
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -128,14 +120,14 @@ class Sweep:
 
     @staticmethod
     def from_json(text: str, source: str = "The text") -> Sweep:
-        """The sweep that `to_json` wrote.
+        """Read the sweep that `to_json` wrote, equal to it where values of its axes are numbers, texts and tuples.
 
         Raises:
             InputError: not JSON, no sweep, or one that cannot be.
         """
-        from memplan.studies.sweeps import sweep_json
-
-        return sweep_json.loads(text, source)
+        file = loads(text, source)
+        rows = [dict(row) for row in file.rows]
+        return Sweep(file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -144,11 +136,11 @@ class Sweep:
             "schema": SCHEMA,
             "title": self.title,
             "device": self.device,
-            "axes": {name: [_plain(value) for value in values] for name, values in self.axes.items()},
+            "axes": _plain(self.axes),
             "points": self.points,
-            "rows": [_plain(row) for row in self.rows],
+            "rows": _plain(self.rows),
             "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
-            "crossings": [_plain(crossing) for crossing in self.crossings],
+            "crossings": _plain(self.crossings),
             "notes": list(self.notes),
         }
 

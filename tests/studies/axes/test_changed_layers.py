@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import memplan
 from memplan.errors import InputError
-from memplan.studies.axes.layers import LayerChange, change_layers, changed_layer
+from memplan.studies.axes.changed_layers import LayerChange, change_layers, changed_layer
 
 PAIRS: list[tuple[Callable[[], nn.Module], str, Any, Callable[[], nn.Module]]] = [
     (lambda: nn.Conv2d(3, 8, 3, padding=1, bias=False), "kernel_size", 5,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensors import Dim, Factor, Fields, charged, mapped, resolved, size_of
+from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of
 from memplan.trace.model import Form
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from memplan.checks.mending import Remaker
+from memplan.checks.changed_step import Remaker
 from memplan.devices import Device
 from memplan.trace.model import Trace
 
