@@ -43,7 +43,7 @@ def check(
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`.
         context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
             overlap): a border lost up to that is no finding.
-        ignore: findings not to be told of: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
+        ignore: findings to leave out: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
             ``# memplan: ignore[border-erosion]`` does it for the line that makes or calls a layer.
 
     Returns:
@@ -73,7 +73,7 @@ def check(
 
 
 def record_again(remaker: Remaker) -> Trace:
-    """The step as it is described."""
+    """Record the step as described, without a change."""
     on_card = remaker.target.card is not None
     return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
 
@@ -87,7 +87,7 @@ def check_trace(
         trace: the step.
         remaker: makes it again after a change; without one, costs are those that follow from the trace.
         context: as for `check`.
-        ignores: what not to tell of.
+        ignores: findings to leave out.
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")

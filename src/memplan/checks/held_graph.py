@@ -17,7 +17,7 @@ _OWN = ("weight", "buffer", "optimizer_state", "parameter_gradient", "workspace"
 
 
 def find(subject: Subject) -> list[Finding]:
-    """What is held past its last use by the graph, by a step's end, and by evaluation with grad."""
+    """Find what the graph, a step's end, or evaluation with grad holds past its last use."""
     trace = subject.trace
     return [*_growing(trace), *_retained(trace), *_without_backward(trace)]
 
@@ -27,7 +27,7 @@ def _bounds(trace: Trace, step: int) -> tuple[int, int]:
 
 
 def _growing(trace: Trace) -> list[Finding]:
-    """Each step leaves tensors of its forward pass behind."""
+    """Find tensors of the forward pass that each step leaves behind."""
     if len(trace.steps) < 2:
         return []
     left: list[list[Storage]] = []
@@ -51,7 +51,7 @@ def _growing(trace: Trace) -> list[Finding]:
 
 
 def _retained(trace: Trace) -> list[Finding]:
-    """Saved tensors that outlive the backward pass of their step, as retain_graph=True has it."""
+    """Find saved tensors that outlive the backward pass of their step, as with retain_graph=True."""
     found: list[Storage] = []
     passed: list[Storage] = []
     for step in range(len(trace.steps)):
@@ -84,7 +84,7 @@ def _late(storage: Storage, tick: int) -> bool:
 
 
 def _without_backward(trace: Trace) -> list[Finding]:
-    """A model that runs with grad, and no backward pass reads any of it."""
+    """Return a model that runs with grad, and no backward pass reads any of it."""
     used = {op.gradient_of for op in trace.ops if op.gradient_of is not None}
     idle: list[Op] = []
     begin = 0
@@ -120,7 +120,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
 
 
 def _in_graph(trace: Trace, op: Op) -> bool:
-    """Whether an op reads a result that requires a gradient: under no_grad only the weights themselves do."""
+    """Return whether an op reads a result that requires a gradient: under no_grad only the weights themselves do."""
     needed = [trace.storages[r.storage] for r in op.reads if r.name in op.needs_grad]
     return any(storage.cause != "weight" and storage.op is not None for storage in needed)
 

@@ -17,7 +17,7 @@ _ZEROING = ("zero", "_foreach_zero", "zeros_like", "fill")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Gradients that are zeroed in place between steps; optimizer states that no step touches."""
+    """Find gradients that are zeroed in place between steps, and optimizer states that no step touches."""
     return [*_zeroed(subject.trace), *_untouched(subject.trace)]
 
 
@@ -49,7 +49,7 @@ def _zeroed(trace: Trace) -> list[Finding]:
 
 
 def _freed_between(trace: Trace, storage: Storage) -> list[Storage]:
-    """The lives of a gradient that is freed where it was zeroed, and born again where backward writes it."""
+    """Return the lives of a gradient that is freed where it was zeroed, and born again where backward writes it."""
     lives: list[Storage] = []
     born: int | None = storage.born
     last = storage.born
@@ -70,7 +70,7 @@ def _freed_between(trace: Trace, storage: Storage) -> list[Storage]:
 
 
 def _untouched(trace: Trace) -> list[Finding]:
-    """States that no op of any step reads or writes: of parameters that get no gradient any more."""
+    """Find states that no op of any step reads or writes: of parameters that get no gradient any more."""
     touched: set[int] = set()
     for op in trace.ops:
         if op.step >= 0:

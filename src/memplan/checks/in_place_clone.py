@@ -14,7 +14,7 @@ _CLONING = ("silu_", "hardswish_", "hardtanh_", "relu6_", "mish_", "gelu_", "sof
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One note for all such activations of a step."""
+    """Return one note for all such activations of a step."""
     trace = subject.trace
     clones = [storage for storage in trace.counted if storage.op is not None and _is_clone(trace, storage.op)]
     if not clones:
@@ -33,7 +33,8 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _is_clone(trace: Trace, index: int) -> bool:
-    """Whether an op is the clone that autograd makes before an op in place that follows at once in the same layer."""
+    """Return whether an op is the clone that autograd makes before an op in place that follows at once in the same
+    layer."""
     op = trace.ops[index]
     if op.phase != "forward" or not op.name.startswith("aten.clone") or index + 1 >= len(trace.ops):
         return False

@@ -60,7 +60,7 @@ _NOTES = ("relu",)
 
 
 def find(subject: Subject) -> list[Finding]:
-    """A finding for each way of keeping for nothing that costs bytes at the peak."""
+    """Return a finding for each way of keeping for nothing that costs bytes at the peak."""
     trace = subject.trace
     forms = forms_of_all_steps(trace)
     readers = _first_readers(trace)
@@ -106,8 +106,8 @@ def _finding(trace: Trace, way: Copies) -> list[Finding]:
 
 
 def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storage | None]:
-    """What dropout makes of the results of ReLUs, as it would live if the ReLU came last: until its gradient is done,
-    which takes the place of dropout's."""
+    """Return the results of dropout as they would live if the ReLU came last: until its gradient is done, which takes
+    the place of dropout's."""
     readers = _first_readers(trace)
     dropouts = {readers[storage.id]: trace.ops[readers[storage.id]] for storage in storages}
     ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of in dropouts}
@@ -122,7 +122,7 @@ def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storag
 def _kind(
     trace: Trace, storage: Storage, forms: Mapping[int, Form], readers: Mapping[int, int], dropouts: Set[int]
 ) -> str | None:
-    """In which of the ways a storage is kept for nothing; None where a gradient needs it."""
+    """Return in which of the ways a storage is kept for nothing; None where a gradient needs it."""
     keepers = keepers_of(storage)
     if not keepers:
         return None
@@ -151,7 +151,7 @@ def _reads_nothing(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> b
 
 
 def _first_readers(trace: Trace) -> dict[int, int]:
-    """Storage -> the first op of the graph behind its maker that reads it and is no view."""
+    """Map a storage to the first op of the graph behind its maker that reads it and is no view."""
     graded = {op.gradient_of for op in trace.ops}
     found: dict[int, int] = {}
     for op in trace.ops:

@@ -27,7 +27,7 @@ _OWN = ("weight", "buffer", "input", "parameter_gradient", "optimizer_state")
 
 @dataclass(frozen=True, slots=True)
 class _Mended:
-    """What the fused call spares, in bytes at the peak; or why it spares nothing, or nobody knows how much."""
+    """Bytes at the peak that the fused call saves; or why it saves none, or how much is unknown."""
 
     saved: int | None = None
     why: str = ""
@@ -36,7 +36,8 @@ class _Mended:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """A finding for all attention of a step that is written out, and one for what falls back to the math path."""
+    """Return a finding for all attention of a step that is written out, and one for what falls back to the math
+    path."""
     found = attentions(subject.trace)
     return [
         *_written_out(subject, [one for one in found if not one.inside_of_sdpa]),
@@ -86,7 +87,7 @@ def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
 
 
 def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
-    """The step with the fused call, recorded."""
+    """Return the step with the fused call, recorded."""
     trace, remaker = subject.trace, subject.remaker
     written = [one for one in found if not _in_torch(trace, one)]
     wanted = _wanted(written) or _wanted_of_layers(trace, [one for one in found if one not in written])
@@ -113,7 +114,7 @@ def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
 
 
 def _wanted(found: Sequence[Attention]) -> str:
-    """Who needs the matrices themselves; "" if nobody."""
+    """Name the op that needs the matrices themselves; "" if none does."""
     used = next((one.otherwise for one in found if one.otherwise is not None), None)
     if used is not None:
         return f"{base_name(used.name)}{f' at {used.where}' if used.where else ''} reads them, too"
@@ -121,7 +122,7 @@ def _wanted(found: Sequence[Attention]) -> str:
 
 
 def _wanted_of_layers(trace: Trace, found: Sequence[Attention]) -> str:
-    """Who reads the weights that torch's own layers give back: these, or their mean over the heads."""
+    """Name the op that reads the weights that torch's own layers return: these, or their mean over the heads."""
     for one in found:
         given = {*one.matrices, *(one.otherwise.writes if one.otherwise is not None else ())}
         if any(view.storage in given for returned in trace.returned for view in returned.tensors):
@@ -138,12 +139,12 @@ def _in_torch(trace: Trace, one: Attention) -> bool:
 
 
 def _held(trace: Trace, found: Sequence[Attention]) -> int:
-    """Bytes of the matrices and their gradients at the step's peak."""
+    """Return bytes of the matrices and their gradients at the step's peak."""
     return sum(storage.bytes for storage in live_at_peak(trace) if _is_matrix(trace, storage, found))
 
 
 def _is_matrix(trace: Trace, storage: Storage, found: Sequence[Attention]) -> bool:
-    """Whether a storage has the shape of the matrices, and is made by an op that makes or derives them."""
+    """Return whether a storage has the shape of the matrices, and is made by an op that makes or derives them."""
     if storage.op is None or storage.cause in _OWN or storage.shape[-2:] not in {one.sizes for one in found}:
         return False
     op = trace.ops[storage.op]
@@ -151,10 +152,10 @@ def _is_matrix(trace: Trace, storage: Storage, found: Sequence[Attention]) -> bo
 
 
 def _reasons(trace: Trace, found: Sequence[Attention]) -> str:
-    """Why the math path was taken: on a card as the recording has it, else what the CPU's fused kernel refuses."""
-    told = [a.text.split(_CHOICE, 1)[1] for a in trace.assumptions if a.kind == "kernel" and _CHOICE in a.text]
-    if told:
-        return "; ".join(dict.fromkeys(told))
+    """Say why the math path was taken: on a card as the recording has it, else what the CPU's fused kernel refuses."""
+    recorded = [a.text.split(_CHOICE, 1)[1] for a in trace.assumptions if a.kind == "kernel" and _CHOICE in a.text]
+    if recorded:
+        return "; ".join(dict.fromkeys(recorded))
     if any(one.dropped for one in found):
         return "dropout, which the CPU's fused kernel does not take (those of CUDA do)"
     return "a shape or a mask that the CPU's fused kernel does not take"

@@ -1,4 +1,4 @@
-"""The checks there are: one file a trap, in the order in which their findings are told."""
+"""All checks, one file a trap, in the order of their findings."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ usage, or a step that cannot be recorded.
 @step_options
 @click.option(
     "--fail-on", type=click.Choice(("info", "warning", "never")), default="warning", show_default=True,
-    help="The least severity that makes the exit code 1.",
+    help="Lowest severity that makes the exit code 1.",
 )  # fmt: skip
 @click.option(
     "--ignore", "ignored", multiple=True, metavar="ID[:LAYERS]",
-    help="Do not tell of a check, or not of these layers: border-erosion:encoder.*",
+    help="Leave out the findings of a check, or those of these layers: border-erosion:encoder.*",
 )  # fmt: skip
 @click.option(
     "--context", type=click.IntRange(min=0), default=0, metavar="N",

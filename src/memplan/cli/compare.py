@@ -75,7 +75,7 @@ def command(a: str, b: str | None, really: bool, top: int, json_file: str | None
 
 
 def _titles(sides: list[StepArguments]) -> list[str]:
-    """Each target, with its options where the other's differ."""
+    """Return each target, with its options where the other's differ."""
     one, other = sides
     return [_title(one, other), _title(other, one)]
 
@@ -114,7 +114,7 @@ def _given(side: StepArguments, title: str) -> Given:
 
 
 def _check_file(path: str) -> None:
-    """Raises TargetError: there is no such file."""
+    """Check that there is such a file. Raises TargetError."""
     from memplan.studies.comparisons.sides import split_point
 
     path = split_point(path)[0]
@@ -126,7 +126,7 @@ def _check_file(path: str) -> None:
 
 
 def _is_file(target: str) -> bool:
-    """Whether a target is what memplan wrote, or a point in it, rather than code."""
+    """Return whether a target is what memplan wrote, or a point in it, rather than code."""
     from memplan.studies.comparisons.sides import split_point
 
     target = split_point(target)[0]

@@ -167,7 +167,7 @@ def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanatio
 
 
 def _warn_of_branches(explanation: Explanation) -> int:
-    """2, and a line, where a value that no recording has decided which way the step went; else 0."""
+    """Warn where a value that no recording has decided which way the step went, and return 2; else 0."""
     branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
     if not branches:
         return 0

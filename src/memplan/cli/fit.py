@@ -68,7 +68,7 @@ class _Files:
     frontier: str | None
 
     def checked(self) -> _Files:
-        """The same. Raises InputError for what cannot be written, UsageError for what cannot be drawn."""
+        """Check and return the files. Raises InputError, UsageError: one cannot be written, or drawn."""
         options = {"--plan": self.plan, "--python": self.python, "--json": self.json, "--frontier": self.frontier}
         given = {option: path for option, path in options.items() if path is not None}
         if self.frontier == "-":
@@ -85,7 +85,7 @@ class _Files:
 
     @property
     def takes_stdout(self) -> bool:
-        """Whether one of them is stdout, which then holds nothing else."""
+        """Return whether one of them is stdout, which then holds nothing else."""
         return "-" in (self.plan, self.python, self.json)
 
 
@@ -250,7 +250,7 @@ def _outcome(
 
 
 def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
-    """What `memplan.plan` and `memplan.fit` take besides model, inputs and budget."""
+    """Return the arguments of `memplan.plan` and `memplan.fit` besides model, inputs and budget."""
     options = described.options
     return {
         "kwargs": dict(options.kwargs),
@@ -263,7 +263,7 @@ def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
 
 
 def _maker(described: Described) -> Callable[[], nn.Module]:
-    """The target without arguments, which says what it made if that is no use."""
+    """Return the target without arguments, which says what it made if that is no use."""
     target = described.target
 
     def make() -> nn.Module:
@@ -295,7 +295,7 @@ def _frontier(
     made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plans from all kept to the floor, whatever the budget, and what others take where that is asked for."""
+    """Plan from all kept to the floor, whatever the budget, and measure peers where that is asked for."""
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds

@@ -13,7 +13,7 @@ from memplan.studies.axes.ranges import literal
 
 
 def named(pairs: Iterable[str], option: str) -> dict[str, str]:
-    """``["a=1", "b=2"]`` as ``{"a": "1", "b": "2"}``.
+    """Read ``["a=1", "b=2"]`` as ``{"a": "1", "b": "2"}``.
 
     Raises:
         InputError: no "=", no name, a name twice.
@@ -35,7 +35,7 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
 
 
 def keywords(text: str, option: str) -> dict[str, Any]:
-    """``"lr=0.1,betas=(0.9,0.95)"`` as ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
+    """Read ``"lr=0.1,betas=(0.9,0.95)"`` as ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
 
     Raises:
         InputError: not such a list.
@@ -55,7 +55,7 @@ def keywords(text: str, option: str) -> dict[str, Any]:
 
 
 def offer(name: str, among: Iterable[str]) -> str:
-    """``Did you mean x?``, or where nothing is near the names that there are; "" where there are none."""
+    """Say ``Did you mean x?``, or list the names where none is near; "" where there are none."""
     names = sorted(set(among))
     near = difflib.get_close_matches(name, names, n=3)
     if not near:
@@ -69,7 +69,7 @@ def offer(name: str, among: Iterable[str]) -> str:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """The parameters of a callable by name; None where Python cannot see them."""
+    """Return the parameters of a callable by name; None where Python cannot see them."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -57,7 +57,7 @@ usage, or no point could be recorded; 130 interrupted.
     help="An attribute of the layers that a pattern names, as named_modules() does: encoder.*.kernel_size=3,5,7; "
     ".NAME=VALUES is one of the model itself.",
 )  # fmt: skip
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as are worth it.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as save time.")
 @json_option("every point")
 @click.option("--chart", "chart_file", metavar="FILE", help="Draw the parts of every point: .png, .svg or .pdf.")
 def command(
@@ -119,7 +119,7 @@ def _sweep(
 
 
 def described_at(given: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
-    """The step at the first values of its axes: arguments without a default may get theirs from an axis.
+    """Return the step at the first values of its axes: arguments without a default may get theirs from an axis.
 
     Raises:
         TargetError, InputError: as `describe`, and for a trace, which cannot be recorded at other values.
@@ -140,14 +140,14 @@ def described_at(given: StepArguments, batches: Values | None, vary: dict[str, V
 
 
 def subject_of(described: Described, given: StepArguments) -> Subject:
-    """What an axis changes a part of."""
+    """Return the subject whose parts axes change."""
     from memplan.studies.axes.subject import Subject
 
     return Subject(ByName(given.target), described.options, described.arguments)
 
 
 def _layers(text: str) -> tuple[str, Values]:
-    """``LAYERS.NAME=VALUES`` as the axis's name and its values."""
+    """Read ``LAYERS.NAME=VALUES`` as the axis's name and its values."""
     from memplan.studies.axes.ranges import values_of
 
     place, equals, values = text.partition("=")

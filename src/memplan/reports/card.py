@@ -1,4 +1,4 @@
-"""What a step takes from its card, for the terminal: the sum that nvidia-smi would show, and where it fits."""
+"""Bytes that a step takes from its card: the sum that nvidia-smi would show, and the cards that it fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def charge_table(use: CardUse, page: Page) -> Table:
 
 
 def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
-    """The verdict, the other cards by answer, and what is not in the sum."""
+    """Yield the verdict, the other cards by answer, and what is not in the sum."""
     style = {"fits": "bold green", "low only": "bold yellow", "does not fit": "bold red"}[use.verdict.answer]
     yield Text(verdict_sentence(use), style)
     for answer, words in _ANSWERS.items():

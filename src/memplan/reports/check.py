@@ -24,7 +24,7 @@ _COLOURS = {"warning": "bold yellow", "info": "bold"}
 
 
 def dumps(title: str, findings: Sequence[Finding]) -> str:
-    """The findings as JSON text: the same text for the same findings. All sizes are bytes."""
+    """Return the findings as JSON text: the same text for the same findings. All sizes are bytes."""
     data = {"target": title, "findings": [finding.to_dict() for finding in findings]}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
@@ -35,7 +35,7 @@ def print_findings(title: str, findings: Sequence[Finding], file: TextIO | None 
 
 
 def render(title: str, findings: Sequence[Finding], page: Page, top: int = 12) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = [Text(f"{printable(title)}: {_count(findings)}", "bold")]
     for finding in findings:
         parts += ["", *_finding(finding, top, page)]
@@ -102,5 +102,5 @@ def _cost(row: dict[str, Any]) -> float:
 
 
 def _lost(sides: Sequence[Sequence[float]]) -> str:
-    """``1 x 1``; ``0+1`` where the two sides differ."""
+    """Write ``1 x 1``; ``0+1`` where the two sides differ."""
     return " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sides)

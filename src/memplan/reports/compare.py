@@ -30,7 +30,7 @@ SCHEMA = 1
 
 
 def dumps(comparison: Comparison) -> str:
-    """The comparison as JSON text: the same text for the same comparison. Bytes and seconds."""
+    """Return the comparison as JSON text: the same text for the same comparison. Bytes and seconds."""
     data = {"format": FORMAT, "schema": SCHEMA, **comparison.to_dict()}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
@@ -41,7 +41,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None, top: in
 
 
 def render(comparison: Comparison, page: Page, top: int = 12) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = list(_head(comparison))
     parts += ["", by_cause(comparison, page)]
     figures = _figures(comparison, page)
@@ -67,7 +67,7 @@ def _head(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
-    """What is live at each side's peak, the largest difference first; the last row adds up to the peaks."""
+    """Draw the bytes at each side's peak by cause, the largest difference first; the last row adds up to the peaks."""
     rows = sorted(comparison.by_cause, key=lambda row: (-abs(row.difference), -row.a))
     shares = lambda rows: _share(sum(row.a for row in rows), sum(row.b for row in rows))  # noqa: E731
     fields = [
@@ -83,7 +83,7 @@ def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = (
 
 
 def _figures(comparison: Comparison, page: Page) -> Table:
-    """What else is known of both."""
+    """Draw the other figures of both."""
     a, b = comparison.a, comparison.b
     rows = [_bytes_row("saved from forward to backward", a.saved_bytes, b.saved_bytes)]
     rows.append(_bytes_row("weights", a.weight_bytes, b.weight_bytes))
@@ -104,7 +104,7 @@ def _figures(comparison: Comparison, page: Page) -> Table:
 
 
 def _decided(comparison: Comparison, top: int, page: Page) -> Table:
-    """The values that two plans treat otherwise, the largest first."""
+    """Return the values that two plans treat otherwise, the largest first."""
     fields = [
         name_field("Decided otherwise", lambda pair: printable((pair[0] or pair[1]).value), from_left=False),
         Field("layer", lambda p: printable((p[0] or p[1]).layer), shrinks_to=12, from_left=True, drop=1),
@@ -122,7 +122,7 @@ def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | No
 def _row(
     label: str, a: float | None, b: float | None, said: Callable[..., str], signed_as: Callable[..., str]
 ) -> tuple[str, ...] | None:
-    """A line of figures; None where neither is known, or both are 0."""
+    """Return a line of figures; None where neither is known, or both are 0."""
     if not a and not b:
         return None
     both = a is not None and b is not None
@@ -135,7 +135,7 @@ _HEADERS = {"saved_bytes": "saves", "output_bytes": "outputs", "weight_bytes": "
 
 
 def _by_layer(comparison: Comparison, top: int, page: Page) -> Iterator[RenderableType]:
-    """The layers that differ most, what the others add up to, all."""
+    """Yield the layers that differ most, what the others add up to, all."""
     field, *others = _FIELDS if _saves(comparison) else ("output_bytes", "weight_bytes", "saved_bytes")
     pairs = sorted(comparison.layers, key=lambda pair: (-abs(pair.difference(field)), -_most(pair, field)))
     alike = [pair for pair in pairs if not any(pair.difference(name) for name in _FIELDS)]
@@ -165,7 +165,7 @@ def _fields(name: str, drop: int) -> list[Field]:
 
 
 def _total(parts: Sequence[object], field: str) -> str:
-    """Bytes of layers; "none" where this side has no such layer."""
+    """Return bytes of layers; "none" where this side has no such layer."""
     there = [part for part in parts if part is not None]
     return _size(sum(getattr(part, field) for part in there)) if there else "none"
 

@@ -24,7 +24,7 @@ _LEGEND = (
 
 
 def dumps(devices: Sequence[Device]) -> str:
-    """``{"devices": [...]}`` as JSON text, indented; sizes in bytes, rates per second.
+    """Write ``{"devices": [...]}`` as JSON text, indented; sizes in bytes, rates per second.
 
     Example:
         >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
@@ -95,5 +95,5 @@ def _gib(size: int) -> str:
 
 
 def _number(value: float) -> str:
-    """At most four digits: what data sheets give."""
+    """Write at most four digits: what data sheets give."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -71,7 +71,7 @@ def _head(explanation: Explanation) -> Iterator[RenderableType]:
 
 
 def _by_cause(explanation: Explanation, page: Page) -> Table:
-    """What is live at the peak, largest first; the last row adds up to the peak."""
+    """Draw the bytes at the peak by cause, largest first; the last row adds up to the peak."""
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
@@ -92,14 +92,14 @@ def _share(part: int, whole: int) -> str:
 
 
 def _by_layer(explanation: Explanation, top: int, page: Page) -> Table:
-    """The layers that save (in inference: output) the most, the sum of the others, the sum of all."""
+    """Return the layers that save (in inference: output) the most, the sum of the others, the sum of all."""
     rows = sorted(explanation.layers, key=_weight_of(explanation.train), reverse=True)
     fields = _TRAINING if explanation.train else _INFERENCE
     return page.rows(rows, fields, top, f"all {len(rows)} layers")
 
 
 def _weight_of(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
-    """What layers are sorted by, the most first."""
+    """Return the key that layers are sorted by, the most first."""
     return lambda row: (row.saved_bytes, row.kept_bytes, row.output_bytes) if train else (row.output_bytes,)
 
 
@@ -108,7 +108,7 @@ def _size(number: int) -> str:
 
 
 def _saves(row: LayerRow) -> str:
-    """What counts for this layer; "(shared)" where all that it keeps counts for another."""
+    """Write the bytes that count for this layer; "(shared)" where all that it keeps counts for another."""
     return "(shared)" if row.kept_bytes and not row.saved_bytes else _size(row.saved_bytes)
 
 
@@ -120,7 +120,7 @@ def _needs(row: LayerRow) -> str:
 
 
 def _shared(row: LayerRow) -> str:
-    """The first layer that shares with this one, and how many others do."""
+    """Return the first layer that shares with this one, and how many others do."""
     layers = dict.fromkeys(printable(other).rsplit("'s ", 1)[0] for other in row.shared_with)
     others = [layer for layer in layers if layer != printable(row.name)]
     if not others:
@@ -162,7 +162,7 @@ def _legend(explanation: Explanation) -> Text:
 
 
 def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
-    """The layers that save the most, each with what and for what; those that repeat one are counted."""
+    """Yield the layers that save the most, each with what and for what; those that repeat one are counted."""
     rows = [row for row in explanation.layers if row.saved_bytes and row.why]
     rows.sort(key=_weight_of(True), reverse=True)
     alike: dict[tuple[object, ...], list[LayerRow]] = {}

@@ -1,4 +1,4 @@
-"""What fitting a step came to: before and after, the plan and the proof, or why no plan fits; printed and as JSON."""
+"""The outcome of fitting: before and after, the plan and the proof, or why no plan fits; printed and as JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What fitting a step came to."""
+    """Outcome of fitting a step."""
 
     title: str
     plan: Plan | None
@@ -39,16 +39,16 @@ class Outcome:
     proof: Proof | None = None
     """None where nothing ran."""
     changed: bool = True
-    """Whether the model runs the plan; not where the step fits as it is."""
+    """Whether the model runs the plan; False where the step fits without one."""
     shortfall: BudgetError | None = None
     """Why no plan fits the budget."""
     frontier: Frontier | None = None
     notes: tuple[str, ...] = ()
-    """What to know besides."""
+    """Further remarks."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step is within the budget, and proven to be the same where it ran."""
+        """Return whether the step is within the budget, and proven to be the same where it ran."""
         return self.shortfall is None and (self.proof is None or self.proof.ok)
 
 
@@ -58,7 +58,7 @@ def print_fit(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> No
 
 
 def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Yield the parts of the report as rich renderables, in order."""
     yield _verdict(outcome)
     if outcome.shortfall is not None:
         yield from (Text(printable(line)) for line in _sentences(outcome.shortfall))
@@ -86,7 +86,8 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
 
 
 def dumps(outcome: Outcome) -> str:
-    """An outcome as JSON, indented: the plan and the proof as they are written by themselves. Bytes and seconds."""
+    """Return an outcome as JSON, indented: the plan and the proof as they are written by themselves. Bytes and
+    seconds."""
     shortfall = outcome.shortfall
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -130,7 +131,7 @@ def _verdict(outcome: Outcome) -> Text:
 
 
 def _errors(proof: Proof, page: Page) -> Table:
-    """Relative errors of a lossy step, in L2: all outputs and gradients, then the layers that are the farthest off."""
+    """Draw relative errors of a lossy step, in L2: all outputs and gradients, then the layers that are farthest off."""
     shown = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
     totals = [overall(proof.rounded, kind) for kind in shown]
     layers = sorted((one for one in proof.layers if one.kind != "outputs"), key=lambda one: -one.relative)
@@ -154,7 +155,7 @@ def _sentences(error: BudgetError) -> Iterator[str]:
 
 
 def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> Table:
-    """Peak and time of a step, predicted and measured, without the plan and with it."""
+    """Draw peak and time of a step, predicted and measured, without the plan and with it."""
     rows = [_bytes_row("predicted peak", plan.eager_peak, plan.peak)]
     if proof is not None:
         rows += _measured_peak(proof)

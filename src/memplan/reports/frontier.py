@@ -53,7 +53,7 @@ class Frontier:
     """What others take, measured; eager mode first."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: bytes and seconds."""
+        """Return plain data for JSON: bytes and seconds."""
         data: dict[str, Any] = {
             "eager_peak": self.eager_peak,
             "step_seconds": self.step_seconds,
@@ -66,7 +66,7 @@ class Frontier:
 
 
 def table(frontier: Frontier, page: Page) -> Table:
-    """A row for each plan, with what it frees and what that adds; the first within the budget is marked."""
+    """Return a row for each plan, with what it frees and what that adds; the first within the budget is marked."""
     points, most = frontier.points, frontier.eager_peak
     fitting = next((p for p in points if frontier.budget is not None and p.peak <= frontier.budget), None)
 
@@ -103,7 +103,7 @@ def peers_table(frontier: Frontier, page: Page) -> Table:
 
 
 def why_not(frontier: Frontier) -> list[str]:
-    """Of each peer that did not run, the reason."""
+    """Give the reason of each peer that did not run."""
     return [f"{one.peer.name} did not run: {printable(one.failed)}" for one in frontier.peers if one.failed is not None]
 
 
@@ -116,7 +116,7 @@ def _gradients(one: PeerResult) -> str:
 
 
 def draw(frontier: Frontier) -> Figure:
-    """The picture: bytes at the peak to the right, seconds upwards."""
+    """Return the picture: bytes at the peak to the right, seconds upwards."""
     from matplotlib.figure import Figure
 
     shown = [one for one in frontier.peers if one.times is not None]
@@ -149,6 +149,6 @@ def _kind(one: PeerResult) -> str:
 
 
 def _height(one: PeerResult, base: float) -> float:
-    """Seconds on the plans' scale: what it adds to eager mode is measured, what eager mode takes is predicted."""
+    """Return seconds on the plans' scale: a measured ratio of the predicted time in eager mode."""
     assert one.times is not None, "only those that ran are shown"
     return base + (one.times.ratio - 1) * (base or one.times.before)

@@ -1,4 +1,4 @@
-"""What fusion brings a planned step: kernels and bytes before and after, and a table of what moves most."""
+"""Fused kernels of a planned step: their number and bytes before and after, and a table of the largest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEGEND = (
 
 
 def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order.
+    """Yield the parts of the report as rich renderables, in order.
 
     Args:
         fusion: what to print.

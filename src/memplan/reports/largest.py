@@ -17,16 +17,16 @@ from memplan.reports.output import Field, Page, print_parts
 from memplan.studies.capacity.largest import Largest, Tried
 
 _REASONS = 3
-"""Of values that failed, that are told of; the rest is in the JSON file."""
+"""Reasons of failures that are listed; the rest is in the JSON file."""
 
 
 def dumps(found: Largest) -> str:
-    """What was found as JSON text. All sizes are bytes."""
+    """Write the search and its answer as JSON text. All sizes are bytes."""
     return json.dumps(to_dict(found), indent=1, allow_nan=False) + "\n"
 
 
 def to_dict(found: Largest) -> dict[str, Any]:
-    """Plain data: the value, what it has to fit into, and every recording, in order."""
+    """Return plain data: the value, what it has to fit into, and every recording, in order."""
     data: dict[str, Any] = {
         "title": found.title,
         "axis": found.axis,
@@ -49,7 +49,7 @@ def print_largest(found: Largest, file: TextIO | None = None) -> None:
 
 
 def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
-    """The report: the answer, what was recorded to find it, and after planning the same."""
+    """Yield the report: the answer, what was recorded to find it, and after planning the same."""
     yield Text(f"{printable(found.title)}: {_answer(found)}", "bold")
     yield _table(found, page)
     yield from (Text(line) for line in _remarks(found))
@@ -74,7 +74,7 @@ def _answer(found: Largest) -> str:
     count += f", of which {len(found.failed)} failed" if found.failed else ""
     following = found.following
     if following is None:
-        return f"{found.axis} {found.value}{sizes} fits {place}, and is the most that was to be looked at; {count}"
+        return f"{found.axis} {found.value}{sizes} fits {place}, and is the largest value to try; {count}"
     why = "cannot be recorded" if following.reason else "does not fit"
     return f"the largest {found.axis} {place} is {found.value}{sizes}; {following.value} {why}; {count}"
 
@@ -89,7 +89,7 @@ def _remarks(found: Largest) -> Iterator[str]:
             f"model and its patches {format_bytes(rest)}."
         )
     if answer is not None and answer.need > found.room.limit:
-        yield "Where that is more than there is, the allocator gives cached segments back: recorded to fit so."
+        yield "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit."
     if found.unsteady is not None:
         few, many = found.unsteady
         yield (
@@ -102,7 +102,7 @@ def _remarks(found: Largest) -> Iterator[str]:
 
 
 def _failures(found: Largest) -> Iterator[str]:
-    """Why values failed, that of the next value first."""
+    """Say why values failed, the next value first."""
     if any(one.value % found.step for one in found.failed):
         yield f"Values between the multiples of {found.step} fail, so only these were looked at."
     alike: dict[str, list[Tried]] = {}

@@ -1,4 +1,4 @@
-"""What every report on the terminal shares: how wide it is, how a table is drawn, plain text where it is a pipe."""
+"""Pages and tables of all reports: width, encoding, and plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def number_field(
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a report is drawn on: so many columns of text, and an encoding that may have ASCII alone."""
+    """Width of a report in columns of text, and whether its encoding has ASCII alone."""
 
     width: int = PIPE_WIDTH
     ascii_only: bool = False
@@ -93,7 +93,7 @@ class Page:
         return self.table(columns, None if total is None else len(columns[0].cells) - 1)
 
     def table(self, columns: Sequence[Column], sums_from: int | None = None) -> Table:
-        """A table of the columns that fit, with a rule above the rows that add others up."""
+        """Return a table of the columns that fit, with a rule above the rows that add others up."""
         kept, gap = fit(columns, self.width, "..." if self.ascii_only else "…")
         table = Table(box=_BOX, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
         for column in kept:

@@ -32,7 +32,7 @@ def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
 
 
 def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Yield the parts of the report as rich renderables, in order."""
     yield Text(f"Plan for a step on {printable(plan.device)}, torch {printable(plan.torch)}", "bold")
     yield _head(plan)
     if plan.decisions:
@@ -49,7 +49,7 @@ def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
 
 
 def _head(plan: Plan) -> Table:
-    """The figures of the whole step."""
+    """Return the figures of the whole step."""
     change = plan.eager_peak - plan.peak
     share = f", {100 * change / plan.eager_peak:.0f} % less" if change > 0 and plan.eager_peak else ""
     base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
@@ -85,7 +85,7 @@ def _head(plan: Plan) -> Table:
 
 
 def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
-    """What is decided about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
+    """Draw decisions about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
     whole = [decision for decision in decisions if decision.scope.kind == "step"]
     rest = [decision for decision in decisions if decision.scope.kind != "step"]
     rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
@@ -105,7 +105,7 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
 
 
 def _lines(rows: Sequence[_Row], page: Page) -> list[str]:
-    """The header and the rows as lines in columns."""
+    """Return the header and the rows as lines in columns."""
     columns = [
         Column("value", tuple(row[0] for row in rows), shrinks_to=12),
         Column("layer", tuple(row[1] for row in rows), shrinks_to=12, from_left=True, drop=1),
@@ -134,7 +134,7 @@ def _row(decision: Decision) -> _Row:
 
 
 def _sums(decisions: Sequence[Decision], label: str) -> list[_Row]:
-    """A row for each lever, the one with the most bytes first."""
+    """Return a row for each lever, the one with the most bytes first."""
     by_lever: dict[str, list[Decision]] = {}
     for decision in decisions:
         by_lever.setdefault(decision.lever, []).append(decision)

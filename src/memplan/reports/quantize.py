@@ -1,4 +1,4 @@
-"""Quantized inference beside inference as it is, on the terminal and as JSON."""
+"""Quantized inference beside inference of the model, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = 1
 
 
 def dumps(title: str, found: Quantized) -> str:
-    """What was found as JSON text. Bytes and seconds."""
+    """Write the result as JSON text. Bytes and seconds."""
     data = {"format": FORMAT, "schema": SCHEMA, "title": title, **found.to_dict()}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
@@ -32,7 +32,7 @@ def print_quantized(title: str, found: Quantized, file: TextIO | None = None, to
 
 
 def render(title: str, found: Quantized, page: Page, top: int = 12) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = [
         Text(f"{printable(title)}: inference on the CPU, by {printable(found.scheme)}", "bold")
     ]
@@ -45,7 +45,7 @@ def render(title: str, found: Quantized, page: Page, top: int = 12) -> list[Rend
 
 
 def _layers(layers: Sequence[Layer], top: int, page: Page) -> Table:
-    """The layers with weights, the largest first, what the others add up to, all."""
+    """Return the layers with weights, the largest first, what the others add up to, all."""
     fields = [
         name_field("Weights of layers", lambda layer: printable(layer.name), 14),
         number_field("as it is", lambda layer: layer.before),
@@ -60,7 +60,7 @@ def _changed(layers: Sequence[Layer]) -> str:
 
 
 def _left_alone(layers: Sequence[Layer]) -> Iterator[str]:
-    """Why layers stay as they are, each reason once."""
+    """Say why layers stay as they are, each reason once."""
     by_reason: dict[str, list[Layer]] = {}
     for layer in layers:
         if layer.why is not None:

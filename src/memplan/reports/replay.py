@@ -33,7 +33,7 @@ def print_replay(cases: Cases, file: TextIO | None = None, top: int = 10) -> Non
 
 
 def render(cases: Cases, page: Page, top: int = 10) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Yield the parts of the report as rich renderables, in order."""
     replay = cases.replay
     yield from _head(replay)
     yield ""
@@ -216,7 +216,7 @@ def _table_of_segments(cases: Cases, page: Page) -> Table:
 
 
 def _kind(small: bool, stream: int, pool: Pool, more: str) -> str:
-    """What sets free blocks or segments apart; the default is not named."""
+    """Name a kind of blocks or segments; the default is not named."""
     parts = ["small" if small else "large", f"stream {stream}" if stream else "", _pool_name(pool), more]
     return ", ".join(part for part in parts if part)
 
@@ -241,7 +241,7 @@ def _named(settings: AllocatorSettings) -> str:
 
 
 def dumps(cases: Cases) -> str:
-    """The replay and its what-ifs as JSON, indented, the same text for the same snapshot.
+    """Return the replay and its what-ifs as JSON, indented, the same text for the same snapshot.
 
     Example:
         >>> json.loads(dumps(cases))["recorded"]["peak_reserved"] == cases.replay.peak_reserved

@@ -32,7 +32,7 @@ def print_sweep(sweep: Sweep, file: TextIO | None = None) -> None:
 
 
 def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
-    """The report: a row for each point, what is fixed and what grows, what is largest where."""
+    """Yield the report: a row for each point, what is fixed and what grows, what is largest where."""
     title = f"{sweep.title} on {sweep.device}: {len(sweep.rows)} points of {', '.join(sweep.axes)}"
     yield Text(printable(title), "bold")
     yield table(sweep, page)
@@ -62,7 +62,8 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
 
 
 def table(sweep: Sweep, page: Page) -> Table:
-    """A row for each point: values, peak, reserved, the parts of the peak, and what lies between peak and reserved."""
+    """Return a row for each point: values, peak, reserved, the parts of the peak, and what lies between peak and
+    reserved."""
     fields = [_axis_field(name) for name in sweep.axes]
     fields.append(Field("peak", _peak, right=True))
     if sweep.device != "cpu":
@@ -93,7 +94,7 @@ def _sum(row: Mapping[str, Any], causes: Sequence[str]) -> str:
 
 
 def _interval(row: Mapping[str, Any], name: str) -> str:
-    """``1.5-3.0 MiB``; one size where both are the same."""
+    """Write ``1.5-3.0 MiB``; one size where both are the same."""
     if row["status"] != "ok":
         return ""
     low, high = format_bytes(row[name]), format_bytes(row[f"{name}_high"])
@@ -104,7 +105,7 @@ def _interval(row: Mapping[str, Any], name: str) -> str:
 
 
 def _header(name: str) -> str:
-    """The name of an axis; that of layers' attributes in two lines."""
+    """Return the name of an axis; that of layers' attributes in two lines."""
     pattern, dot, attribute = printable(name).rpartition(".")
     return f"{pattern}\n{dot}{attribute}" if dot else attribute
 
@@ -114,8 +115,8 @@ def _point(sweep: Sweep, row: Mapping[str, Any]) -> str:
 
 
 def draw(sweep: Sweep) -> Figure:
-    """The picture: the parts of each point's peak on each other along the axis with most values, workspaces' most as a
-    frame on top; a panel for each choice of the other axes."""
+    """Return the picture: the parts of each point's peak on each other along the axis with most values, workspaces'
+    most as a frame on top; a panel for each choice of the other axes."""
     from matplotlib.figure import Figure
 
     axis = max(sweep.axes, key=lambda name: len(sweep.axes[name]))

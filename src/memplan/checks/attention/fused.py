@@ -1,7 +1,7 @@
 """The same step with the fused call in place of attention that is written out: recorded, so that its bytes are exact.
 
 While the step is recorded again, kernels of ours stand above the products, in the dispatcher. The product of queries
-and keys that is to go gives a stand-in for the scores instead; what scales, masks and drops of them is told apart and
+and keys that is to go gives a stand-in for the scores instead; what scales, masks and drops of them is
 remembered; the product with the values becomes the call. What the stand-in led to is left out of the recording.
 """
 
@@ -36,7 +36,7 @@ class Fusing:
     """Puts the fused call where attention is written out, for a recording.
 
     Args:
-        trace: the step as it is.
+        trace: the recorded step.
         found: the attention to replace.
         on_card: whether the step is recorded for a card.
         weights: whether torch's own layers are to be asked for no probabilities.
@@ -70,7 +70,7 @@ class Fusing:
                 self._known.clear()
 
     def without_matrices(self, trace: Trace) -> Trace | None:
-        """The recording without the stand-ins and all that was made of them.
+        """Return the recording without the stand-ins and all that was made of them.
 
         None where something else was made of them, or no fused call could be put in their place.
         """
@@ -110,7 +110,7 @@ class Fusing:
         return kernels
 
     def _on_scores(self, op: Any, handle: Callable[..., Any]) -> Kernel:
-        """Return a kernel that hands an op on stand-ins to a method, and runs any other as it is."""
+        """Return a kernel that hands an op on stand-ins to a method, and runs any other op unchanged."""
 
         def interposed(*args: Any, **kwargs: Any) -> Any:
             pending = self._of(*args)
@@ -123,7 +123,7 @@ class Fusing:
         return interposed
 
     def _of(self, *tensors: Any) -> Pending | None:
-        """The scores that one of these goes back to."""
+        """Return the scores that one of these goes back to."""
         if not self._known:
             return None
         for tensor in tensors:
@@ -138,7 +138,7 @@ class Fusing:
         return result
 
     def _stood_in(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """An op on a stand-in, without a graph: nothing is to be kept for it."""
+        """Return an op on a stand-in, without a graph: nothing is to be kept for it."""
         with torch.no_grad():
             return self._keep(pending, dispatch.whole(op, *args, **kwargs))
 
@@ -148,7 +148,7 @@ class Fusing:
         return (format_frame(user_frame()), size) in sites
 
     def _begin(self, left: torch.Tensor, right: torch.Tensor) -> tuple[Pending, torch.Tensor] | None:
-        """A stand-in for a product of queries and keys, if it is one of those to go."""
+        """Return a stand-in for a product of queries and keys, if it is one of those to go."""
         if left.dim() < 3 or right.dim() < 3:
             return None
         lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -245,7 +245,7 @@ class Fusing:
 
 
 def _nothing(storage: Storage) -> Storage:
-    """A storage that takes nothing, neither on the CPU nor on a card."""
+    """Return a storage that takes nothing, neither on the CPU nor on a card."""
     return replace(storage, bytes=0, low=None, device=HOST)
 
 

@@ -25,7 +25,8 @@ from memplan.trace.model import Form
 
 
 def fields_of(call: Call) -> list[Fields]:
-    """The fields of every result of an op; of one that no rule knows, those of an elementwise op if it can be one."""
+    """Return the fields of every result of an op; of one that no rule knows, those of an elementwise op if it can be
+    one."""
     rule = RULES.get(call.name, _elementwise)
     found = rule(call)
     results = found if isinstance(found, list) else [found]
@@ -49,12 +50,13 @@ def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
 
 
 def _mixes(call: Call) -> Fields:
-    """Every position sees all others."""
+    """Follow an op each of whose positions sees all others."""
     return unknown(call.shape)
 
 
 def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
-    """Kernel, stride, padding and dilation of a convolution or pool, for each dimension; None of any other op."""
+    """Return kernel, stride, padding and dilation of a convolution or pool, for each dimension; None of any other
+    op."""
     rule = RULES.get(name)
     if rule is _convolution and not form.option("transposed", False):
         weight = form.read("weight")
@@ -108,7 +110,7 @@ def _pool(call: Call) -> Fields:
 
 
 def _resized(call: Call, seen: Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[int]]]]) -> Fields:
-    """Interpolation and adaptive pools: ``seen(size, new, ratio)`` is a period, an advance and the taps."""
+    """Follow interpolation and adaptive pools: ``seen(size, new, ratio)`` is a period, an advance and the taps."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     scales = _scales(call, count)
@@ -146,7 +148,8 @@ def _nearest(shift: Fraction) -> Rule:
 
 
 def _linear(before: int, after: int) -> Rule:
-    """``before`` and ``after``: taps beside the two neighbours (bicubic has one on each side)."""
+    """Return the rule of linear interpolation; ``before`` and ``after``: taps beside the two neighbours (bicubic has
+    one on each side)."""
 
     def rule(call: Call) -> Fields:
         corners = bool(call.form.option("align_corners", False))
@@ -168,7 +171,8 @@ def _linear(before: int, after: int) -> Rule:
 
 
 def _antialiased(reach: int) -> Rule:
-    """Interpolation whose filter widens with the step down; ``reach``: of the filter, in steps (UpSampleKernel.cpp)."""
+    """Return the rule of interpolation whose filter widens with the step down; ``reach``: of the filter, in steps
+    (UpSampleKernel.cpp)."""
 
     def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         support = reach * max(ratio, Fraction(1))
@@ -192,7 +196,7 @@ def _adaptive(call: Call) -> Fields:
 
 
 def _pad(name: str) -> Rule:
-    """``(before, after)`` of the last dimension, then of the one before it, and so on."""
+    """Return the rule of a pad, ``(before, after)`` of the last dimension, then of the one before it, and so on."""
 
     def rule(call: Call) -> Fields:
         amounts, dims, shape = call.form.option(name, ()), list(call.main), call.shape
@@ -236,7 +240,7 @@ def _flip(call: Call) -> Fields:
 
 
 def _without(call: Call) -> Fields:
-    """One dimension less: select."""
+    """Follow select: one dimension less."""
     place = int(call.form.option("dim", 0)) % len(call.main)
     return tuple(dim for number, dim in enumerate(call.main) if number != place)
 
@@ -290,7 +294,7 @@ def _expanded(call: Call) -> Fields:
 
 
 def _product(call: Call) -> Fields:
-    """A matrix product: rows of the first matrix and columns of the second stay, what lies between is mixed."""
+    """Return a matrix product: rows of the first matrix and columns of the second stay, what lies between is mixed."""
     added = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
     given = [fields for _, fields in call.reads][1 if added else 0 :]
     left = given[0]
@@ -313,15 +317,15 @@ _MADE_LIKE = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "em
 
 
 def ends(call: Call, results: Sequence[Fields]) -> bool:
-    """Whether positions are lost on the way through an op although its results have some: they depend on values, or
-    nobody has told what the op does. Where every position sees all others, none are left to lose."""
+    """Return whether positions are lost on the way through an op although its results have some: they depend on values,
+    or no rule says what the op does. Where every position sees all others, none are left to lose."""
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
         return False
     return _slid(fields for _, fields in call.reads) and not _slid(results) and any(map(len, results))
 
 
 def _slid(many: Iterable[Fields]) -> bool:
-    """Whether any of the dimensions is one that a kernel slid along."""
+    """Return whether any of the dimensions is one that a kernel slid along."""
     return any(f.windowed for fields in many for dim in fields for factor in dim for f in factor.axis)
 
 

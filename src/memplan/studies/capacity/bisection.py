@@ -21,7 +21,7 @@ _FAR = 1024
 
 @dataclass(frozen=True)
 class Found:
-    """What a search recorded, and between which places the answer lies."""
+    """Recordings of a search, and the places that the answer lies between."""
 
     samples: tuple[Sample, ...]
     """In the order in which they were recorded."""
@@ -37,8 +37,8 @@ class Found:
 
     @property
     def floor(self) -> int:
-        """What is left to look at lies above it: the last place that fits; where none does, the last that failed below
-        all that were recorded, or 0."""
+        """Lower bound of the search: the last place that fits; where none does, the last that failed below all
+        recordings, or 0."""
         below = min((one.place for one in self.samples), default=0)
         return self.last or max((place for place in self._ends() if place < below), default=0)
 
@@ -89,7 +89,7 @@ def last_fitting(
 
 
 def step_of(works: Callable[[int], bool], place: int, most: int = MOST) -> int:
-    """The step in which places work, where the multiples of some number do, and ``place`` is one of them.
+    """Return the step in which places work, where the multiples of some number do, and ``place`` is one of them.
 
     That number divides the place. Of each prime of the place it is asked how often it can be divided out of a step so
     that the place less that step, or else with it, still works.
@@ -109,7 +109,7 @@ def step_of(works: Callable[[int], bool], place: int, most: int = MOST) -> int:
 
 
 def _beginnings(start: int, most: int) -> Iterator[int]:
-    """The start, then the powers of two next to it, in turns above and below."""
+    """Yield the start, then the powers of two next to it, in turns above and below."""
     yield start
     above, below = 1 << start.bit_length(), (1 << (start - 1).bit_length()) // 2
     for _ in range(BEGINNINGS // 2):
@@ -121,7 +121,7 @@ def _beginnings(start: int, most: int) -> Iterator[int]:
 
 
 def _primes(number: int) -> Iterator[tuple[int, int]]:
-    """Its prime factors, each with its power."""
+    """Yield the prime factors of a number, each with its power."""
     prime = 2
     while number > 1:
         if prime * prime > number:

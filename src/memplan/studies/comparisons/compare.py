@@ -112,7 +112,7 @@ def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
 
 
 def compare_given(one: Given, other: Given, *, measure: bool = False) -> Comparison:
-    """As `compare`, for two sides that are put together."""
+    """Compare two sides, as `compare` does."""
     if measure:
         return _measured(one, other)
     sides = [_side(given) for given in (one, other)]
@@ -179,7 +179,7 @@ def _check_callable(given: Given) -> None:
 
 
 def _measured(one: Given, other: Given) -> Comparison:
-    """Both run: births and deaths are the allocator's own, then seconds, then results."""
+    """Run both sides: births and deaths come from the allocator, then seconds, then results."""
     for given in (one, other):
         if is_saved(given.what):
             raise InputError(

@@ -47,7 +47,7 @@ class Point:
 
     @property
     def title(self) -> str:
-        """What to call it: ``resnet18 at batch 8, precision bf16``."""
+        """Name for messages and reports: ``resnet18 at batch 8, precision bf16``."""
         return f"{self.target} at {self.place}"
 
 
@@ -56,9 +56,9 @@ class Sweep:
     """The points of some axes. All sizes are bytes.
 
     A row has the value of each axis by its name; ``status``, "ok" or "failed", and ``reason``; ``peak``, ``reserved``
-    and ``needs`` (with the CUDA context) of the case with the least workspaces, the same with ``_high`` of the one with
-    the most; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The causes and
-    ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
+    and ``needs`` (with the CUDA context) of the case with the smallest workspaces, the same with ``_high`` of the one
+    with the largest; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The causes
+    and ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
 
     Example:
         >>> [row["peak"] for row in sweep.rows if row["status"] == "ok"]
@@ -77,11 +77,11 @@ class Sweep:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended it before all points were done."""
+        """Return whether Ctrl-C ended it before all points were done."""
         return len(self.rows) < self.points
 
     def point(self, number: int | None = None, /, **values: Any) -> Point:
-        """One of the rows: by its number, from 1 on, or by values of axes that it alone has.
+        """Return one of the rows: by its number, from 1 on, or by values of axes that it alone has.
 
         Raises:
             InputError: no row is so, or several are; or it failed.
@@ -115,7 +115,7 @@ class Sweep:
         return found[0]
 
     def to_json(self) -> str:
-        """The sweep as JSON text: the same text for the same points. `from_json` reads it back."""
+        """Return the sweep as JSON text: the same text for the same points. `from_json` reads it back."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @staticmethod
@@ -130,7 +130,7 @@ class Sweep:
         return Sweep(file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -218,7 +218,7 @@ def swept(
     progress: Done | None = None,
     title: str = "",
 ) -> Sweep:
-    """As `sweep`, of a subject and axes that are chosen; ``title`` is what to call it."""
+    """Sweep a subject over axes, as `sweep` does; ``title`` is what to call it."""
     _check(axes, jobs)
     subject = without_data(subject)
     for axis, values in axes:
@@ -240,7 +240,7 @@ def swept(
 
 
 def again(what: Any) -> Any:
-    """What can be recorded again with other values.
+    """Return what was given, if it can be recorded with other values.
 
     Raises:
         InputError: a Trace cannot.
@@ -297,7 +297,7 @@ def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]])
 
 
 def _is(value: Any, asked: Any) -> bool:
-    """Whether a value of an axis is what was asked for, or written so."""
+    """Return whether a value of an axis is what was asked for, or written so."""
     return (value == asked and type(value) is type(asked)) or shown(value) == str(asked)
 
 
