@@ -18,6 +18,7 @@ from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
 from memplan.rewriting.engine import Engine
@@ -69,7 +70,7 @@ def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
     call = call_of(inputs, {})
     captured = capture(step, call)
     graph = captured.graph
-    made = schedule(graph, replace(CHOICES[choice](graph), held=held))
+    made = schedule(graph, replace(CHOICES[choice](graph), gradients=GradientUse(adds=held)))
     engine = Engine(captured, made)
 
     def run() -> None:

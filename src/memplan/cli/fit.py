@@ -299,6 +299,7 @@ def _frontier(
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
+    from memplan.planning.levers.lever import GradientUse
     from memplan.planning.planner import Planner
     from memplan.planning.request import request
     from memplan.planning.settings import Settings
@@ -307,8 +308,9 @@ def _frontier(
 
     call = _call_options(described, given)
     settings = Settings(
-        budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False), costs=options.get("costs"),
-        engine=options.get("engine", "graph"), offload=not isinstance(made, nn.Module),
+        budget=0, optimizer=call.pop("optimizer"), gradients=GradientUse(updates=options.get("early", False)),
+        costs=options.get("costs"),
+        engine=options.get("engine", "graph"), host_memory=not isinstance(made, nn.Module),
     )  # fmt: skip
     asked = request(
         made, described.options.inputs, **call, budget=options["budget"], allow=options.get("allow", "exact"),

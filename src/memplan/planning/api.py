@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memplan.planning.graph.placement import is_on_card
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import request
@@ -64,8 +65,9 @@ def plan(
         A step on cpu in the budget of 6.0 GiB: predicted peak 9.1 GiB -> 6.0 GiB, 41 ms added (3.1 %), ...
     """
     settings = Settings(
-        0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), costs=costs, engine=engine,
-        offload=True,
+        0, optimizer, gradients=GradientUse(updates=early), plan=plan, heuristics=heuristics or Heuristics(),
+        costs=costs, engine=engine,
+        host_memory=True,
     )  # fmt: skip
     with undisturbed(cuda=is_on_card(model)), torch.inference_mode(False), torch.enable_grad():
         asked = request(

@@ -11,7 +11,8 @@ from memplan.errors import BudgetError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.levers.encode import encodings
+from memplan.planning.levers.lever import Situation
+from memplan.planning.levers.registry import with_forms
 from memplan.planning.precision_search import Reached, fastest, frontier, with_graph_way, with_lossy_way
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study, _with_costs
@@ -83,7 +84,7 @@ class Planner:
         for (other, known), study in self._studies.items():
             if key is not None and other == key and replace(known, save=precision.save) == precision:
                 captured = study.captured
-                return replace(captured, graph=encodings(captured.graph, precision.save))
+                return replace(captured, graph=with_forms(captured.graph, Situation(precision.save)))
         return capture(self._model, call, precision)
 
 

@@ -15,7 +15,7 @@ from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.planning.cost.op_timing import step_seconds
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import EXACT, Compute, Precision, Save
-from memplan.planning.levers.encode import LOSSY
+from memplan.planning.levers import registry
 from memplan.planning.passes.chunk_convolutions import CONVOLUTION
 from memplan.planning.plan.budget_error import Way, with_way
 from memplan.planning.plan.plan import Plan
@@ -180,8 +180,8 @@ def _least(search: Search) -> _Least:
 
 def _saves(search: Search, budget: int) -> bool:
     """Whether anything is saved in fewer bits, op by op, within the budget or in the least that there is."""
-    lossy = {one.value for one in search.graph.encodings if one.codec in LOSSY}
-    return any(not lossy.isdisjoint(found.choices.encode) for found in (search.floor(), search.within(budget)))
+    lossy = {(f.lever, f.value) for f in search.graph.forms if registry.find(f.lever).grade(f) == "lossy"}
+    return any(not lossy.isdisjoint(found.choices.kept_as) for found in (search.floor(), search.within(budget)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,12 +85,14 @@ def request(
     if targets and loss is None:
         raise InputError(f"{len(targets)} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
     step = made if loss is None else WithLoss(made, loss, len(targets))
-    if settings.early:
+    if settings.gradients.updates:
         _check_apart(step)
     call = call_of(args, keywords)
-    held, home = settings.held or accumulate > 1, home_of(step, call.tensors)
-    settings = replace(settings, budget=size, device=card, held=held, allow=allow, home=home)
-    settings = replace(settings, offload=settings.offload or home.card is not None)
+    held, home = settings.gradients.adds or accumulate > 1, home_of(step, call.tensors)
+    settings = replace(
+        settings, budget=size, device=card, gradients=settings.gradients.held(held), allow=allow, home=home
+    )
+    settings = replace(settings, host_memory=settings.host_memory or home.card is not None)
     _check_compiler(settings)
     if budgeted is not None:
         notes = (_of_card(budgeted, home),)
@@ -166,7 +168,7 @@ def _check_compiler(settings: Settings) -> None:
 def _check_early(settings: Settings, accumulate: int, clip_norm: float | None) -> None:
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", expected="how many micro-batches make one update, at least 1")
-    if not settings.early:
+    if not settings.gradients.updates:
         return
     if settings.optimizer is None:
         raise UsageError(

@@ -10,6 +10,7 @@ from memplan.devices import Device
 from memplan.planning.cost.optimizer_memory import Optimizer
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.search.search import Heuristics
 
@@ -28,10 +29,8 @@ class Settings:
     budget: int
     """Bytes: all that is on the device at any moment of the step."""
     optimizer: Optimizer | None = None
-    early: bool = False
-    """Each parameter is updated in the backward pass, as soon as its gradient is complete."""
-    held: bool = False
-    """Gradients are there when the step begins."""
+    gradients: GradientUse = STAYS
+    """What becomes of each parameter's gradient once it is complete."""
     home: Home = field(default_factory=Home)
     """Where the step runs."""
     device: Device | None = None
@@ -42,7 +41,7 @@ class Settings:
     plan: Plan | None = None
     """A plan whose choices are taken, instead of a search's."""
     engine: Engine = "graph"
-    offload: bool = False
+    host_memory: bool = False
     """Values may wait in host memory, where the device is a card. What runs on this machine's CPU must not."""
     allow: Allow = "exact"
     precision: Precision | None = None

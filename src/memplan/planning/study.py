@@ -26,10 +26,11 @@ from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.candidate_search import Candidate, Fusing, as_fusible
 from memplan.planning.inductor.fusion_report import UNTOLD, fusion_of, unfused
 from memplan.planning.inductor.partition import Fused
-from memplan.planning.levers.offload import with_offloads
+from memplan.planning.levers.lever import GradientUse, Situation
+from memplan.planning.levers.registry import with_forms
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.plan.decisions import decide
-from memplan.planning.plan.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
+from memplan.planning.plan.plan import Plan, check_fingerprint, check_forms, check_settings, names_of, optimizer_name
 from memplan.planning.plan.precision_report import cast_copies, lowered
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -54,7 +55,7 @@ class Planned:
     """What is compiled, for the engine ``inductor``."""
 
 
-_Kind = tuple[int, bool, bool, Engine]
+_Kind = tuple[int, GradientUse, Engine]
 
 
 SLOWER = 1.1
@@ -181,9 +182,9 @@ class Study:
         """Refuse a plan that is for something else."""
         around = self.search(settings).around
         check_fingerprint(plan, self.captured.graph)
-        check_offloads(plan, self.captured.graph)
+        check_forms(plan, self.captured.graph)
         check_settings(
-            plan, early=settings.early, held=settings.held, fused=settings.engine == "inductor",
+            plan, gradients=settings.gradients, fused=settings.engine == "inductor",
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
             budget=settings.budget,
         )  # fmt: skip
@@ -191,7 +192,7 @@ class Study:
     def least(self, settings: Settings) -> int:
         """Bytes that are there when the backward pass has ended, whatever is planned."""
         search = self.search(settings)
-        graph, choices = search.graph, Choices(early=settings.early, held=settings.held)
+        graph, choices = search.graph, Choices(gradients=settings.gradients)
         stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
         there = sum(_resident(graph, settings, search.around).values())
         return there + sum(graph.values[of].own_bytes for of in stay)
@@ -212,11 +213,9 @@ class Study:
             graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
             if settings.engine == "inductor":
                 graph, steady = as_fusible(graph), steady and as_fusible(steady)
-            around = surroundings(
-                self.model, graph, settings.optimizer, early=settings.early, held=settings.held, home=settings.home
-            )
+            around = surroundings(self.model, graph, settings.optimizer, settings.gradients, home=settings.home)
             self._searches[kind] = Search(
-                graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics,
+                graph, around, gradients=settings.gradients, heuristics=settings.heuristics,
                 steady=steady,
             )  # fmt: skip
         return self._searches[kind]
@@ -235,7 +234,7 @@ class Study:
         if kind not in self._eager:
             known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
             timeline = baseline(
-                self.model, self.call, settings.optimizer, held=settings.held, home=settings.home, known=known
+                self.model, self.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
             )
             others = self.search(settings).around.others
             beside = sum(size for cause, size in others.items() if cause != "workspace")  # which was recorded, too
@@ -300,8 +299,8 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
 def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> JointGraph:
     """``limit``: seconds that measuring may take."""
     card = settings.device or settings.home.card
-    if settings.offload and card is not None and settings.engine == "graph":
-        graph = with_offloads(graph, card)
+    if settings.host_memory and card is not None and settings.engine == "graph":
+        graph = with_forms(graph, Situation(settings.settled.save, card))
     if settings.home.card is not None:
         graph = on_card(graph, settings.home.card).graph
     if isinstance(settings.costs, str):
@@ -332,7 +331,7 @@ def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:
 
 
 def _kind(settings: Settings) -> _Kind:
-    return id(settings.optimizer), settings.early, settings.held, settings.engine
+    return id(settings.optimizer), settings.gradients, settings.engine
 
 
 def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> dict[str, int]:
@@ -343,7 +342,7 @@ def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> di
         if value.kind in RESIDENT:
             cause = names[value.kind]
             result[cause] = result.get(cause, 0) + value.bytes
-    if settings.held:
+    if settings.gradients.adds:
         given = (graph.values[of] for of, _ in graph.gradients)
         result["parameter_gradient"] = sum(value.own_bytes for value in given if value.kind == "parameter")
     for cause, size in around.by_cause().items():

@@ -73,7 +73,7 @@ def _head(plan: Plan) -> Table:
         facts["time"] += f"{format_seconds(plan.step_seconds)} as it is written"
     if plan.cast_copies:
         facts["cast copies"] = f"{format_bytes(plan.cast_copies)} at the most, of weights in {plan.precision.compute}"
-    if plan.choices.offload:
+    if plan.host_bytes:
         facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))

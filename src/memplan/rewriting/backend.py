@@ -12,6 +12,7 @@ from torch import fx, nn
 from memplan import _torch
 from memplan._bytes import parse_bytes
 from memplan.errors import UsageError
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.planner import Planner as StepPlanner
 from memplan.planning.settings import Settings
 from memplan.rewriting.install import Planner, install
@@ -43,7 +44,7 @@ def memplan(
 
     def planner_of(module: nn.Module) -> Planner:
         planner = StepPlanner(module)
-        return lambda call, held: planner.planned(call, Settings(budget=budget, held=held))
+        return lambda call, held: planner.planned(call, Settings(budget=budget, gradients=GradientUse(adds=held)))
 
     return compiled(graph, inputs, planner_of)
 

@@ -15,6 +15,7 @@ from planning.interpreter import Wrong, interpreted, with_action
 from memplan.errors import ScheduleError
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.validation.validate import validate
@@ -23,18 +24,16 @@ from memplan.planning.validation.validate import validate
 def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
     """A random graph and a random schedule of it, made by schedule()."""
     draw = random.Random(seed)
-    graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5)
+    graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5, more_forms=draw.random() < 0.5)
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     changed = {target for target, _ in graph.mutations}
     again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].rerun.reads))
     choices = Choices(
         frozenset(value for value in again if draw.random() < 0.5),
-        frozenset(e.value for e in graph.encodings if draw.random() < 0.6),
-        early=draw.random() < 0.3,
-        held=draw.random() < 0.3,
+        kept_as=frozenset((form.lever, form.value) for form in graph.forms if draw.random() < 0.6),
+        gradients=GradientUse(draw.random() < 0.3, draw.random() < 0.3),
         in_place=draw.random() < 0.8,
-        offload=frozenset(one.value for one in graph.offloads if draw.random() < 0.7),
     )
     update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
     return graph, schedule(graph, choices), Surroundings(1000, 500, update_of)

@@ -150,7 +150,7 @@ def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
     fitted = at_share(model, 0.7, x, targets=y, loss=F.cross_entropy)
     planned = fitted.loss
     assert planned is not None
-    assert fitted.plan.choices.recompute | fitted.plan.choices.encode
+    assert fitted.plan.choices.recompute | fitted.plan.choices.kept_by("encode")
     after = list[torch.Tensor]()
     for step in (lambda: planned(x, y), lambda: F.cross_entropy(twin(x), y)):
         torch.manual_seed(7)
@@ -319,16 +319,16 @@ def test_where_the_plain_layout_takes_more_the_budget_is_refused(monkeypatch: py
 
 def test_the_budget_that_is_refused_is_the_one_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model, (x, y), right = Net(), inputs(), prover.compare_rounded
+    model, (x, y), right = Net(), inputs(), prover.compare
     with pytest.raises(BudgetError) as caught:
         memplan.plan(model, x, targets=y, loss=F.cross_entropy, budget=1, engine="inductor", heuristics=QUICK)
     least = caught.value.smallest_budget
 
-    def pessimist(sides: Any, candidate: Any, steps: int, **more: Any) -> Any:
-        proof = right(sides, candidate, steps, **more)
+    def pessimist(*given: Any, **more: Any) -> Any:
+        proof = right(*given, **more)
         return dataclasses.replace(proof, peak=proof.peak + least)
 
-    monkeypatch.setattr(prover, "compare_rounded", pessimist)
+    monkeypatch.setattr(prover, "compare", pessimist)
     with pytest.raises(
         BudgetError, match=rf"^The budget is {format_bytes(least)}; a plan for it was measured above it"
     ):

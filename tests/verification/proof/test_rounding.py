@@ -16,7 +16,7 @@ from memplan.verification.proof.rounding import (
     SLACK,
     by_layer,
     distance,
-    is_rounding,
+    is_yardstick,
     overall,
     rounded,
     serious,
@@ -171,4 +171,4 @@ def test_what_is_much_farther_off_than_rounding_says_nothing_of_it(
 ) -> None:
     truth = {"layer.weight": torch.linspace(1, 2, 100, dtype=torch.float64)}
     ran = [{name: one * (1 + error) for name, one in truth.items()} for error in (own, other)]
-    assert is_rounding(rounded("gradients", 0, truth, ran, ran[0]), exact=exact) is told
+    assert is_yardstick(rounded("gradients", 0, truth, ran, ran[0]), exact=exact) is told

@@ -25,7 +25,8 @@ from memplan.planning.capture.side_effects import Watch, is_fake, line_of, refus
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.levers import encode
+from memplan.planning.levers.lever import Situation
+from memplan.planning.levers.registry import with_forms
 from memplan.planning.passes.chunk_convolutions import chunked
 from memplan.planning.passes.copies_and_views import guarded, without_copies
 from memplan.planning.passes.merge_cross_entropy_backward import fused
@@ -157,7 +158,7 @@ def read(
         graph = with_again(graph)
     if precision.compute and reader.on_cpu and not precision.whole:
         graph = chunked(graph)
-    graph = encode.encodings(_with_overwrites(graph), precision.save)
+    graph = with_forms(_with_overwrites(graph), Situation(precision.save))
     return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
 
 

@@ -18,9 +18,11 @@ import torch
 
 from memplan.devices import Device
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Ref, Value, map_refs, recomputable, refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value, map_refs, recomputable, refs
 from memplan.planning.graph.roofline import Work
-from memplan.planning.levers import encode as codecs
+from memplan.planning.levers import registry
+from memplan.planning.levers.lever import Called
+from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers timed ops
 
 How = Literal["measured", "roofline"]
 
@@ -48,7 +50,7 @@ def with_costs(
     on: str = "cpu",
     limit: float = LIMIT,
 ) -> JointGraph:
-    """The same graph with the seconds of its ops and encodings.
+    """The same graph with the seconds of its ops and kept forms.
 
     What may be recomputed is measured first, the largest first. What was not measured (the time was up, the op is not
     torch's own, or fails alone: see `unmeasured`) is estimated by roofline, times what the measured ops took against
@@ -74,7 +76,7 @@ def with_costs(
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
-    """The seconds of a graph's ops and encodings by what they are, fit for JSON: ``known`` of `with_costs`."""
+    """The seconds of a graph's ops and kept forms by what they are, fit for JSON: ``known`` of `with_costs`."""
     return dict(sorted(_Sheet.of(graph).seconds(graph).items()))
 
 
@@ -138,33 +140,40 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _coding_keys(graph: JointGraph, encoding: Encoding) -> tuple[str, str, str]:
-    """Of the seconds that an encoding has."""
-    shown = f"{encoding.codec}({_tensor_text(graph.values[encoding.value])})"
-    return f"encode {shown}", f"decode {shown}", f"{len(encoding.direct)} direct {shown}"
+def _plain_forms(graph: JointGraph) -> Iterator[KeptForm]:
+    """The kept forms whose seconds are those of calls: a copy's are given by its link."""
+    return (form for form in graph.forms if not form.is_copied)
 
 
-def _coding_calls(graph: JointGraph, encoding: Encoding) -> tuple[tuple[_Timed, ...], ...]:
+def _form_keys(graph: JointGraph, form: KeptForm) -> tuple[str, str, str]:
+    """Of the seconds that a kept form has."""
+    stores, fetches = registry.find(form.lever).verbs
+    shown = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
+    return f"{stores} {shown}", f"{fetches} {shown}", f"{len(form.direct)} direct {shown}"
+
+
+def _form_calls(graph: JointGraph, form: KeptForm) -> tuple[tuple[_Timed, ...], ...]:
     """What is timed for each of these."""
-    decoded = (_Timed(codecs.decode_call(graph, encoding)),) if encoding.whole else ()
+    lever = registry.find(form.lever)
+    fetched = (_Timed(lever.fetch(graph, form)),) if form.whole else ()
     direct = tuple(
-        _Timed(codecs.direct_call(graph, encoding, op, in_place=False), (op.target, op.args, op.kwargs))
-        for op in map(graph.ops.__getitem__, encoding.direct)
+        _Timed(lever.read_directly(graph, form, op, in_place=False), (op.target, op.args, op.kwargs))
+        for op in map(graph.ops.__getitem__, form.direct)
     )
-    return (_Timed(codecs.encode_call(graph, encoding)),), decoded, direct
+    return (_Timed(lever.store(graph, form)),), fetched, direct
 
 
 @dataclass(frozen=True)
 class _Timed:
     """A call, and one instead of which it is made: its time is what it takes more."""
 
-    call: codecs.Called
-    instead: codecs.Called | None = None
+    call: Called
+    instead: Called | None = None
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """A graph's ops and encodings by what tells their costs apart."""
+    """A graph's ops and kept forms by what tells their costs apart."""
 
     keys: Mapping[tuple[int, str], str]
     """By an op's index and name: its signature."""
@@ -181,10 +190,10 @@ class _Sheet:
             if key not in works:
                 works[key] = roofline.work_of(graph, op)
                 timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
-        for one in graph.encodings:
-            names = _coding_keys(graph, one)
-            works.update(zip(names, roofline.coding_of(graph, one), strict=True))
-            timed.update(zip(names, _coding_calls(graph, one), strict=True))
+        for form in _plain_forms(graph):
+            names = _form_keys(graph, form)
+            works.update(zip(names, registry.find(form.lever).works(graph, form), strict=True))
+            timed.update(zip(names, _form_calls(graph, form), strict=True))
         return cls(keys, works, timed)
 
     def key(self, op: GraphOp) -> str:
@@ -194,9 +203,9 @@ class _Sheet:
     def seconds(self, graph: JointGraph) -> dict[str, float]:
         """The seconds that this graph has, by signature."""
         found = {self.key(op): op.seconds for op in _calls(graph)}
-        for one in graph.encodings:
-            seconds = one.encode_seconds, one.decode_seconds, one.direct_seconds
-            found.update(zip(_coding_keys(graph, one), seconds, strict=True))
+        for form in _plain_forms(graph):
+            seconds = form.store_seconds, form.fetch_seconds, form.direct_seconds
+            found.update(zip(_form_keys(graph, form), seconds, strict=True))
         return found
 
     def expected(self) -> dict[str, float]:
@@ -221,11 +230,14 @@ def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> J
         return replace(op, seconds=own, again=again)
 
     ops = tuple(map(priced, graph.ops))
-    encodings = list[Encoding]()
-    for one in graph.encodings:
-        encode, decode, direct = (seconds[key] for key in _coding_keys(graph, one))
-        encodings.append(replace(one, encode_seconds=encode, decode_seconds=decode, direct_seconds=direct))
-    return replace(graph, ops=ops, encodings=tuple(encodings))
+    return replace(graph, ops=ops, forms=tuple(_form_priced(graph, form, seconds) for form in graph.forms))
+
+
+def _form_priced(graph: JointGraph, form: KeptForm, seconds: Mapping[str, float]) -> KeptForm:
+    if form.is_copied:
+        return form
+    store, fetch, direct = (seconds[key] for key in _form_keys(graph, form))
+    return replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
 
 
 # -- estimates from what was measured
@@ -324,7 +336,7 @@ def _taken(graph: JointGraph, timed: _Timed, on: str) -> float:
     return seconds if timed.instead is None else max(0.0, seconds - _timed(graph, timed.instead, on))
 
 
-def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
+def _timed(graph: JointGraph, called: Called, on: str) -> float:
     """Seconds of a call. The least of a few runs: other work on the machine only ever adds to it."""
     call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
 
@@ -351,7 +363,7 @@ def held_on(on: str, call: Callable[[], Any]) -> int:
     return beside
 
 
-def _ready(graph: JointGraph, called: codecs.Called, on: str) -> Callable[[], Any]:
+def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
     """A call on made-up tensors."""
     target, args, kwargs = called
     made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}

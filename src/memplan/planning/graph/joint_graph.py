@@ -20,8 +20,8 @@ from memplan.trace.model import HOST
 
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
 """Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the
-smaller form of another value (see Encoding), which no op of the graph makes; ``host``: a copy of another value in
-host memory (see Offload), of no bytes on the device."""
+form that a lever keeps of another value (see KeptForm), which no op of the graph makes; ``host``: such a form in host
+memory, of no bytes on the device."""
 
 RESIDENT: tuple[Kind, ...] = ("parameter", "buffer", "input", "constant")
 """What is there before the step and stays: never freed, never written over by a schedule."""
@@ -143,46 +143,49 @@ class GraphOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
-    """A smaller form in which a value can be kept, and got back from without a difference (see planning.codecs)."""
+class KeptForm:
+    """A form in which a lever keeps a forward value for the backward pass, instead of the value itself.
 
+    It is *stored* in the forward pass and *fetched* back in the backward pass. Both are actions of the schedule, after
+    the last forward op that reads the value and before the first backward op that needs it; or copies that run beside
+    the ops, where ``copy_seconds`` is given.
+    """
+
+    lever: str
+    """Name of the lever (see `memplan.planning.levers.registry`)."""
     value: int
-    encoded: int
-    """Id of the value of kind ``encoded`` that stands for it."""
-    codec: str
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    encode_scratch: int = 0
-    decode_scratch: int = 0
+    kept: int
+    """Id of the value that stands for it, of kind ``encoded`` or ``host``: its bytes are held between the passes."""
+    how: str = ""
+    """What else the lever needs to know: a codec."""
+    store_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    store_scratch: int = 0
+    fetch_scratch: int = 0
+    """Bytes that each action holds while it runs, beside what it reads and makes."""
     whole: bool = True
-    """Whether the value can be got back from it. If not, it serves its ``direct`` readers only."""
+    """Whether the value can be fetched from it. If not, it serves its ``direct`` readers only."""
     direct: tuple[int, ...] = ()
-    """Backward ops that read the encoded form as it is, instead of the value (a ReLU's gradient and its bits)."""
+    """Backward ops that read the kept form itself, instead of the value (a ReLU's gradient and its bits)."""
     direct_scratch: int = 0
     """Bytes that each of these holds beyond its results then, in place of its own scratch."""
     direct_seconds: float = 0.0
-    """What its ``direct`` readers take more, together, than with the value itself."""
+    """Seconds that its ``direct`` readers take more, together, than with the value itself."""
+    also_reads: tuple[int, ...] = ()
+    """Values (bases) that fetching reads beside the kept form: made before the value, by other ops or handed in. Then
+    the value is the only result of its op, and is fetched where that op would run again."""
+    copy_seconds: float | None = None
+    """Seconds of a copy in either direction, which runs beside the ops and is waited for; None: no copy."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether copies that run beside the ops store and fetch it."""
+        return self.copy_seconds is not None
 
     @property
     def use_seconds(self) -> float:
-        """What it takes to keep the value in this form, however often it is decoded."""
-        return self.encode_seconds + self.direct_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """A value that may wait for the backward pass in host memory (see planning.offload).
-
-    It is none that the forward pass writes into something.
-    """
-
-    value: int
-    host: int
-    """Id of the value of kind ``host`` that stands for the copy."""
-    copy_seconds: float
-    """Of the copy over the link, in either direction, beside which ops can run."""
-    use_seconds: float = 0.0
-    """What both copies cost these ops."""
+        """Seconds that keeping the value in this form adds to the ops, without fetching it."""
+        return self.store_seconds + self.direct_seconds
 
 
 @dataclass(frozen=True)
@@ -197,9 +200,9 @@ class JointGraph:
     """(value that a gradient is of, the gradient), parameters and inputs."""
     mutations: tuple[tuple[int, int], ...] = ()
     """(value handed in, the value that is written into it), of buffers mostly."""
-    encodings: tuple[Encoding, ...] = ()
+    forms: tuple[KeptForm, ...] = ()
+    """Forms in which values may be kept, lever by lever in the order of the registry."""
     torch: str = ""
-    offloads: tuple[Offload, ...] = ()
 
     @cached_property
     def forward_ops(self) -> tuple[GraphOp, ...]:
@@ -217,6 +220,21 @@ class JointGraph:
         return {value: op for op in self.ops for value in op.makes}
 
     @cached_property
+    def form(self) -> dict[int, KeptForm]:
+        """Each kept form by the id of the value that stands for it."""
+        return {form.kept: form for form in self.forms}
+
+    @cached_property
+    def ranked_forms(self) -> tuple[KeptForm, ...]:
+        """Kept forms by rank: of several whole forms chosen for one value, the first is used. Copies come last."""
+        levers = list(dict.fromkeys(form.lever for form in self.forms))
+        return tuple(sorted(self.forms, key=lambda form: (form.is_copied, levers.index(form.lever), form.value)))
+
+    def forms_by(self, lever: str) -> tuple[KeptForm, ...]:
+        """Return the kept forms of one lever."""
+        return tuple(form for form in self.forms if form.lever == lever)
+
+    @cached_property
     def irreplaceable(self) -> frozenset[int]:
         """Bases of what ops hold on to (see GraphOp)."""
         return frozenset(self.base(value) for op in self.ops for value in op.holds)
@@ -228,8 +246,7 @@ class JointGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells this graph from another: ops, shapes, dtypes and how they hang together; not costs, places or what
-        may be offloaded."""
+        """Digest of ops, shapes, dtypes and how they are connected; without costs, places and forms in host memory."""
         digest = hashlib.sha256()
         for value in self.values:
             if value.kind == "host":

@@ -18,7 +18,7 @@ class Surroundings:
     update: int = 0
     """Bytes that the optimizer holds for a moment when it updates all parameters after the backward pass."""
     update_of: Mapping[int, int] = field(default_factory=dict)
-    """The same for one parameter (its value's id), where each is updated early."""
+    """The same for one parameter (its value's id), where each is updated by itself, in the backward pass."""
     others: Mapping[Cause, int] = field(default_factory=dict)
     """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
     home: Home = field(default_factory=Home)

@@ -15,7 +15,7 @@ import torch
 from memplan import _torch
 from memplan.devices import Device
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Value, map_refs, refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Value, map_refs, refs
 
 LAUNCH = 5e-6
 """Seconds that a call of torch and the launch of its kernel cost on a card."""
@@ -98,18 +98,6 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
 def _is_known(target: str) -> bool:
     """Whether an op is torch's, or one that memplan made of torch's ops."""
     return target.partition(".")[0] in OWN or target in op_schema.OWN
-
-
-def coding_of(graph: JointGraph, encoding: Encoding) -> tuple[Work, Work, Work]:
-    """The work of encoding and of decoding a value: it reads one form and writes the other; and what reading the
-    encoded form as it is adds to the ops that do, nothing that a roofline can tell.
-
-    On the CPU that `CPU` is, large values were packed into bits at 4 to 21 GB/s, unpacked at 11, and integers narrowed
-    at 7 and widened at 2 to 3: near enough to its bandwidth.
-    """
-    dtype = graph.values[encoding.value].dtype
-    work = Work(0, graph.values[encoding.value].bytes + graph.values[encoding.encoded].bytes, dtype)
-    return work, work, Work(0, 0, dtype)
 
 
 def _moved(graph: JointGraph, op: GraphOp) -> int:

@@ -227,7 +227,7 @@ class Fusing:
 
 
 def _keeps_all(one: Candidate) -> bool:
-    return not one.schedule.choices.recompute | one.schedule.choices.encode
+    return not one.schedule.choices.recompute and not one.schedule.choices.kept_as
 
 
 def judged(made: Schedule, around: Surroundings) -> Candidate:

@@ -69,7 +69,7 @@ class _Step:
         there = {value.id: _made(value) for value in values if value.kind in RESIDENT and not value.is_view}
         self.handed = [_seen(value, there[value.base]) for value in values if value.kind in RESIDENT]
         self.beside = [self._bytes(self.around.held_bytes)]
-        if self.choices.held:
+        if self.choices.gradients.adds:
             trained = [values[of] for of, _ in self.graph.gradients if values[of].kind == "parameter"]
             self.beside += [self._bytes(value.own_bytes) for value in trained]
         return self.step
@@ -84,7 +84,7 @@ class _Step:
         for given in self.halves.backward(list(self.handed), saved, tangents):
             stay += [gradient for value, gradient in given if not self._used_up(value)]
             given.clear()
-        if not self.choices.early:
+        if not self.choices.gradients.updates:
             self._bytes(self.around.update)
         del outputs, stay, summed
 
@@ -99,7 +99,7 @@ class _Step:
         """Whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
         if not taken(self.graph, self.choices, value):
             return False
-        if self.choices.early:
+        if self.choices.gradients.updates:
             self._bytes(self.around.update_of.get(value, 0))
         return True
 

@@ -19,8 +19,9 @@ from memplan._torch import inductor
 from memplan.devices import Device
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
-from memplan.planning.graph.roofline import CPU, Rates, Work, coding_of, rates_of, work_of
+from memplan.planning.graph.roofline import CPU, Rates, Work, rates_of, work_of
 from memplan.planning.inductor.partition import Fused, Part
+from memplan.planning.levers import registry
 from memplan.planning.plan.fusion import Bound, Fusion, Group
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
@@ -70,18 +71,18 @@ def bytes_by_action(of: Schedule) -> dict[int, int]:
     """What the engine ``graph`` moves: by the place of each action that calls a kernel, in both passes one after the
     other, the bytes that it reads and writes."""
     graph = of.graph
-    encodings = {one.value: one for one in graph.encodings}
     found = dict[int, int]()
     for at, action in enumerate((*of.forward, *of.backward)):
         if action.op is not None:
             op = action.called(graph)
             found[at] = work_of(graph, op).bytes + _read_again(graph, op)
-            if action.direct is not None:
-                encoded = graph.values[encodings[action.direct].encoded]
-                found[at] += encoded.bytes - graph.values[action.direct].bytes
-        elif action.kind in ("encode", "decode"):
-            assert action.value is not None
-            found[at] = coding_of(graph, encodings[action.value])[0].bytes
+            if action.form is not None:
+                form = graph.form[action.form]
+                found[at] += graph.values[form.kept].bytes - graph.values[form.value].bytes
+        elif action.form is not None and action.kind in ("store", "fetch"):
+            form = graph.form[action.form]
+            stored, fetched, _ = registry.find(form.lever).works(graph, form)
+            found[at] = (stored if action.kind == "store" else fetched).bytes
         elif action.kind == "write" or action.copies:
             assert action.value is not None
             found[at] = 2 * graph.values[action.value].own_bytes

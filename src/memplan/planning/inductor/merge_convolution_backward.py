@@ -1,8 +1,8 @@
 """Derivatives of convolutions that are planned in two parts, computed by one kernel where there is room for that.
 
 In two parts (`memplan.planning.passes.split_convolution_backward`) the input is free one op earlier. But each part lays
-out for itself what it reads, and is a call of its own: in networks of many small convolutions that is a twentieth of the
-step.
+out for itself what it reads, and is a call of its own: in networks of many small convolutions that costs a twentieth of
+the step.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from memplan.planning.graph.op_schema import (
     itemsize,
     overload,
 )
+from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 
 ELEMENTWISE = frozenset(
     """
@@ -373,3 +374,15 @@ PIECEWISE: Mapping[str, Piecewise] = {
     CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _of_samples),
 }
 """Forms of the engine's own. They go by the CPU's kernels, which treat rows, channels and groups each by itself."""
+
+
+class InPlace(Lever):
+    """Let results lie in the memory of values that die with their op."""
+
+    name = "in place"
+
+    def decide(self, planned: PlannedStep) -> Reason | None:
+        """Say which results take over which memory."""
+        reuses = planned.reuses
+        text = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
+        return Reason(sum(size for *_, size in reuses), text, {"reuses": list(reuses)}) if reuses else None

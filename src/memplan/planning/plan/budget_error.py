@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.registry import UPDATE_EARLY
 from memplan.planning.plan.decisions import short
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
@@ -129,6 +130,6 @@ def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
     if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
         ways.append(Way("run in bfloat16 (autocast)", peak - wide // 2))
     gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
-    if gradients and not floor.choices.early and not floor.choices.held:
-        ways.append(Way("let the optimizer update early", peak - gradients))
+    if gradients and not floor.choices.gradients.frees:
+        ways.append(Way(UPDATE_EARLY.remedy, peak - gradients))
     return ways

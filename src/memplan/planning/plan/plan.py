@@ -16,6 +16,9 @@ from memplan._text import format_seconds, printable
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.levers.lever import Grade, GradientUse
+from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_EARLY
+from memplan.planning.plan import choices_json
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
@@ -26,12 +29,8 @@ SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
-Lever = Literal["keep", "recompute", "encode", "offload", "lower precision", "in place", "update early", "accumulate"]
-Grade = Literal["exact", "reordered", "lossy"]
 ScopeKind = Literal["value", "segment", "parameter", "step"]
 
-_CHOSEN = ("recompute", "encode", "offload")
-"""The fields of Choices that hold values: names in JSON. Plans of before a lever lack its field."""
 _WIDTH, _SHOWN = 120, 12
 """Of the table that a plan prints: its columns, and the decisions about single values."""
 _NAME, _LAYER = 22, 28
@@ -54,7 +53,8 @@ class Scope:
 class Decision:
     """One lever, applied in one place."""
 
-    lever: Lever
+    lever: str
+    """``keep``, or the name of a lever."""
     scope: Scope
     grade: Grade
     bytes: int
@@ -122,7 +122,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        chosen = set[int]().union(*(getattr(self.choices, name) for name in _CHOSEN))
+        chosen = self.choices.recompute | {value for _, value in self.choices.kept_as}
         assert chosen <= set(self.names.values()), "a choice has no name"
         object.__setattr__(self, "heuristics", _json.frozen(self.heuristics, "heuristics"))
 
@@ -139,7 +139,7 @@ class Plan:
     @property
     def lost(self) -> Precision:
         """What it really loses: its precision, less what was allowed and not made use of."""
-        saves = any(one.lever == "encode" and one.grade == "lossy" for one in self.decisions)
+        saves = any(one.scope.kind == "value" and one.grade == "lossy" for one in self.decisions)
         return self.precision if saves else replace(self.precision, save="exact")
 
     @property
@@ -156,16 +156,17 @@ class Plan:
     @property
     def changes_nothing(self) -> bool:
         """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
-        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
-        chosen = chosen or bool(self.precision.compute)
+        choices = self.choices
+        chosen = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
+        chosen = bool(chosen or self.precision.compute)
         return self.eager_peak <= self.budget and not chosen
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that offloaded values take, at most."""
-        return sum(int(decision.details["host_bytes"]) for decision in self.decisions if decision.lever == "offload")
+        """Pinned host memory that values take which wait there, at most."""
+        return sum(int(decision.details.get("host_bytes", 0)) for decision in self.decisions)
 
-    def count(self, lever: Lever) -> int:
+    def count(self, lever: str) -> int:
         """How many decisions use a lever."""
         return sum(decision.lever == lever for decision in self.decisions)
 
@@ -179,9 +180,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text, the same text for the same plan."""
         plain = _json.to_plain(self)
-        name_of = {value: name for name, value in self.names.items()}
-        for chosen in _CHOSEN:
-            plain["choices"][chosen] = [name_of[value] for value in sorted(getattr(self.choices, chosen))]
+        plain["choices"] = choices_json.to_plain(self.choices, self.names)
         return _json.text_of({"format": FORMAT, **plain})
 
     @classmethod
@@ -211,10 +210,9 @@ class Plan:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
-        counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
-        if self.choices.offload:
-            counts += f", {self.count('offload')} offloaded ({format_bytes(self.host_bytes)} of host memory)"
-        counts += ", each parameter updated early" if self.choices.early else ""
+        kept = [lever.counted(self.count(lever.name), self.host_bytes) for lever in LEVERS]
+        updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
+        counts = ", ".join(filter(None, (f"{_values(self.count('recompute'))} recomputed", *kept, updated)))
         bound = ""
         if not self.choices.fused:  # of fused kernels none is known
             bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
@@ -271,26 +269,24 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
     )
 
 
-def check_offloads(plan: Plan, graph: JointGraph) -> None:
-    """Refuse a plan that offloads values for a step that cannot. Raises UsageError."""
-    missing = plan.choices.offload - {one.value for one in graph.offloads}
-    if missing:
-        raise UsageError(
-            f"The plan keeps {_values(len(missing))} in host memory while the step runs on {plan.device}",
-            expected="a plan for where the step is to run: on the CPU there is no other memory",
-            do="Plan this step anew, or for that card without offloading: heuristics=Heuristics(offload=False)",
-        )
+def check_forms(plan: Plan, graph: JointGraph) -> None:
+    """Refuse a plan that keeps values in forms that this step cannot keep them in. Raises UsageError."""
+    missing = plan.choices.kept_as - {(form.lever, form.value) for form in graph.forms}
+    for lever in LEVERS:
+        values = sum(name == lever.name for name, _ in missing)
+        if values:
+            found, expected, do = lever.missing(_values(values), plan.device)
+            raise UsageError(found, expected=expected, do=do)
 
 
 def check_settings(
-    plan: Plan, *, early: bool, held: bool, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
+    plan: Plan, *, gradients: GradientUse, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
 ) -> None:
     """Refuse a plan for another update, for gradients held otherwise, or for less beside the step than there is now.
 
     Args:
         plan: a plan for this graph.
-        early: whether each parameter is to be updated early.
-        held: whether gradients are there when the step begins.
+        gradients: what becomes of each parameter's gradient.
         fused: whether the engine ``inductor`` is to run it.
         optimizer: a callable of the parameters, or None.
         state: bytes of the optimizer's state.
@@ -298,12 +294,12 @@ def check_settings(
         budget: bytes that there are.
 
     Raises:
-        UsageError: the plan was made for another ``early`` or ``held``, or another engine.
+        UsageError: the plan was made for another use of gradients, or another engine.
         BudgetError: the plan's choices need more than the budget with what there is now.
     """
     options = (
-        (plan.choices.early, early, "early=True (--early)", "an update after the backward pass (early=False)"),
-        (plan.choices.held, held, "held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)"),
+        (plan.choices.gradients.updates, gradients.updates, *UPDATE_EARLY.option),
+        (plan.choices.gradients.adds, gradients.adds, *RELEASE_GRADIENTS.option),
         (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
     )
     for made, asked, yes, no in options:
@@ -409,15 +405,4 @@ def _read(plain: Any) -> Plan:
     names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
     if len(set(names.values())) < len(names):
         raise Unreadable("names gives two names to one value")
-    choices = plain.get("choices")
-    if not isinstance(choices, dict):
-        raise Unreadable("choices are missing")
-    for chosen in _CHOSEN:
-        given = choices.get(chosen, [] if chosen == "offload" else None)
-        if not isinstance(given, list):
-            raise Unreadable(f"choices has no list {chosen!r}")
-        odd = [name for name in given if not isinstance(name, str) or name not in names]
-        if odd:
-            raise Unreadable(f"choices names {odd[0]!r:.40}, which is none of its values")
-        choices[chosen] = [names[name] for name in given]
-    return _json.from_plain(Plan, plain, "the plan")
+    return _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
-from memplan.planning.search.batch_offload import NEVER, Copies
-from memplan.planning.search.flat_graph import FlatGraph, Ints, bytes_of
+from memplan.planning.search.batch_copies import NEVER, Copies
+from memplan.planning.search.flat_graph import FlatGraph, ForwardOp, Ints
 
 Columns = npt.NDArray[np.bool_]
-"""(decisions, candidates): which values are made again, which encodings are used, what is offloaded."""
+"""(decisions, candidates): which values are made again, then which kept forms are used."""
 
 CHUNK = 512
 """Candidates that are evaluated together: what they need then stays in the processor's cache."""
@@ -67,20 +69,18 @@ class Evaluator:
     """Evaluates choices on one graph. A candidate is a column of booleans: see `column` and `choices`."""
 
     def __init__(
-        self, graph: JointGraph, surroundings: Surroundings | None = None, *, early: bool = False, held: bool = False
+        self, graph: JointGraph, surroundings: Surroundings | None = None, *, gradients: GradientUse = STAYS
     ) -> None:
         around = Surroundings() if surroundings is None else surroundings
-        self.flat = FlatGraph(graph, around, early=early, held=held)
-        flat = self.flat
-        self.rows = len(flat.droppable) + len(flat.encodings) + len(flat.offloads)
+        self.flat = FlatGraph(graph, around, gradients)
+        self.rows = len(self.flat.droppable) + len(self.flat.forms)
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
         """The candidate that stands for choices."""
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
-            + [encoding.value in choices.encode for encoding in flat.encodings]
-            + [one.value in choices.offload for one in flat.offloads],
+            + [(form.lever, form.value) in choices.kept_as for form in flat.forms],
             dtype=bool,
         )
 
@@ -88,15 +88,12 @@ class Evaluator:
         """The choices that a candidate stands for; what makes no difference is left out."""
         flat = self.flat
         drops = frozenset(v for v, chosen in zip(flat.droppable, column, strict=False) if chosen)
-        some = column[len(flat.droppable) :]
-        encode = frozenset(e.value for e, chosen in zip(flat.encodings, some, strict=False) if chosen)
-        some = some[len(flat.encodings) :]
-        away = frozenset(o.value for o, chosen in zip(flat.offloads, some, strict=True) if chosen)
-        made = schedule(flat.graph, Choices(drops, encode, flat.early, flat.held, offload=away))
+        some = zip(flat.forms, column[len(flat.droppable) :], strict=True)
+        kept = frozenset((form.lever, form.value) for form, chosen in some if chosen)
+        made = schedule(flat.graph, Choices(drops, kept, flat.gradients))
         again = {value for action in made.backward if action.recomputed for value in action.makes}
-        used = {action.value for action in made.forward if action.kind == "encode" and action.value is not None}
-        away = frozenset({a.value for a in made.forward if a.kind == "store" and a.value is not None})
-        return Choices(frozenset(again), frozenset(used), flat.early, flat.held, offload=away)
+        used = (flat.graph.form[a.form] for a in made.forward if a.kind == "store" and a.form is not None)
+        return Choices(frozenset(again), frozenset((form.lever, form.value) for form in used), flat.gradients)
 
     def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
         """Peak, added seconds and excess over the budget of every candidate.
@@ -199,48 +196,51 @@ class _Batch:
         self.every = len(flat.forward) + 1
         """Positions a slot has: its recomputed forward ops, then its backward op."""
         count, drops = self.count, len(flat.droppable)
-        self.encoded = columns[drops : drops + len(flat.encodings)]
-        self.away = columns[drops + len(flat.encodings) :].copy()
+        self.formed = columns[drops:].copy()
+        """Which forms each candidate uses: of several whole ones of a value, the first."""
         self.dropped = np.zeros((len(flat.values), count), dtype=bool)
         self.dropped[flat.drop_rows] = columns[:drops]
-        self.whole = {flat.row[e.value]: at for at, e in enumerate(flat.encodings) if e.whole}
-        for row, at in self.whole.items():
-            self.dropped[row] &= ~self.encoded[at]
-        self.away_rows = [flat.row[one.value] for one in flat.offloads]
-        for at, row in enumerate(self.away_rows):
-            if row in self.whole:
-                self.away[at] &= ~self.encoded[self.whole[row]]
-            self.dropped[row] &= ~self.away[at]
+        for row, forms in flat.whole_of.items():
+            for k, at in enumerate(forms):
+                for before in forms[:k]:
+                    self.formed[at] &= ~self.formed[before]
+                self.dropped[row] &= ~self.formed[at]
+        self.away = self.formed[len(flat.plain) :]
+        """Of these, the copies."""
+        self.away_rows = flat.form_rows[len(flat.plain) :]
         self.some_drop = [bool(row.any()) for row in self.dropped]
         self.again: dict[int, Ints] = {}
         """Row -> slot in which the value is made again, by candidate."""
+        self.rebuilds: dict[int, Ints] = {}
+        """Form with other operands -> slot in which the value is fetched from it."""
         self.seconds = np.zeros(count)
         self.first = np.full((len(flat.values), count), NEVER, dtype=np.int32)
         """Slot in which a value is first needed."""
         self.last = np.full((len(flat.values), count), -1, dtype=np.int32)
         """Position (slot * every + which) at which it is needed last."""
         self.parameter_last = {v: np.full(count, -1, dtype=np.int32) for v in flat.given_at}
-        self.last_direct = np.full((len(flat.encodings), count), -1, dtype=np.int32)
+        self.last_direct = np.full((len(flat.plain), count), -1, dtype=np.int32)
         self.slot_scratch = np.zeros((flat.slots, count), dtype=np.int64)
         self.direct_saved = np.zeros((flat.slots, count), dtype=np.int64)
-        """Of ops that read an encoded form: what they would have saved of their own scratch by working in place."""
+        """Of ops that read a kept form: what they would have saved of their own scratch by working in place."""
         self.now = np.zeros((flat.slots, count), dtype=np.int64)
         """Bytes made less bytes freed so far within a slot, before its backward op."""
         self.top = np.zeros((flat.slots, count), dtype=np.int64)
-        self.encoding = np.zeros((len(flat.forward), count))
-        """Seconds of what is encoded after each forward op, where anything is offloaded."""
+        self.storing = np.zeros((len(flat.forward), count))
+        """Seconds of what is stored after each forward op, but for copies; where there are any."""
         self.spent = np.zeros((flat.slots, count))
-        """Of what is made again or decoded in each slot, likewise."""
+        """Of what is made again or fetched in each slot, likewise."""
 
     def run(self) -> _Levels:
         flat = self.flat
         self.find_needs()
         self.kept = self.needed & ~self.dropped
-        for row, at in self.whole.items():
-            self.kept[row] &= ~self.encoded[at]
         self.used = self.last_direct >= 0
-        for row, at in self.whole.items():
-            self.used[at] |= self.encoded[at] & self.needed[row]
+        for row, forms in flat.whole_of.items():
+            for at in forms:
+                if at in flat.plain:
+                    self.kept[row] &= ~self.formed[at]
+                    self.used[at] |= self.formed[at] & self.needed[row]
         used = self.away & self.needed[self.away_rows]
         self.copies = Copies(flat, used, self.first[self.away_rows]) if used.any() else None
         for at, row in enumerate(self.away_rows):
@@ -248,9 +248,9 @@ class _Batch:
         forward, boundary = self._forward()
         self._recompute()
         slots, end = self._backward(boundary)
-        update = end if flat.early else end + flat.around.update
+        update = end if flat.gradients.updates else end + flat.around.update
         if self.copies is not None:
-            self.seconds += self.copies.use_seconds + self.copies.waits(self.encoding, self.spent)
+            self.seconds += self.copies.use_seconds + self.copies.waits(self.storing, self.spent)
         return _Levels(forward, slots, update, boundary, self.seconds, self.needed)
 
     # -- when is what needed
@@ -269,33 +269,43 @@ class _Batch:
         for slot, candidates in flat.direct:
             taken = np.zeros(self.count, dtype=bool)
             position = slot * self.every + final
+            instead: dict[int, Any] = {}
+            """By row: which candidates read a kept form instead."""
             for at, row in candidates:
-                direct = self.encoded[at] & ~taken
+                direct = self.formed[at] & ~taken
                 taken |= direct
-                plain = ~direct
-                np.minimum(self.first[row], slot, out=self.first[row], where=plain)
-                np.maximum(self.last[row], position, out=self.last[row], where=plain)
+                instead[row] = instead.get(row, False) | direct
                 np.maximum(self.last_direct[at], position, out=self.last_direct[at], where=direct)
                 op = flat.graph.backward_ops[slot - 1]
-                self.slot_scratch[slot] += direct * (flat.encodings[at].direct_scratch - op.scratch)
+                self.slot_scratch[slot] += direct * (flat.forms[at].direct_scratch - op.scratch)
                 self.direct_saved[slot] += direct * op.scratch_saved
+            for row, direct in instead.items():
+                np.minimum(self.first[row], slot, out=self.first[row], where=~direct)
+                np.maximum(self.last[row], position, out=self.last[row], where=~direct)
 
     def _needs_of(self, at: int) -> None:
-        """A forward op that runs again in some slots needs what it reads there."""
-        op = self.flat.rerun[at]
-        for row in op.makes:
-            if not self.some_drop[row]:
-                continue
-            slot = np.where(self.dropped[row], self.first[row], NEVER)
-            if slot.min() == NEVER:
-                continue
-            self.again[row] = slot
-            position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.every + at, -1)
-            for read in op.reads:
-                np.minimum(self.first[read], slot, out=self.first[read])
-                np.maximum(self.last[read], position, out=self.last[read])
-            for parameter in op.parameters:
-                np.maximum(self.parameter_last[parameter], position, out=self.parameter_last[parameter])
+        """A forward op that runs again in some slots needs what it reads there; so does a form that is fetched there
+        with other operands."""
+        for row in self.flat.rerun[at].makes:
+            if self.some_drop[row]:
+                self._needs(at, self.flat.rerun[at], self.dropped[row], row, self.again, row)
+        for form, row in self.flat.rebuilds_at[at]:
+            self._needs(at, self.flat.rebuilt[form], self.formed[form], row, self.rebuilds, form)
+
+    def _needs(
+        self, at: int, op: ForwardOp, chosen: npt.NDArray[np.bool_], row: int, slots: dict[int, Ints], key: int
+    ) -> None:
+        """Note what making a value again needs, in the slot in which the value is needed first; and that slot."""
+        slot = np.where(chosen, self.first[row], NEVER)
+        if slot.min() == NEVER:
+            return
+        slots[key] = slot
+        position = np.where(slot < NEVER, np.where(slot < NEVER, slot, 0) * self.every + at, -1)
+        for read in op.reads:
+            np.minimum(self.first[read], slot, out=self.first[read])
+            np.maximum(self.last[read], position, out=self.last[read])
+        for parameter in op.parameters:
+            np.maximum(self.parameter_last[parameter], position, out=self.parameter_last[parameter])
 
     # -- forward pass
 
@@ -307,8 +317,8 @@ class _Batch:
         if len(flat.values):
             lost = np.where(freed, flat.bytes[:, None], 0)[flat.by_freed]
             net[flat.freed_positions] -= np.add.reduceat(lost, flat.freed_starts, axis=0)
-        for at, encoding in enumerate(flat.encodings):
-            net[flat.used_last[flat.row[encoding.value]]] += self.used[at] * bytes_of(flat.graph, encoding)
+        for at in flat.plain:
+            net[flat.used_last[flat.form_rows[at]]] += self.used[at] * flat.form_bytes[at]
         after = flat.base + np.cumsum(net, axis=0)
         leaving = None
         if self.copies is not None:
@@ -320,61 +330,65 @@ class _Batch:
             during[at] -= self._takes(over, freed) * flat.forward[at].taken
         if leaving is not None:
             np.maximum(during, after + leaving, out=during, where=leaving > 0)
-        self._encode(during, after, freed, leaving)
+        self._store(during, after, freed, leaving)
         end = after[-1] if len(after) else np.full(self.count, flat.base, dtype=np.int64)
         return during, end
 
     def _takes(self, rows: Sequence[int], freed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         takes = np.zeros(self.count, dtype=bool)
         for row in rows:
-            at = self.flat.encoding_of.get(row)
-            here = freed[row] if at is None else freed[row] & ~self.used[at]
+            here = freed[row]
+            for at in self.flat.forms_of.get(row, ()):
+                here = here & ~self.used[at]
             takes |= here if self.copies is None else here & ~self.copies.uses(row)
         return takes
 
-    def _encode(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], leaving: Ints | None) -> None:
-        """The level while values are encoded, after the op that reads each last: worked out from the end of all."""
+    def _store(self, during: Ints, after: Ints, freed: npt.NDArray[np.bool_], leaving: Ints | None) -> None:
+        """The level while plain forms are stored, after the op that reads each value last: worked out from the end."""
         flat = self.flat
         due: dict[int, list[int]] = {}
-        for at, encoding in enumerate(flat.encodings):
-            due.setdefault(int(flat.used_last[flat.row[encoding.value]]), []).append(at)
-        for position, encodings in due.items():
+        for at in flat.plain:
+            due.setdefault(int(flat.used_last[flat.form_rows[at]]), []).append(at)
+        for position, forms in due.items():
             later = np.zeros(self.count, dtype=np.int64)
-            """What changes between the encoding at hand and the end of the position."""
+            """What changes between the store at hand and the end of the position."""
             if leaving is not None:
                 later -= leaving[position]
             for row in np.flatnonzero(flat.written & (flat.freed_at == position)):
                 later -= freed[row] * flat.bytes[row]
-            for at in sorted(encodings, key=lambda one: -flat.encodings[one].encoded):
-                encoding, row = flat.encodings[at], flat.row[flat.encodings[at].value]
-                used = self.used[at]
+            stored_later: dict[int, Any] = {}
+            """By row: which candidates store another form of the value after the one at hand."""
+            for at in sorted(forms, key=lambda one: -flat.forms[one].kept):
+                form, row, used = flat.forms[at], flat.form_rows[at], self.used[at]
                 if not flat.written[row]:
-                    here = freed[row] & used
+                    here = freed[row] & used & ~stored_later.get(row, np.False_)
                     later -= (here if self.copies is None else here & ~self.copies.uses(row)) * flat.bytes[row]
-                level = after[position] - later + encoding.encode_scratch
+                    stored_later[row] = stored_later.get(row, np.False_) | used
+                level = after[position] - later + form.store_scratch
                 np.maximum(during[position], level, out=during[position], where=used)
-                later += used * bytes_of(flat.graph, encoding)
-                self.seconds += used * encoding.use_seconds
-                self.encoding[position] += used * encoding.encode_seconds
+                later += used * flat.form_bytes[at]
+                self.seconds += used * form.use_seconds
+                self.storing[position] += used * form.store_seconds
 
     # -- what is made again
 
     def _recompute(self) -> None:
         flat = self.flat
-        self.decoded = np.zeros((len(flat.encodings), self.count), dtype=bool)
+        self.fetched = np.zeros((len(flat.plain), self.count), dtype=bool)
         self.frees = np.zeros((flat.slots, self.count), dtype=np.int64)
-        """Bytes of forward values and encoded forms that are freed by a slot's backward op."""
+        """Bytes of forward values and kept forms that are freed by a slot's backward op."""
         if self.copies is not None:
             self.now += self.copies.taken_in_backward(flat.slots)
             np.maximum(self.top, self.now, out=self.top)
         for at, op in enumerate(flat.rerun):
             if any(row in self.again for row in op.makes):
                 self._again(at)
-        for at in range(len(flat.encodings)):
-            if flat.encodings[at].whole:
-                row = flat.row[flat.encodings[at].value]
-                some = np.flatnonzero(self.used[at] & self.needed[row] & ~self.decoded[at])
-                self._decode(at, row, some)
+            for form, row in flat.rebuilds_at[at]:
+                if form in self.rebuilds:
+                    self._rebuild(at, form, row)
+        for row, forms in flat.fetches_of.items():
+            for at in forms:
+                self._fetch(at, row, np.flatnonzero(self.used[at] & self.needed[row] & ~self.fetched[at]))
         rows, some = np.nonzero((self.last % self.every == self.every - 1) & self.needed & ~flat.is_output[:, None])
         slots = self.last[rows, some] // self.every
         self.frees += np.bincount(
@@ -391,15 +405,29 @@ class _Batch:
             some = np.flatnonzero(here)
             if len(some):
                 wanted = [(row, other[some] == slot[some]) for row, other in made]
-                self._run_again(at, slot[some], some, wanted)
+                self._run_again(at, self.flat.rerun[at], slot[some], some, wanted)
 
-    def _run_again(self, at: int, slot: Ints, some: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]) -> None:
-        flat, op = self.flat, self.flat.rerun[at]
+    def _rebuild(self, at: int, form: int, row: int) -> None:
+        """Fetch a form with other operands, as if its op ran again, and free it where no op reads it later."""
+        some = np.flatnonzero(self.rebuilds[form] < NEVER)
+        slot = self.rebuilds[form][some]
+        self._run_again(at, self.flat.rebuilt[form], slot, some, [(row, np.ones(len(some), dtype=bool))])
+        self._free_form(form, slot.astype(np.int64), some)
+        self.fetched[form][some] = True
+
+    def _free_form(self, at: int, slot: Ints, some: Ints) -> None:
+        """Free a kept form that was fetched, unless an op reads it later, which frees it then."""
+        freed = self.flat.form_bytes[at] * (self.last_direct[at][some] < slot * self.every)
+        self.now.ravel()[slot * self.count + some] -= freed
+
+    def _run_again(
+        self, at: int, op: ForwardOp, slot: Ints, some: Ints, wanted: Sequence[tuple[int, npt.NDArray[np.bool_]]]
+    ) -> None:
+        flat = self.flat
         for row in op.reads:
-            if row in self.whole:
-                coded = self.whole[row]
-                due = self.encoded[coded][some] & ~self.decoded[coded][some] & (self.first[row][some] == slot)
-                self._decode(coded, row, some[due])
+            for form in flat.fetches_of.get(row, ()):
+                due = self.formed[form][some] & ~self.fetched[form][some] & (self.first[row][some] == slot)
+                self._fetch(form, row, some[due])
         now, top = self.now.ravel(), self.top.ravel()
         place = slot.astype(np.int64) * self.count + some
         position = slot * self.every + at
@@ -440,34 +468,35 @@ class _Batch:
     def _static(self, at: int) -> int:
         return self.flat.gives[at].slot * self.every + self.every - 1
 
-    def _decode(self, at: int, row: int, some: Ints) -> None:
+    def _fetch(self, at: int, row: int, some: Ints) -> None:
+        """Fetch a form that needs nothing else, just before the value is read."""
         if not len(some):
             return
-        encoding, now, top = self.flat.encodings[at], self.now.ravel(), self.top.ravel()
+        form, now, top = self.flat.forms[at], self.now.ravel(), self.top.ravel()
         slot = self.first[row][some].astype(np.int64)
-        place = slot * self.count + some
-        size, small = int(self.flat.bytes[row]), bytes_of(self.flat.graph, encoding)
-        top[place] = np.maximum(top[place], now[place] + size + encoding.decode_scratch)
-        now[place] += size - small * (self.last_direct[at][some] < slot * self.every)
-        self.decoded[at][some] = True
-        self.seconds[some] += encoding.decode_seconds
+        place, size = slot * self.count + some, int(self.flat.bytes[row])
+        top[place] = np.maximum(top[place], now[place] + size + form.fetch_scratch)
+        now[place] += size
+        self._free_form(at, slot, some)
+        self.fetched[at][some] = True
+        self.seconds[some] += form.fetch_seconds
         if self.copies is not None:
-            self.spent.ravel()[place] += encoding.decode_seconds
+            self.spent.ravel()[place] += form.fetch_seconds
 
     # -- backward pass
 
     def _backward(self, boundary: Ints) -> tuple[Ints, Ints]:
         """The most in each slot, and the level at the end."""
         flat = self.flat
-        for at, encoding in enumerate(flat.encodings):
+        for at in flat.plain:
             direct = self.last_direct[at]
             ends = direct >= 0
-            if encoding.whole:
-                # Decoded at or before its last direct reader, that reader frees it; later, the decoding does.
-                row = flat.row[encoding.value]
+            if flat.forms[at].whole:
+                # Fetched at or before its last direct reader, that reader frees it; later, the fetch does.
+                row = flat.form_rows[at]
                 ends &= ~self.needed[row] | (direct >= self.first[row].astype(np.int64) * self.every)
             some = np.flatnonzero(ends)
-            self.frees[direct[some] // self.every, some] += bytes_of(flat.graph, encoding)
+            self.frees[direct[some] // self.every, some] += flat.form_bytes[at]
         takes = np.repeat(flat.taken[:, None], self.count, axis=1)
         for slot, row in flat.overwritten:
             takes[slot] |= self.last[row] == slot * self.every + self.every - 1

@@ -15,10 +15,10 @@ import torch.optim.optimizer as optimizer_hooks
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from memplan import _torch
+from memplan import _torch, errors
 from memplan.trace.model import Phase
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OURS = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = tuple(_PYTHON + name + os.sep for name in ("site-packages", "dist-packages"))

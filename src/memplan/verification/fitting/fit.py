@@ -14,6 +14,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, MemplanError, RecordingError, VerificationError
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.graph.precision import EXACT
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import Request, request
@@ -21,8 +22,8 @@ from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, Settings
 from memplan.planning.study import Planned
 from memplan.rewriting.compiled import compiled
-from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
+from memplan.rewriting.update_early import update_early
 from memplan.trace.recording.session import collector_held
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans, say
@@ -89,7 +90,10 @@ def fit(
         >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
         >>> fitted.loss(images, labels).backward()
     """
-    settings = Settings(0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), engine=engine)
+    settings = Settings(
+        0, optimizer, gradients=GradientUse(updates=early), plan=plan, heuristics=heuristics or Heuristics(),
+        engine=engine,
+    )  # fmt: skip
     asked = request(
         model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
@@ -223,7 +227,7 @@ class _Fitting:
     @property
     def _may_stay_as_it_is(self) -> bool:
         """Whether it is enough that the step fits: a plan, early updates and fused kernels are asked for anyhow."""
-        return self.settings.plan is None and not self.settings.early and self.settings.engine == "graph"
+        return self.settings.plan is None and not self.settings.gradients.updates and self.settings.engine == "graph"
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -316,7 +320,7 @@ class _Fitting:
             if proof.within_budget:
                 spare = replace(settings, budget=max(0, settings.budget - self._loss_bytes()), plan=None)
                 undo.callback(install(asked.model, Plans(asked.model, spare, self._told)).undo)
-        if settings.early and settings.optimizer is not None and proof.within_budget:
+        if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
             undo.callback(update_early(optimizer).undo)
         return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all())

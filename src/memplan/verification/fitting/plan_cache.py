@@ -72,7 +72,7 @@ class Plans:
             UnkeyedError: such a call cannot be captured, or not be compiled.
         """
         expected = self._expected
-        if expected is not None and expected.schedule.choices.held == held:
+        if expected is not None and expected.schedule.choices.gradients.adds == held:
             self._expected = None
             self._shapes.known(call)
             return expected
@@ -102,7 +102,9 @@ class Plans:
         given = self._settings
         precision = given.precision if given.plan is None else given.settled  # it loses what the plan does, no more
         planned = self._planner.planned(
-            call, replace(self._settings, held=held, plan=None, precision=precision), captured=captured
+            call,
+            replace(self._settings, gradients=self._settings.gradients.held(held), plan=None, precision=precision),
+            captured=captured,
         )
         self.made.append(planned)
         if len(self.made) > _MADE:
@@ -125,7 +127,7 @@ class Plans:
 
     def _reused(self, captured: Captured, held: bool) -> Reused | None:
         """By the decisions for a call that differs in sizes alone and was no smaller, where they keep the budget."""
-        alike = [one for one in self.made if one.schedule.choices.held == held]
+        alike = [one for one in self.made if one.schedule.choices.gradients.adds == held]
         same = next((one for one in alike if one.captured.graph.fingerprint == captured.graph.fingerprint), None)
         if same is not None:  # something that the graph does not hang on differs: as a note in a model's config
             return Reused(captured, same.schedule, same.surroundings, same.fused)

@@ -25,7 +25,8 @@ from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_kept, random_state_kept
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.proof import Cut, Proof
-from memplan.verification.proof.verify import Sides, compare, compare_lossy, compare_rounded, with_times
+from memplan.verification.proof.rounding import EXACT, LOSSY, ROUNDING
+from memplan.verification.proof.verify import Sides, compare, with_times
 
 _STEPS = 3
 
@@ -119,15 +120,16 @@ class Prover:
             return self._beside(sides, part.call, planned)
 
     def _sides(self, call: Call, grade: Grade) -> Sides:
-        """The step as it is; where bits may differ, also what tells from errors what is allowed."""
+        """Return the step without a plan; where bits may differ, also in float64, and what says which errors are
+        allowed."""
         reference = self._trial("reference", call)
         if grade == "lossy":
-            lowered = self._trial("autocast", call, autocast=self._asked.autocast or torch.bfloat16)
-            return Sides(reference, self._trial("float64", call, wide=True), lowered=lowered)
-        if self._settings.engine == "graph":
+            yardstick = self._trial("autocast", call, autocast=self._asked.autocast or torch.bfloat16)
+        elif self._settings.engine == "graph":
             return Sides(reference)
-        compiled = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
-        return Sides(reference, self._trial("float64", call, wide=True), compiled)
+        else:
+            yardstick = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
+        return Sides(reference, self._trial("float64", call, wide=True), yardstick)
 
     def _beside(
         self,
@@ -139,35 +141,35 @@ class Prover:
     ) -> Proof:
         if planned is None:
             candidate = self._trial("candidate", call)
-            return compare(sides.reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-        self._warm_up(call, early=self._settings.early)
-        candidate = self._trial("candidate", call, early=self._settings.early)
+            return compare(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        self._warm_up(call, in_backward=self._settings.gradients.updates)
+        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.beside = self._constants(planned)
-        if planned.plan.grade == "lossy":
-            proof = compare_lossy(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-        elif sides.truth is None:
-            proof = compare(sides.reference, candidate, _STEPS, predicted=predicted, budget=budget)
-            if not proof.same and self._home.card is not None:
-                proof = self._but_for_rounding(call, sides.reference, candidate)
-        else:
-            proof = compare_rounded(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        lossy, exact = planned.plan.grade == "lossy", sides.truth is None
+        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else ROUNDING, _STEPS - 1)
+        proof = compare(sides, candidate, steps, tolerance, predicted=predicted, budget=budget)
+        if exact and not proof.same and self._home.card is not None:
+            proof = self._but_for_rounding(call, sides.reference, candidate)
         timed = proof.ok and self._pairs
         return with_times(proof, sides.reference, candidate, self._pairs) if timed else proof
 
     def _but_for_rounding(self, call: Call, reference: Trial, candidate: Trial) -> Proof:
-        """The proof on a card where the bits are not the same: some kernels add in whatever order threads come, and
-        norms are torch's own in place of cuDNN's. Against float64, the rounding of a second run taken for granted."""
+        """Prove on a card where bits differ: some kernels add in whatever order threads come, and norms are torch's own
+        instead of cuDNN's. Errors are measured from float64, and those of a second run are accepted."""
         again, begin = self._trial("the step run again", call), self._trial("begin", call)
         for side in (reference, candidate):
             side.restart_as(begin)
         sides = Sides(reference, self._trial("float64", call, wide=True), again)
-        return compare_rounded(sides, candidate, _STEPS - 1, predicted=None, budget=None)
+        return compare(sides, candidate, _STEPS - 1, ROUNDING)
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
         """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
-        early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
-        self._warm_up(self._asked.call, early=early, updates=updates)
-        trial = self._trial("alone", self._asked.call, early=early, updates=updates)
+        in_backward, updates = (
+            planned is not None and self._settings.gradients.updates,
+            self._settings.optimizer is not None,
+        )
+        self._warm_up(self._asked.call, in_backward=in_backward, updates=updates)
+        trial = self._trial("alone", self._asked.call, in_backward=in_backward, updates=updates)
         trial.beside = 0 if planned is None else self._constants(planned)
         return measured_alone(trial, self._home)
 
@@ -177,23 +179,23 @@ class Prover:
     def _constants(self, planned: Planned) -> int:
         return storage_bytes(planned.captured.constants.values(), self._home.type)
 
-    def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
+    def _warm_up(self, call: Call, *, in_backward: bool, updates: bool = True) -> None:
         """Have planned what is still to be planned: that is not to be measured."""
         with random_state_kept():
-            first = self._trial("first", call, early=early, updates=updates)
+            first = self._trial("first", call, in_backward=in_backward, updates=updates)
             first.prepare()
             first.gradients_of_step()
 
     def _trial(
-        self, name: str, call: Call, *, early: bool = False, updates: bool = True, wide: bool = False,
+        self, name: str, call: Call, *, in_backward: bool = False, updates: bool = True, wide: bool = False,
         instead: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
     ) -> Trial:  # fmt: skip
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
-            micro_batches=2 if self._settings.held else 1,
+            micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
-        return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
+        return Trial(name, instead or self._step, self._step, work, in_backward=in_backward, updates=updates, wide=wide)
 
     # -- what there is memory for
 
@@ -209,7 +211,7 @@ class Prover:
             try:
                 with attributes_kept(self._step), self._asked.under_autocast():
                     timeline = baseline(
-                        self._step, call, self._settings.optimizer, held=self._settings.held, home=self._home
+                        self._step, call, self._settings.optimizer, held=self._settings.gradients.adds, home=self._home
                     )
             except MemplanError:  # it cannot be called with fewer
                 break
@@ -239,11 +241,11 @@ class Prover:
         plans = Plans(self._step, settings, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
-            found = plans(part.call, settings.held)
+            found = plans(part.call, settings.gradients.adds)
             if isinstance(found, Planned):  # in so large a budget, it would keep everything
                 plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
-                found = plans(part.call, settings.held)
-        return lambda call, held: found if held == settings.held else plans(call, held)
+                found = plans(part.call, settings.gradients.adds)
+        return lambda call, held: found if held == settings.gradients.adds else plans(call, held)
 
 
 def _as_tight(plan: Plan, other: Plan) -> int:

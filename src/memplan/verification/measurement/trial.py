@@ -15,7 +15,7 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import InputError
 from memplan.planning.capture.loss_module import default_loss
-from memplan.rewriting.early import Early, update_early
+from memplan.rewriting.update_early import Early, update_early
 from memplan.trace.spec import Spec
 from memplan.trace.structure import take_apart
 from memplan.verification.measurement.peak_and_time import Meter, storage_bytes, timed
@@ -60,16 +60,16 @@ class Trial:
         call: what is called with the inputs.
         module: of whose parameters and buffers copies are used; None where the callable has none.
         work: what is done.
-        early: whether the updates happen in the backward pass.
+        in_backward: whether the updates happen in the backward pass.
         updates: False for one that never updates: its parameters take no memory then.
         wide: whatever is of floating point is in float64, without autocast.
     """
 
     def __init__(
-        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, early: bool = False,
+        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, in_backward: bool = False,
         updates: bool = True, wide: bool = False,
     ) -> None:  # fmt: skip
-        self.name, self.call, self.early, self._wide = name, call, early, wide
+        self.name, self.call, self.in_backward, self._wide = name, call, in_backward, wide
         self.work = replace(work, autocast=None) if wide else work
         self._copy = None if module is None else ModuleCopy(module, shared=not updates, wide=wide)
         self._place = next((p.device for p in self.parameters.values()), torch.device("cpu"))
@@ -90,7 +90,7 @@ class Trial:
                 made = work.update(parameters)
             _check_own(made, parameters)
             self.update, self._begun = made, _copied(getattr(made, "state", {}))
-            if early:
+            if in_backward:
                 self._early = update_early(made)
                 weakref.finalize(self, self._early.undo)  # what it watches for is not watched any longer
 
@@ -161,7 +161,7 @@ class Trial:
 
     def update_step(self, meter: Meter | None = None) -> None:
         """The optimizer's update, which a meter counts only where the optimizer is the user's."""
-        if self.update is not None:  # which closes the step where the updates were early
+        if self.update is not None:  # which closes the step where it updates in the backward pass
             with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 

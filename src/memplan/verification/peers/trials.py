@@ -133,7 +133,7 @@ class _Peers:
         self._asked, self._pairs, self._home = asked, pairs, asked.settings.home
         self._blocks = blocks_of(asked.step)
         args, kwargs = asked.call.rebuild(asked.call.tensors)
-        optimizer, held = asked.settings.optimizer, asked.settings.held
+        optimizer, held = asked.settings.optimizer, asked.settings.gradients.adds
         self._work = Work(args, kwargs, optimizer=optimizer, autocast=asked.autocast, micro_batches=2 if held else 1)
         self._true: dict[str, _Seen | None] = {}
         """In float64, by the group whose random numbers it draws."""

@@ -6,7 +6,6 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +19,11 @@ from memplan import _torch
 from memplan.errors import UsageError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import Call
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
-from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
+from memplan.rewriting.update_early import update_early
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def planned(model: nn.Module) -> Any:
     def plan(call: Call, held: bool) -> Planned:
         captured = capture(model, call)
-        return Planned(captured, schedule(captured.graph, replace(Choices(early=True), held=held)))
+        return Planned(captured, schedule(captured.graph, Choices(gradients=GradientUse(updates=True, adds=held))))
 
     return install(model, plan)
 

@@ -1,6 +1,6 @@
-"""The copies to host memory and back of many candidates at once: what `memplan.planning.levers.offload` says of one.
+"""Time the copies of many candidates at once: as `memplan.planning.schedule.host_copies` does for one.
 
-Arrays are over (offloads, candidates). A candidate's offloads that are not used are needed in slot NEVER.
+Arrays are over (copies, candidates). Copies that a candidate does not use are needed in slot NEVER.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ class Copies:
 
     Args:
         flat: the graph.
-        used: which of its offloads each candidate uses.
+        used: which copied forms each candidate uses.
         first: the slot in which each of them is needed first.
     """
 
     def __init__(self, flat: FlatGraph, used: Bools, first: npt.NDArray[Any]) -> None:
         self.flat, self.used = flat, used
         self.some = np.flatnonzero(used.any(axis=1))
-        """Offloads that any candidate uses; all that follows is about these."""
+        """Copies that any candidate uses; all that follows is about these."""
         self.needed = np.where(used, first, NEVER)[self.some].astype(np.int64)
         self.count = used.shape[1]
-        offloads = [flat.offloads[at] for at in self.some]
-        self.rows = np.array([flat.row[one.value] for one in offloads], dtype=np.int64)
-        self.seconds = np.array([one.copy_seconds for one in offloads])
-        self.use_seconds = sum((used[at] * flat.offloads[at].use_seconds for at in self.some), np.zeros(self.count))
+        forms = [flat.copied[at] for at in self.some]
+        self.rows = np.array([flat.form_rows[form] for form in forms], dtype=np.int64)
+        self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
+        taken = (used[at] * flat.forms[flat.copied[at]].use_seconds for at in self.some)
+        self.use_seconds = sum(taken, np.zeros(self.count))
         self.out = [int(at) for at in np.lexsort((self.rows, flat.maker[self.rows]))]
         """In the order in which they are copied out."""
         self.back = np.argsort(self.needed, axis=0, kind="stable")
@@ -45,7 +46,7 @@ class Copies:
         self.stored, self.fetched = self._stored(), self._fetched()
 
     def uses(self, row: int) -> Bools:
-        """Which candidates offload a forward value."""
+        """Return which candidates keep a forward value as a copy."""
         at = np.flatnonzero(self.rows == row)
         return self.needed[at[0]] < NEVER if len(at) else np.zeros(self.count, dtype=bool)
 
@@ -97,24 +98,24 @@ class Copies:
             taken[self.fetched[at, some], some] += self.flat.bytes[row]
         return taken
 
-    def waits(self, encoding: Floats, spent: Floats) -> Floats:
+    def waits(self, storing: Floats, spent: Floats) -> Floats:
         """The seconds that each candidate waits.
 
         Args:
-            encoding: by forward op, seconds of what is encoded after it.
-            spent: by slot, seconds of what is made again or decoded in it.
+            storing: by forward op, seconds of what is stored after it.
+            spent: by slot, seconds of what is made again or fetched in it.
         """
-        return self._waits_out(encoding) + self._waits_back(spent)
+        return self._waits_out(storing) + self._waits_back(spent)
 
-    def _waits_out(self, encoding: Floats) -> Floats:
-        ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(encoding, axis=0)
+    def _waits_out(self, storing: Floats) -> Floats:
+        ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(storing, axis=0)
         done = np.zeros(self.count)
         for at in self.out:
             maker = self.flat.maker[self.rows[at]]
-            made = ends[maker] - encoding[maker]
+            made = ends[maker] - storing[maker]
             end = np.maximum(done, made) + self.seconds[at]
             done = np.where(self.needed[at] < NEVER, end, done)
-        # What is waited for before the end is done by then: see planning.offload.
+        # What is waited for before the end is done by then: see host_copies.
         return np.maximum(done - ends[-1], 0.0)
 
     def _waits_back(self, spent: Floats) -> Floats:
