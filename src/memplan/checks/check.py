@@ -58,7 +58,7 @@ def check(
         >>> memplan.check(stack, "1x1x128x128")[0].details["lost"]
         [(50, 50), (50, 50)]
     """
-    options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
+    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     ignores = [parse_ignore(text, IDS) for text in ((ignore,) if isinstance(ignore, str) else ignore)]
     if isinstance(what, Trace):
         if replace(options, train=True) != StepOptions():
@@ -103,7 +103,3 @@ def check_trace(
     found = [finding for one in CHECKS for finding in one.find(subject)]
     made = {layer.name: layer.made for layer in trace.layers}
     return sorted(kept(found, ignores, made), key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

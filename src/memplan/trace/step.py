@@ -36,7 +36,7 @@ class StepOptions:
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     targets: Any = ()
-    """A tuple, a list, or one target."""
+    """One target, or a list or tuple of them; a tuple once checked."""
     loss: Callable[..., Any] | None = None
     optimizer: Callable[[Any], Any] | None = None
     autocast: torch.dtype | str | None = None
@@ -55,12 +55,11 @@ class StepOptions:
             autocast = _AUTOCAST.get(autocast)
             if autocast is None:
                 raise InputError(f"autocast={self.autocast!r}", expected=f"one of {', '.join(_AUTOCAST)}, or None")
-        targets = self.targets if isinstance(self.targets, (list, tuple)) else (self.targets,)
         return replace(
             self,
             inputs=tuple(as_spec(value) for value in self.inputs),
             kwargs={name: as_spec(value) for name, value in self.kwargs.items()},
-            targets=tuple(as_spec(value) for value in targets),
+            targets=tuple(map(as_spec, self.targets if isinstance(self.targets, (list, tuple)) else (self.targets,))),
             autocast=autocast,
         )
 

@@ -176,7 +176,6 @@ def largest(
         >>> memplan.largest(resnet18, "batch", "32x3x224x224", optimizer=torch.optim.AdamW, device="rtx4090")
         902
     """
-    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options, window=window.checked() if window is not None else None)
     room = room_of(device_of(what) if device is None and budget is None else device, budget, margin, workspace)

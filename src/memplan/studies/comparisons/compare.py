@@ -122,8 +122,8 @@ def compare_given(one: Given, other: Given, *, measure: bool = False) -> Compari
 def _given(what: Any, options: Mapping[str, Any], title: str, differing: Mapping[str, Any] = {}) -> Given:
     device, settings = options["device"], options["settings"]
     rest = {name: value for name, value in options.items() if name not in ("device", "settings")}
-    rest |= {name: tuple(rest[name]) if isinstance(rest[name], (list, tuple)) else (rest[name],)
-             for name in ("inputs", "targets")}  # fmt: skip
+    inputs = rest["inputs"]
+    rest["inputs"] = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
     step = StepOptions(**rest).checked()
     if is_saved(what):
         # the options of both are for the other side

@@ -200,7 +200,6 @@ def sweep(
         >>> print(memplan.sweep(resnet18, {"batch": [8, 16, 32]}, "8x3x224x224"))
         resnet18 on cpu: 3 points of batch; ...
     """
-    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options)
     target = choose_target(device_of(what) if device is None else device)
