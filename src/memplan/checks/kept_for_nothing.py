@@ -9,9 +9,9 @@ from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
-from memplan.checks.savings import forms_of_all_steps, matters, rows_of, saving, without_saving
+from memplan.checks.savings import forms_of_all_steps, matters, readers_of, rows_of, saving, without_saving
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
-from memplan.trace.model import Form, Op, Storage, Trace
+from memplan.trace.model import Form, Storage, Trace
 
 ID = "kept-for-nothing"
 TITLE = "Tensors are kept for the backward pass that no gradient reads"
@@ -83,12 +83,9 @@ def _copies_of(trace: Trace, kind: str, storages: Sequence[Storage]) -> Copies:
 
 
 def _dropouts(trace: Trace) -> set[int]:
-    readers: dict[int, list[Op]] = {}
-    for op in trace.ops:
-        if op.phase == "forward":
-            for storage in {operand.storage for operand in op.reads}:
-                readers.setdefault(storage, []).append(op)
-    return {op.index for op in trace.ops if op.phase == "forward" and is_dropout(op, readers)}
+    forward = [op for op in trace.ops if op.phase == "forward"]
+    readers = readers_of(forward)
+    return {op.index for op in forward if is_dropout(op, readers)}
 
 
 def _finding(trace: Trace, way: Copies) -> list[Finding]:

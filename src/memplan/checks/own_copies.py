@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from memplan.checks.fields.walk import base_name
-from memplan.checks.savings import without_saving
+from memplan.checks.savings import readers_of, without_saving
 from memplan.explanation.layers import keepers_of
 from memplan.trace.model import Form, Op, Storage, Trace, View
 
@@ -38,12 +38,9 @@ def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
 class _Seen:
     def __init__(self, trace: Trace, forms: Mapping[int, Form]) -> None:
         self._trace, self._forms = trace, forms
-        self._readers: dict[int, list[Op]] = {}
         self._of_views = _reading_views(trace)
-        for op in trace.ops:
-            if op.phase == "forward" and base_name(op.name) not in (*_VIEWS, "_unsafe_view"):
-                for storage in {operand.storage for operand in op.reads}:
-                    self._readers.setdefault(storage, []).append(op)
+        kernels = (op for op in trace.ops if base_name(op.name) not in (*_VIEWS, "_unsafe_view"))
+        self._readers = readers_of(op for op in kernels if op.phase == "forward")
         self._returned = {view.storage for one in trace.returned for view in one.tensors}
         self._ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
 

@@ -63,6 +63,15 @@ def _dying_after(trace: Trace, storages: Iterable[Storage], *, forward_only: boo
     }
 
 
+def readers_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
+    """Map each storage to the ops among these that read it, in order."""
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        for storage in {operand.storage for operand in op.reads}:
+            found.setdefault(storage, []).append(op)
+    return found
+
+
 def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
     """Return the form of every forward op; of later steps that of the same op in the first, where they run the same
     ops."""

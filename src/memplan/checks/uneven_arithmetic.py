@@ -128,16 +128,8 @@ def _not_back(op: Op, given: list[int], there: list[int]) -> Finding:
         f"output_padding={tuple(max(0, gap) for gap in short)}, or output_size=the other's size when it is called, or "
         "inputs that the product of all strides divides",
     )
-    return Finding(
-        ID,
-        "warning",
-        op.layer,
-        op.where,
-        0,
-        message,
-        advice,
-        {"kind": "size not back", "size": given, "expected": there},
-    )
+    details = {"kind": "size not back", "size": given, "expected": there}
+    return Finding(ID, "warning", op.layer, op.where, 0, message, advice, details)
 
 
 def _crop(trace: Trace, form: Form, op: Op, sizes: dict[tuple[int, int], list[_Size]]) -> list[Finding]:

@@ -8,12 +8,11 @@ from typing import TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan.devices.model import DTYPES, Device
-from memplan.reports.output import Field, print_parts
+from memplan.reports.output import Field, facts_table, print_parts
 
 _GIB, _GIGA, _TERA = 1 << 30, 10**9, 10**12
 _LEGEND = (
@@ -61,10 +60,12 @@ def print_device(device: Device, file: TextIO | None = None) -> None:
         "L2": "unknown" if device.l2 is None else format_bytes(device.l2),
         "link to host": "unknown" if device.link is None else f"{_number(device.link / _GIGA)} GB/s",
     }
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in facts.items():
-        table.add_row(Text(label), Text(value))
-    parts: list[RenderableType] = [Text(f"{device.name}: {device.title}", "bold"), table, "", Text("Sources", "bold")]
+    parts: list[RenderableType] = [
+        Text(f"{device.name}: {device.title}", "bold"),
+        facts_table(facts),
+        "",
+        Text("Sources", "bold"),
+    ]
     parts += [Padding(Text(source), (0, 0, 0, 2)) for source in device.sources]
     print_parts(lambda page: parts, file)
 

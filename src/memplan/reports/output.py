@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -105,6 +106,21 @@ class Page:
                 table.add_section()
             table.add_row(*(Text(cell, "bold" if is_sum else "") for cell in row))
         return table
+
+    def lines(self, table: Table) -> list[str]:
+        """Return the lines of a table as text, for a report that puts others between them."""
+        console = Console(file=io.StringIO(), width=self.width, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Draw labels and their values, a line each."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, value in facts.items():
+        table.add_row(Text(label), Text(value))
+    return table
 
 
 def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO | None = None) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import TextIO
 
-from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +15,7 @@ from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
 from memplan.planning.plan.plan import Decision, Plan
 from memplan.reports import fusion
-from memplan.reports.columns import Column, fit
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, facts_table, print_parts
 
 _INDENT = 4
 _LEGEND = (
@@ -78,10 +77,7 @@ def _head(plan: Plan) -> Table:
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
         facts["always there"] = ", ".join(f"{printable(cause)} {format_bytes(size)}" for cause, size in parts if size)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in facts.items():
-        table.add_row(Text(label), Text(value))
-    return table
+    return facts_table(facts)
 
 
 def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
@@ -92,7 +88,7 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
     shown = rest[:top] if top else rest
     rows = [_row(decision) for decision in (*whole, *shown)]
     more, all_ = _sums(rest[len(shown) :], "... {} more"), _sums(rest, "all {}")
-    header, *lines = _lines([*rows, *more, *all_], page)
+    header, _, *lines = page.lines(page.rows([*rows, *more, *all_], _FIELDS))
     rule = Text(("-" if page.ascii_only else "─") * page.width)
     yield from (Text(header, "bold"), rule)
     for line, decision in zip(lines, (*whole, *shown), strict=False):
@@ -104,23 +100,13 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
     yield from (Text(line, "bold") for line in lines[len(rows) + len(more) :])
 
 
-def _lines(rows: Sequence[_Row], page: Page) -> list[str]:
-    """Return the header and the rows as lines in columns."""
-    columns = [
-        Column("value", tuple(row[0] for row in rows), shrinks_to=12),
-        Column("layer", tuple(row[1] for row in rows), shrinks_to=12, from_left=True, drop=1),
-        Column("bytes", tuple(row[2] for row in rows), right=True),
-        Column("decision", tuple(row[3] for row in rows)),
-        Column("cost", tuple(row[4] for row in rows), right=True),
-    ]
-    cut, gap = fit(columns, page.width, "..." if page.ascii_only else "…")
-    cells = [[_padded(cell, column) for cell in (column.header, *column.cells)] for column in cut]
-    return [(" " * gap).join(line).rstrip() for line in zip(*cells, strict=True)]
-
-
-def _padded(cell: str, column: Column) -> str:
-    space = " " * (column.width - cell_len(cell))
-    return space + cell if column.right else cell + space
+_FIELDS = (
+    Field("value", itemgetter(0), shrinks_to=12),
+    Field("layer", itemgetter(1), shrinks_to=12, from_left=True, drop=1),
+    Field("bytes", itemgetter(2), right=True),
+    Field("decision", itemgetter(3)),
+    Field("cost", itemgetter(4), right=True),
+)
 
 
 def _row(decision: Decision) -> _Row:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memplan.checks.fields.walk import base_name
+from memplan.checks.savings import readers_of
 from memplan.trace.model import Op, Storage, Trace
 
 SHORTEST = 16
@@ -68,10 +69,7 @@ class _Search:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
-        self._readers: dict[int, list[Op]] = {}
-        for op in self._forward:
-            for storage in {operand.storage for operand in op.reads}:
-                self._readers.setdefault(storage, []).append(op)
+        self._readers = readers_of(self._forward)
 
     def found(self) -> Iterator[Attention]:
         for op in self._forward:

@@ -55,58 +55,37 @@ def _mixes(call: Call) -> Fields:
 
 
 def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
-    """Return kernel, stride, padding and dilation of a convolution or pool, for each dimension; None of any other
-    op."""
-    rule = RULES.get(name)
-    if rule is _convolution and not form.option("transposed", False):
-        weight = form.read("weight")
-        assert weight is not None, "every convolution reads a weight"
-        kernel: tuple[int, ...] = weight.shape[2:]
-        stride = form.option("stride")
-    elif rule is _pool:
-        kernel = form.option("kernel_size")
-        stride = form.option("stride") or kernel
-    else:
-        return None
-    count = len(form.writes[0].shape) - 2 if rule is _convolution else len(kernel)
-    given = (kernel, stride, form.option("padding", 0), form.option("dilation", 1))
+    """Return kernel, stride, padding and dilation of a convolution or pool by dimension; None of any other op."""
+    known = RULES.get(name) in (_convolution, _pool) and not form.option("transposed", False)
+    return _windows(form) if known else None
+
+
+def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
+    weight = form.read("weight")
+    kernel = form.option("kernel_size") if weight is None else weight.shape[2:]
+    count = len(kernel) if weight is None else len(form.writes[0].shape) - 2
+    given = (kernel, form.option("stride") or kernel, form.option("padding", 0), form.option("dilation", 1))
     return tuple(tuple(at(values, n, 0 if k == 2 else 1) for n in range(count)) for k, values in enumerate(given))
 
 
-def _spread(taps: float) -> float:
-    return max(0.0, taps * taps - 1) / 12
-
-
 def _convolution(call: Call) -> Fields:
-    form, weight = call.form, call.form.read("weight")
-    assert weight is not None, "every convolution reads a weight"
-    stride, padding, dilation = (form.option(name) for name in ("stride", "padding", "dilation"))
-    kernel = weight.shape[2:]
+    kernel, stride, padding, dilation = _windows(call.form)
+    transposed = call.form.option("transposed", False)
 
     def change(n: int, span: Span) -> Span | None:
-        if form.option("transposed", False):
-            return span.transposed(kernel[n], at(stride, n), at(padding, n, 0), at(dilation, n))
-        return span.window(kernel[n], at(stride, n), at(padding, n, 0), at(dilation, n))
+        return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
 
     def spread(n: int) -> float:
-        if form.option("transposed", False):
-            return _spread(kernel[n] / at(stride, n)) * at(dilation, n) ** 2
-        return _spread(kernel[n]) * at(dilation, n) ** 2
+        taps = kernel[n] / stride[n] if transposed else kernel[n]
+        return max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
 
     return spatial(call, change, spread)
 
 
 def _pool(call: Call) -> Fields:
-    form = call.form
-    kernel, padding, dilation = (form.option(name) for name in ("kernel_size", "padding", "dilation"))
-    stride = form.option("stride") or kernel
-
-    def change(n: int, span: Span) -> Span | None:
-        return span.window(at(kernel, n), at(stride, n), at(padding, n, 0), at(dilation, n))
-
-    found = spatial(call, change, lambda n: _spread(at(kernel, n)) * at(dilation, n) ** 2)
-    channels = len(found) - len(kernel) - 1
-    return tuple(call.main[place] if place == channels else dim for place, dim in enumerate(found))  # they stay apart
+    found = _convolution(call)
+    channels = len(found) - len(call.form.option("kernel_size")) - 1  # they stay apart
+    return tuple(call.main[place] if place == channels else dim for place, dim in enumerate(found))
 
 
 def _resized(call: Call, seen: Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[int]]]]) -> Fields:
