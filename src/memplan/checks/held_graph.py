@@ -8,7 +8,8 @@ from typing import Any
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
 from memplan.checks.savings import after_last_read, matters, rows_of, saving, without_saving
-from memplan.trace.model import Op, Storage, Trace
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
 
 ID = "held-graph"
 TITLE = "A graph is held that no backward pass will read"

@@ -15,7 +15,7 @@ from memplan.errors import InputError, StepError
 if TYPE_CHECKING:
     from memplan.checks.finding import Finding
     from memplan.checks.ignores import Ignore
-    from memplan.trace.model import Trace
+    from memplan.trace.trace import Trace
 
 HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
 

@@ -23,7 +23,7 @@ from memplan.errors import DataDependentError, InputError, MemplanError, StepErr
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
-    from memplan.trace.model import Trace
+    from memplan.trace.trace import Trace
 
 HELP = """Say where the memory of a step goes, before it runs.
 

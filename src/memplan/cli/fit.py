@@ -337,8 +337,8 @@ def _write(outcome: Outcome, files: _Files) -> None:
     if outcome.plan is not None and files.python is not None:
         write(files.python, outcome.plan.as_python())
     if files.frontier is not None and outcome.frontier is not None:
+        from memplan._text import write_whole
         from memplan.reports.chart import picture
         from memplan.reports.frontier import draw
-        from memplan.trace.json import write_whole
 
         write_whole(files.frontier, picture(partial(draw, outcome.frontier), files.frontier))

@@ -18,9 +18,9 @@ from memplan.studies.axes.ranges import literal
 if TYPE_CHECKING:
     import torch
 
-    from memplan.trace.model import Trace
     from memplan.trace.recording.session import Build
     from memplan.trace.step import StepOptions
+    from memplan.trace.trace import Trace
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -352,7 +352,7 @@ def recorded(given: StepArguments, *more: str) -> Trace:
         InputError: options of a step were given, too, or the file is no trace.
         TargetError: the file cannot be read.
     """
-    from memplan.trace.json import load_trace
+    from memplan.trace.trace import load_trace
 
     surplus = [*(option for option in given.given() if option != "--settings"), *more]
     if surplus:

@@ -18,7 +18,7 @@ from memplan.checks import border_erosion
 from memplan.checks.border_patch import fix_of
 from memplan.checks.finding import Finding
 from memplan.reports.output import Field, Page, name_field, print_parts
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
 

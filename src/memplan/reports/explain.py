@@ -17,7 +17,7 @@ from memplan._text import printable
 from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_sentence, scaling_sentence, workspace_sentence
 from memplan.reports.card import charge_table, verdict_lines
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
-from memplan.trace.model import Assumption
+from memplan.trace.records import Assumption
 
 _LOUD = ("branch", "host")
 """Kinds of assumptions that say that the step may go another way, or fail, when it really runs."""

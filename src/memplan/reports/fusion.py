@@ -10,7 +10,7 @@ from rich.text import Text
 from memplan._text import printable
 from memplan.planning.plan.fusion import Fusion, Group
 from memplan.reports.output import Field, Page, name_field, number_field
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 
 _LEGEND = (
     "bytes: read and written by a kernel in a step. FLOP/byte: products and convolutions, as torch.utils.flop_counter "

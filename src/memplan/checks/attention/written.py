@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from memplan.checks.fields.walk import base_name
 from memplan.checks.savings import readers_of
-from memplan.trace.model import Op, Storage, Trace
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
 
 SHORTEST = 16
 """Lengths below which the matrices are no matter."""

@@ -13,7 +13,8 @@ from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import Cause, Op, Storage, Trace
+from memplan.trace.records import Cause, Op, Storage
+from memplan.trace.trace import Trace
 
 _SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
 """Causes whose bytes follow the inputs' sizes."""
@@ -82,17 +83,8 @@ def budget_error(
 
 
 def with_way(error: BudgetError, way: Way) -> BudgetError:
-    """The error with one more way to meet the budget."""
-    return BudgetError(
-        error.found,
-        expected=error.expected,
-        do=f"{error.do}; or {way}",
-        smallest_budget=error.smallest_budget,
-        timeline=error.timeline,
-        held_by=error.held_by,
-        lower_by=(*error.lower_by, way),
-        precision=error.precision,
-    )
+    """Return the error with one more way to meet the budget."""
+    return error.but(do=f"{error.do}; or {way}", lower_by=(*error.lower_by, way))
 
 
 def _holder(trace: Trace, storage: Storage) -> Holder:

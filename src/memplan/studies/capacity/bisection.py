@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from memplan.studies.capacity.extrapolation import MOST, Sample, by_needs, by_steps, roundest, roundness
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 Probe = Callable[[int], Sample | None]
 """Records a place; None where that fails."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 MOST = 1 << 40
 """A number of steps along an axis that no device holds."""

@@ -22,9 +22,9 @@ from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, pl
 from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import Outcome
 from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
-from memplan.trace.model import Trace
 from memplan.trace.recording.session import Target, choose_target
 from memplan.trace.step import StepOptions
+from memplan.trace.trace import Trace
 
 _LISTED = 6
 """Points that a message names."""
