@@ -12,7 +12,7 @@ from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
     from memplan.checks.check import check
-    from memplan.checks.model import Finding
+    from memplan.checks.finding import Finding
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
     from memplan.planning.api import plan
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",
     "Explanation": "memplan.explanation.model",
-    "Finding": "memplan.checks.model",
+    "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
