@@ -16,7 +16,7 @@ import memplan
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.explanation.model import Explanation
 from memplan.reports.terminal import print_explanation, render
-from memplan.trace.model import Assumption
+from memplan.trace.records import Assumption
 
 LONG = "a_block_with_quite_a_long_name_that_goes_on"
 

@@ -20,7 +20,7 @@ from memplan.checks.model import Subject, number
 from memplan.checks.rerun.aligned import changed
 from memplan.checks.savings import peak_of
 from memplan.planning.plan.plan import Plan
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from memplan.checks.border_costs import Costs, costs
 from memplan.checks.fields.tensors import Field, Loss
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
 from memplan.checks.model import Finding, Subject, number
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 ID = "border-erosion"
 TITLE = "Unpadded kernels lose the border of the input"

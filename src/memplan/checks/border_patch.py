@@ -12,7 +12,7 @@ from typing import Any
 
 from memplan.checks.ignores import located
 from memplan.checks.model import Finding
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

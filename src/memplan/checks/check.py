@@ -15,10 +15,11 @@ from memplan.checks.registry import CHECKS, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.explain import device_of
-from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import choose_target
+from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace
 
 
 def check(

@@ -18,7 +18,7 @@ from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import peak_of
 from memplan.explanation.layers import fullest
 from memplan.simulation.simulate import live_at
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 ID = "full-resolution"
 TITLE = "Most of what is saved is at full resolution"

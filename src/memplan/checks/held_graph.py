@@ -7,7 +7,8 @@ from collections import Counter
 from memplan._bytes import format_bytes
 from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import after_last_read, peak_of, rows_of, saving, without_saving
-from memplan.trace.model import Op, Storage, Trace
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
 
 ID = "held-graph"
 TITLE = "A graph is held that no backward pass will read"

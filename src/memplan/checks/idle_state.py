@@ -8,7 +8,8 @@ from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import peak_of, saving
-from memplan.trace.model import Storage, Trace
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace
 
 ID = "idle-state"
 TITLE = "Gradients are zeroed instead of freed, or states are held that nothing updates"

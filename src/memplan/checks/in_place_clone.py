@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import rows_of
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 ID = "in-place-clone"
 TITLE = "An activation in place clones its input first"

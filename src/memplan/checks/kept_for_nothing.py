@@ -11,7 +11,8 @@ from memplan.checks.model import Finding, Subject
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
 from memplan.checks.savings import forms_of_all_steps, peak_of, rows_of, saving, without_saving
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
-from memplan.trace.model import Form, Op, Storage, Trace
+from memplan.trace.records import Form, Op, Storage
+from memplan.trace.trace import Trace
 
 ID = "kept-for-nothing"
 TITLE = "Tensors are kept for the backward pass that no gradient reads"

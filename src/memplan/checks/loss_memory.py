@@ -16,8 +16,9 @@ from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
 from memplan.checks.savings import peak_of, saving
 from memplan.simulation.simulate import live_at, simulate
-from memplan.trace.model import Op, Storage, Trace
 from memplan.trace.record import record
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
 
 ID = "loss-memory"
 TITLE = "The loss holds logits of vocabulary size several times"

@@ -13,7 +13,8 @@ from memplan.checks.fields.walk import base_name
 from memplan.checks.mending import Unmended
 from memplan.checks.model import Finding, Severity, Subject
 from memplan.checks.savings import live_at_peak, peak_of, rows_of
-from memplan.trace.model import HOST, Storage, Trace
+from memplan.trace.records import HOST, Storage
+from memplan.trace.trace import Trace
 
 ID = "math-attention"
 TITLE = "Attention holds its L x L matrices"

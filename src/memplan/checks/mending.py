@@ -13,10 +13,11 @@ from torch.nn.modules import module as module_hooks
 from memplan.errors import BudgetError, MemplanError
 from memplan.planning.api import plan
 from memplan.planning.plan.plan import Plan
-from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
+from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of, copy_module
+from memplan.trace.trace import Trace
 
 Change = Callable[[dict[str, nn.Module]], None]
 """Changes modules, given by the paths that a trace's layers have. It may raise `Unmendable`."""

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F  # torch's own name for it
 
 from memplan.checks.fields.walk import Followed, Output, shown
-from memplan.trace.model import Trace, View
+from memplan.trace.records import View
+from memplan.trace.trace import Trace
 
 Crop = tuple[tuple[int, int], ...]
 """First position and number of positions to keep, for each spatial dimension."""

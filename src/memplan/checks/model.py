@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from memplan.checks.mending import Remaker
 from memplan.devices import Device
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 Severity = Literal["info", "warning"]
 SEVERITIES: tuple[Severity, ...] = ("info", "warning")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from memplan.checks.fields.walk import base_name
 from memplan.checks.savings import without_saving
 from memplan.explanation.layers import keepers_of
-from memplan.trace.model import Form, Op, Storage, Trace, View
+from memplan.trace.records import Form, Op, Storage, View
+from memplan.trace.trace import Trace
 
 RELU = frozenset({"relu", "threshold"})
 _VIEWS = frozenset({"view", "reshape", "_reshape_alias", "permute", "transpose", "t", "expand",

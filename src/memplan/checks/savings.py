@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from memplan.simulation.simulate import live_at, simulate
-from memplan.trace.model import Form, Op, Storage, Trace, at_least
+from memplan.trace.records import Form, Op, Storage
+from memplan.trace.trace import Trace, at_least
 
 
 def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[Storage] = ()) -> int:

@@ -10,7 +10,8 @@ from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.tensors import Field, resolved, size_of
 from memplan.checks.fields.walk import Followed, base_name, follow
 from memplan.checks.model import Finding, Subject, number
-from memplan.trace.model import Form, Op, Trace
+from memplan.trace.records import Form, Op
+from memplan.trace.trace import Trace
 
 ID = "uneven-arithmetic"
 TITLE = "Strides drop rows and columns, or sizes do not come back"

@@ -6,7 +6,8 @@ from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.model import Finding, Subject
 from memplan.simulation.simulate import simulate
-from memplan.trace.model import Op, Trace
+from memplan.trace.records import Op
+from memplan.trace.trace import Trace
 
 ID = "workspace-surprise"
 TITLE = "A convolution's workspace can exceed its tensors"

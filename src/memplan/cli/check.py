@@ -15,7 +15,7 @@ from memplan.errors import InputError, StepError, TargetError
 if TYPE_CHECKING:
     from memplan.checks.ignores import Ignore
     from memplan.checks.model import Finding
-    from memplan.trace.model import Trace
+    from memplan.trace.trace import Trace
 
 HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
@@ -96,8 +96,8 @@ def command(
 def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tuple[Trace, list[Finding]]:
     from memplan.checks.check import check_trace, record_again
     from memplan.checks.mending import Remaker
-    from memplan.trace.json import load_trace
     from memplan.trace.recording.session import choose_target
+    from memplan.trace.trace import load_trace
 
     if given.settings:
         raise InputError("--settings for check", expected="no such option: nothing here hangs on it", do="Leave it out")

@@ -14,7 +14,7 @@ from memplan.errors import DataDependentError, InputError, MemplanError, StepErr
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
-    from memplan.trace.model import Trace
+    from memplan.trace.trace import Trace
 
 HELP = """Say where the memory of a step goes, before it runs.
 
@@ -159,7 +159,7 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
 def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
     """Explain a step that was recorded before."""
     from memplan.explanation.explain import explain_trace
-    from memplan.trace.json import load_trace
+    from memplan.trace.trace import load_trace
 
     surplus = [option for option in given.given() if option != "--settings"] + (["--measure"] if really else [])
     if surplus:

@@ -43,7 +43,7 @@ def check_writable(path: str | None, option: str) -> None:
 
 def write(path: str, text: str) -> None:
     """Write a file in one move; ``-`` is stdout, and a pipe or a device is written to as it is."""
-    from memplan.trace.json import write_whole
+    from memplan._text import write_whole
 
     if path == "-":
         sys.stdout.write(text)

@@ -337,7 +337,7 @@ def _write(outcome: Outcome, files: _Files) -> None:
     if outcome.plan is not None and files.python is not None:
         write(files.python, outcome.plan.as_python())
     if files.frontier is not None and outcome.frontier is not None:
+        from memplan._text import write_whole
         from memplan.reports.frontier import picture
-        from memplan.trace.json import write_whole
 
         write_whole(files.frontier, picture(outcome.frontier, files.frontier))

@@ -78,7 +78,7 @@ def command(
     if json_file is not None:
         write(json_file, done.to_json())
     if chart_file is not None:
-        from memplan.trace.json import write_whole
+        from memplan._text import write_whole
 
         write_whole(chart_file, picture(done, chart_file))
     if json_file != "-":

@@ -18,7 +18,7 @@ from memplan.checks.border_patch import fix_of
 from memplan.checks.model import Finding
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
 

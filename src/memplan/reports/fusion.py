@@ -12,7 +12,7 @@ from memplan._text import printable
 from memplan.planning.plan.fusion import Fusion, Group
 from memplan.reports.columns import Column
 from memplan.reports.output import Page
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 
 _LEGEND = (
     "bytes: read and written by a kernel in a step. FLOP/byte: products and convolutions, as torch.utils.flop_counter "

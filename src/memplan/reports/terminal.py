@@ -18,7 +18,7 @@ from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_senten
 from memplan.reports.card import charge_columns, sums_from, verdict_lines
 from memplan.reports.columns import Column
 from memplan.reports.output import PIPE_WIDTH, Page, print_parts
-from memplan.trace.model import Assumption
+from memplan.trace.records import Assumption
 
 _LOUD = ("branch", "host")
 """Kinds of assumptions that say that the step may go another way, or fail, when it really runs."""

@@ -13,15 +13,16 @@ from memplan import _torch
 from memplan.devices import catalogue
 from memplan.trace import fake_cuda
 from memplan.trace.fake_cuda.residence import Card, NamedLate, NothingNamed, OnCard
-from memplan.trace.model import HOST, Trace
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
 from memplan.trace.recording.stand_ins import Standins
+from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Semantics
+from memplan.trace.trace import Trace
 
 Known = Callable[[Semantics], Semantics]
 """Of a device's semantics, the same with what is known besides of its kernels."""

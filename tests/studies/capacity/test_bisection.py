@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from memplan.studies.capacity.bisection import Found, last_fitting, step_of
 from memplan.studies.capacity.extrapolation import Sample
-from memplan.trace.model import Storage, Trace
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace
 
 Law = Callable[[int], int]
 """Bytes at a place."""

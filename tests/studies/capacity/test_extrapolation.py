@@ -10,8 +10,8 @@ from torch import nn
 import memplan
 from memplan.studies.capacity import extrapolation as module
 from memplan.studies.capacity.extrapolation import Sample, by_steps
-from memplan.trace.model import Trace
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace
 
 
 def attention(length: int) -> Trace:

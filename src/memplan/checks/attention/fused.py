@@ -22,8 +22,9 @@ from memplan.checks.attention.call import Pending, call_of
 from memplan.checks.attention.einsum import arranged
 from memplan.checks.attention.written import EMPTY, KEPT_SHAPE, SOFTMAX, VIEWS, Attention, site
 from memplan.checks.fields.walk import base_name
-from memplan.trace.model import HOST, Storage, Trace
 from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.records import HOST, Storage
+from memplan.trace.trace import Trace
 
 _ATEN = torch.ops.aten
 _STAND_IN = "aten.empty_permuted.default"

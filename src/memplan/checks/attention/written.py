@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memplan.checks.fields.walk import base_name
-from memplan.trace.model import Op, Storage, Trace
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
 
 SHORTEST = 16
 """Lengths below which the matrices are no matter."""

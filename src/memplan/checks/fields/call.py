@@ -8,7 +8,7 @@ from typing import Any
 
 from memplan.checks.fields.spans import Span
 from memplan.checks.fields.tensors import Dim, Factor, Fields, charged, mapped, resolved, size_of
-from memplan.trace.model import Form
+from memplan.trace.records import Form
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from memplan.checks.fields.tensors import (
     unknown,
     viewed,
 )
-from memplan.trace.model import Form
+from memplan.trace.records import Form
 
 
 def fields_of(call: Call) -> list[Fields]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from memplan.checks.fields.call import Call, shifted
 from memplan.checks.fields.rules import ends, fields_of
 from memplan.checks.fields.tensors import Factor, Field, Fields, resolved, size_of, union, unknown
-from memplan.trace.model import Form, Trace, View
+from memplan.trace.records import Form, View
+from memplan.trace.trace import Trace
 
 _LEAST = 3
 """Dimensions of the smallest tensor that can have a spatial one: (batch, channels, length)."""

@@ -9,9 +9,10 @@ from dataclasses import replace
 from memplan.checks.mending import Unmendable, Unmended
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
-from memplan.trace.model import Op, Storage, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import choose_target
+from memplan.trace.records import Op, Storage
+from memplan.trace.trace import Trace
 
 
 def changed(trace: Trace, changes: Changes) -> Trace | Unmended:

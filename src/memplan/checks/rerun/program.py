@@ -11,7 +11,8 @@ from memplan import _torch
 from memplan.checks.fields.walk import base_name, shown
 from memplan.checks.mending import Unmendable
 from memplan.checks.rerun.sizes import resized
-from memplan.trace.model import Form, Op, Option, Trace, View
+from memplan.trace.records import Form, Op, Option, View
+from memplan.trace.trace import Trace
 
 Changes = Mapping[int, Mapping[str, Option]]
 """By the index of an op: arguments that it is to get instead of its own."""

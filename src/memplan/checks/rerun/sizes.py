@@ -9,7 +9,8 @@ import torch
 
 from memplan.checks.fields.walk import base_name, shown
 from memplan.checks.mending import Unmendable
-from memplan.trace.model import Form, Option, Trace, View
+from memplan.trace.records import Form, Option, View
+from memplan.trace.trace import Trace
 
 _MERGING = ("cat", "stack", "add", "sub", "mul")
 _CROPPING = ("slice", "narrow", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",

@@ -13,7 +13,8 @@ from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import Cause, Op, Storage, Trace
+from memplan.trace.records import Cause, Op, Storage
+from memplan.trace.trace import Trace
 
 _SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
 """Causes whose bytes follow the inputs' sizes."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._json import Json, Unreadable
-from memplan._text import format_seconds, printable
+from memplan._text import format_seconds, printable, write_whole
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
@@ -22,7 +22,6 @@ from memplan.planning.plan import choices_json
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
-from memplan.trace.json import write_whole
 
 FORMAT = "memplan.plan"
 SCHEMA = 1

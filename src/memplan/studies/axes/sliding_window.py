@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from memplan import _torch
 from memplan.errors import InputError
-from memplan.trace.model import Trace
 from memplan.trace.recording.session import Build
 from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace
 
 Place = tuple[slice, ...]
 """Of a patch in the volume."""

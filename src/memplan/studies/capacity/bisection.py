@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memplan.studies.capacity.extrapolation import MOST, Sample, between, by_needs, by_steps, chunk_of
 from memplan.studies.capacity.growth_laws import roundest, roundness
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 Probe = Callable[[int], Sample | None]
 """Records a place; None where that fails."""

@@ -11,7 +11,8 @@ from typing import Any
 import numpy
 
 from memplan.studies.capacity.growth_laws import polynomial, storage_law, stride_of
-from memplan.trace.model import Storage, Trace
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace
 
 MOST = 1 << 40
 """A number of steps along an axis that no device holds."""

@@ -12,8 +12,8 @@ from memplan.simulation import on_card
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.sweeps.points import Bytes
-from memplan.trace.model import Trace
 from memplan.trace.recording.session import Target, choose_target
+from memplan.trace.trace import Trace
 
 Case = Literal["low", "high"]
 

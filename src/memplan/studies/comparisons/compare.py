@@ -17,10 +17,11 @@ from memplan.studies.comparisons.comparison import CAST_COPIES, Comparison, Side
 from memplan.studies.comparisons.pruned_weights import zeros_of
 from memplan.studies.comparisons.sides import KINDS, is_saved, of_trace, side_of
 from memplan.trace.measure import measure as measure_step
-from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import choose_target
+from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace
 
 _OPTIONS = (*(one.name for one in dataclasses.fields(StepOptions)), "device", "settings")
 

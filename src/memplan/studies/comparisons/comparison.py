@@ -10,7 +10,7 @@ from typing import Any, Literal
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
 from memplan.explanation.model import LABELS
-from memplan.trace.model import CAUSES
+from memplan.trace.records import CAUSES
 
 Origin = Literal["recorded", "measured", "explained", "planned", "swept"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memplan.studies.comparisons.comparison import Zeros
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 LEAST = 0.05
 """The share of zeros from which on a weight counts as pruned: a padding row of an embedding is no pruning."""

@@ -25,8 +25,9 @@ from memplan.studies.comparisons.step_time import rates_for, step_time
 from memplan.studies.sweeps.points import KNOWN
 from memplan.studies.sweeps.sweep import FORMAT as SWEEP
 from memplan.studies.sweeps.sweep import Point, Sweep
-from memplan.trace import json as trace_json
-from memplan.trace.model import Storage, Trace, at_least
+from memplan.trace import codec
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace, at_least
 
 _CAST = "aten._to_copy.default"
 KINDS = (
@@ -127,8 +128,8 @@ def _read(path: Path) -> Any:
     except Unreadable as error:
         raise InputError(f"{path}: {error}", expected=_FILES, do="Name such a file") from None
     kind = data.get("format") if isinstance(data, Mapping) else None
-    if kind == trace_json.FORMAT:
-        return trace_json.loads(text, str(path))
+    if kind == codec.FORMAT:
+        return Trace.from_json(text, str(path))
     if kind == SWEEP:
         return Sweep.from_json(text, str(path))
     if kind == "memplan.plan":

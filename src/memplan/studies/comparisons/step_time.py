@@ -18,7 +18,8 @@ from memplan import _torch
 from memplan.devices import find
 from memplan.errors import DeviceError
 from memplan.planning.graph.roofline import CPU, Rates, Work, rates_of
-from memplan.trace.model import HOST, Form, Op, Trace, View
+from memplan.trace.records import HOST, Form, Op, View
+from memplan.trace.trace import Trace
 
 _HALVES = {"convolution": 1.0, "attention": 2.5}
 """FLOPs of an op's whole derivative over those of the op: a convolution's for each gradient, attention's for all three

@@ -10,9 +10,10 @@ from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import Answer
 from memplan.studies.axes.sliding_window import aggregation_bytes
 from memplan.studies.axes.subject import Subject
-from memplan.trace.model import CAUSES, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
+from memplan.trace.records import CAUSES
+from memplan.trace.trace import Trace
 
 KNOWN = tuple(cause for cause in CAUSES if cause != "workspace")
 """Causes that are the same whatever algorithms cuDNN takes."""

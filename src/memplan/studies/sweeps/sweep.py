@@ -21,9 +21,9 @@ from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import KNOWN, Outcome
-from memplan.trace.model import Trace
 from memplan.trace.recording.session import Target, choose_target
 from memplan.trace.step import StepOptions
+from memplan.trace.trace import Trace
 
 KEYS = ("status", "reason")
 """What a row has beside values of axes and bytes: ``ok`` or ``failed``, and why."""

@@ -11,8 +11,8 @@ import torch
 
 from memplan import _torch
 from memplan.errors import DeviceError
-from memplan.trace.model import HOST, ON_CARD, Call
 from memplan.trace.recording.ledger import Ledger
+from memplan.trace.records import HOST, ON_CARD, Call
 
 CUDA = torch.device(ON_CARD)
 CPU = torch.device(HOST)
