@@ -59,9 +59,8 @@ def fit(
 ) -> Fitted:
     """Make a training step run within a budget of bytes, with the same result bit for bit.
 
-    The planned step runs beside the unplanned one, on copies of the model's state; results are compared and the peak is
-    measured. Only then do calls of the model run as planned. Nothing is trained: parameters, buffers, gradients and
-    random state stay.
+    The planned step runs beside the unplanned one, on copies of the model's state; results are compared, the peak is
+    measured. Only then do the model's calls run as planned. Nothing is trained; gradients and random state stay.
 
     Args:
         model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`; an autocast around the call works too.
@@ -75,8 +74,7 @@ def fit(
         early: update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
         clip_norm: the global norm that gradients are clipped at, if they are: then no update can be early.
-        plan: a plan made before for this model and these inputs, instead of a search.
-        heuristics: switches of the search.
+        plan, heuristics: a plan made before for this model and these inputs; switches of the search otherwise.
         pairs: how many times the step is timed, with and without the plan.
 
     Returns:
@@ -89,7 +87,6 @@ def fit(
 
     Example:
         >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
-        >>> fitted.loss(images, labels).backward()
     """
     settings = Settings(
         0, optimizer, gradients=GradientUse(updates=early), plan=plan, heuristics=heuristics or Heuristics(),
@@ -99,8 +96,7 @@ def fit(
         model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
         allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
     )  # fmt: skip
-    with on_its_own(asked.step):
-        return _Fitting(asked, pairs).run()
+    return _Fitting(asked, pairs).run()
 
 
 @dataclass
@@ -156,6 +152,10 @@ class _Fitting:
 
         A relaxation whose proof fails (channels last, a lower precision) is left out of the next plan.
         """
+        with on_its_own(self.asked.step):
+            return self._run()
+
+    def _run(self) -> Fitted:
         unchanged = self._unplanned()
         if unchanged is not None:
             return unchanged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,18 +29,6 @@ from memplan.verification.proof.rounding import EXACT, LOSSY, ROUNDING
 from memplan.verification.proof.verify import Sides, compare, with_times
 
 _STEPS = 3
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The step for fewer samples."""
-
-    call: Call
-    samples: int
-    of: int
-    needed: int
-    """Bytes that running the whole step on both sides needs."""
-    free: int
 
 
 class Prover:
@@ -82,42 +70,35 @@ class Prover:
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
         predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
-        part = self._part(plan)
-        if part is None and self._home.card is not None:
-            return self._on_card(plan, planned, predicted, put_in_place)
-        if part is None:
-            sides = self._sides(self._asked.call, plan.grade)  # made before the plan is in place: they run without
+        part, call, cut, measured = self._part(plan), self._asked.call, None, True
+        if part is None and self._home.card is None:
+            sides = self._sides(call, plan.grade)  # made before the plan is in place: they run without
             put_in_place()
-            return self._beside(sides, self._asked.call, planned, predicted, budget)
-        proof = self._for_fewer(part, planned, plan.grade)
-        put_in_place()
-        measured = proof.same and self._has_room(predicted, part.free)
+            return self._beside(sides, call, planned, predicted, budget)
+        if part is None:  # side by side both share what the allocator holds: each is measured alone
+            _, before = self._measured(None)
+            with self._same_kernels():
+                sides = self._sides(call, plan.grade)
+                put_in_place()
+                proof = self._beside(sides, call, planned)
+            del sides
+        else:
+            smaller, cut = part
+            before, proof = plan.eager_peak, self._for_fewer(smaller, planned, plan.grade)
+            put_in_place()
+            measured = proof.same and self._has_room(predicted, cut.available)
+            cut = replace(cut, measured=measured)
         resident, peak = self._measured(planned) if measured else (sum(plan.resident.values()), predicted)
         return replace(
-            proof, resident=resident, peak=peak, reference_peak=plan.eager_peak, predicted=predicted, budget=budget,
-            cut=Cut(part.samples, part.of, part.needed, part.free, measured),
-        )  # fmt: skip
+            proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted, budget=budget, cut=cut
+        )
 
-    def _on_card(self, plan: Plan, planned: Planned | None, predicted: int, put_in_place: Callable[[], None]) -> Proof:
-        """Compare whole steps, and measure each alone: side by side they share what the allocator holds."""
-        _, before = self._measured(None)
-        with self._same_kernels():
-            sides = self._sides(self._asked.call, plan.grade)
-            put_in_place()
-            proof = self._beside(sides, self._asked.call, planned)
-        del sides
-        resident, peak = self._measured(planned)
-        return replace(
-            proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted,
-            budget=self._settings.budget,
-        )  # fmt: skip
-
-    def _for_fewer(self, part: _Part, planned: Planned | None, grade: Grade) -> Proof:
+    def _for_fewer(self, call: Call, planned: Planned | None, grade: Grade) -> Proof:
         with self._same_kernels(), ExitStack() as undo:
-            sides = self._sides(part.call, grade)
+            sides = self._sides(call, grade)
             if planned is not None:
-                undo.callback(install(self._step, self._planner_of(part, planned)).undo)
-            return self._beside(sides, part.call, planned)
+                undo.callback(install(self._step, self._planner_of(call, planned)).undo)
+            return self._beside(sides, call, planned)
 
     def _sides(self, call: Call, grade: Grade) -> Sides:
         """Return the step without a plan; where bits may differ, also in float64, and what says which errors are
@@ -199,8 +180,8 @@ class Prover:
 
     # -- memory
 
-    def _part(self, plan: Plan) -> _Part | None:
-        """Return the part of the step that is compared where there is too little memory for all of it."""
+    def _part(self, plan: Plan) -> tuple[Call, Cut] | None:
+        """Return the call for fewer samples that is compared where there is too little memory for all of them."""
         free, beside = free_memory.available(self._home), self._other_side(plan)
         needed = plan.eager_peak + beside
         if self._settings.engine != "graph" or plan.grade == "lossy":
@@ -216,7 +197,7 @@ class Prover:
             except MemplanError:  # it cannot be called with fewer
                 break
             if timeline.steps[-1].peak_reserved + beside <= free:
-                return _Part(call, samples, of, needed, free)
+                return call, Cut(samples, of, needed, free, measured=False)
         raise UsageError(
             f"The proof runs the unplanned step beside the planned one, which takes {format_bytes(needed)}, and "
             f"{format_bytes(free)} are available",
@@ -235,17 +216,17 @@ class Prover:
         there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters(), self._home.type)
         return free is None or peak - there <= free
 
-    def _planner_of(self, part: _Part, planned: Planned) -> Planner:
+    def _planner_of(self, call: Call, planned: Planned) -> Planner:
         """Plan the step for fewer samples: by the decisions for the whole, where they can be reused."""
         settings = replace(self._settings, budget=planned.plan.peak, plan=None, precision=planned.plan.precision)
         plans = Plans(self._step, settings, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
-            found = plans(part.call, settings.gradients.adds)
+            found = plans(call, settings.gradients.adds)
             if isinstance(found, Planned):  # a new plan: in this budget it keeps everything
                 plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
-                found = plans(part.call, settings.gradients.adds)
-        return lambda call, held: found if held == settings.gradients.adds else plans(call, held)
+                found = plans(call, settings.gradients.adds)
+        return lambda later, held: found if held == settings.gradients.adds else plans(later, held)
 
 
 def _as_tight(plan: Plan, other: Plan) -> int:

@@ -119,8 +119,7 @@ def compare(
     Args:
         sides, candidate: trials that have not run yet.
         steps: how many are compared.
-        tolerance: ``EXACT``, ``ROUNDING`` or ``LOSSY``.
-        predicted, budget: bytes, for the proof.
+        tolerance: `EXACT`, `ROUNDING` or `LOSSY`; ``predicted`` and ``budget`` are bytes, for the proof.
     """
     if tolerance.grade == "exact":
         return _compare_once(sides.reference, candidate, steps, None, predicted, budget)
