@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
     from memplan.planning.plan.plan import Plan, load_plan, save_plan
+    from memplan.planning.search.search import Heuristics
     from memplan.simulation.replays.replay import replay
     from memplan.simulation.replays.replayed import Replay
     from memplan.simulation.simulate import simulate
@@ -43,6 +44,7 @@ _HOMES = {
     "Explanation": "memplan.explanation.model",
     "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
+    "Heuristics": "memplan.planning.search.search",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
@@ -77,6 +79,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "Fitted",
+    "Heuristics",
     "MemplanError",
     "Plan",
     "Proof",

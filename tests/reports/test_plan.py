@@ -11,8 +11,8 @@ from rich.console import Console
 from memplan._bytes import format_bytes
 from memplan.planning.plan.plan import Decision, Plan, Scope
 from memplan.planning.schedule.actions import Choices
-from memplan.reports.output import Page
-from memplan.reports.plan import print_plan, render
+from memplan.reports.output import Page, print_parts
+from memplan.reports.plan import render
 from memplan.simulation.timeline import StepPeak, Timeline
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ PLAN = Plan(
 
 def piped(plan: Plan, top: int = 12) -> str:
     file = io.StringIO()
-    print_plan(plan, file, top)
+    print_parts(lambda page: render(plan, page, top), file)
     return file.getvalue()
 
 

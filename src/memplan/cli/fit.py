@@ -15,12 +15,10 @@ from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
 from memplan.errors import (
     BudgetError,
-    DeviceError,
     InputError,
     MemplanError,
     StepError,
     TargetError,
-    UnitError,
     VerificationError,
 )
 
@@ -165,7 +163,9 @@ def _check_options(given: StepArguments, budget: str | None, use_plan: str | Non
     if budget is None and use_plan is None:
         raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
     if budget is not None:
-        _check_budget(budget)
+        from memplan.devices import read_budget
+
+        read_budget(budget)
 
 
 def _check_costs(costs: str, predict: bool) -> None:
@@ -184,24 +184,9 @@ def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
         )
 
 
-def _check_budget(text: str) -> None:
-    from memplan._bytes import parse_bytes
-    from memplan.devices import find
-
-    try:
-        parse_bytes(text)
-    except UnitError:
-        try:
-            find(text)
-        except DeviceError:
-            pass
-        else:
-            return
-        raise
-
-
 def _read_plan(path: str, budget: str | None) -> Plan:
-    from memplan._bytes import format_bytes, parse_bytes
+    from memplan._bytes import format_bytes
+    from memplan.devices import read_budget
     from memplan.planning.plan.plan import load_plan
 
     try:
@@ -212,11 +197,8 @@ def _read_plan(path: str, budget: str | None) -> Plan:
             expected="a plan that --plan wrote",
             do="Check the path",
         ) from error
-    try:
-        size = None if budget is None else parse_bytes(budget)
-    except UnitError:  # a card: `fit` says what it has
-        size = None
-    if size is not None and plan.peak > size:
+    size = None if budget is None else read_budget(budget)
+    if isinstance(size, int) and plan.peak > size:  # of a card, `fit` says what it has
         raise InputError(
             f"the plan of {path} has a peak of {format_bytes(plan.peak)}, and the budget is {format_bytes(size)}",
             expected="a plan within the budget",
@@ -302,20 +284,16 @@ def _frontier(
     from memplan.planning.levers.lever import GradientUse
     from memplan.planning.planner import Planner
     from memplan.planning.request import request
-    from memplan.planning.settings import Settings
+    from memplan.planning.settings import PlanOptions
     from memplan.reports.frontier import Frontier, Point
     from memplan.verification.peers.trials import measure_peers
 
-    call = _call_options(described, given)
-    settings = Settings(
-        budget=0, optimizer=call.pop("optimizer"), gradients=GradientUse(updates=options.get("early", False)),
-        costs=options.get("costs"),
-        engine=options.get("engine", "graph"), host_memory=not isinstance(made, nn.Module),
+    given_options = {name: option for name, option in options.items() if name != "early"}
+    asked_for = PlanOptions(
+        device=given.device, gradients=GradientUse(updates=options.get("early", False)),
+        host_memory=not isinstance(made, nn.Module), **given_options,
     )  # fmt: skip
-    asked = request(
-        made, described.options.inputs, **call, budget=options["budget"], allow=options.get("allow", "exact"),
-        clip_norm=None, accumulate=options.get("accumulate", 1), settings=settings, fake=True,
-    )  # fmt: skip
+    asked = request(made, described.options, asked_for, fake=True)
     with asked.under_autocast():
         planner = Planner(asked.step)
         study = planner.study(asked.call, asked.settings, key=0)
@@ -324,7 +302,7 @@ def _frontier(
     points = tuple(Point(one.peak, one.seconds, str(one.precision) if one.precision.lossy else "") for one in found)
     seconds = step_seconds(study.captured.graph) or None
     beside = measure_peers(asked, eager) if peers else ()
-    return Frontier(given.target, points, eager, seconds, asked.settings.budget, beside)
+    return Frontier(given.target, points, eager, seconds, asked.budget, beside)
 
 
 def _write(outcome: Outcome, files: _Files) -> None:

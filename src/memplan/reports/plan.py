@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -15,7 +14,7 @@ from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
 from memplan.planning.plan.plan import Decision, Plan
 from memplan.reports import fusion
-from memplan.reports.output import Field, Page, facts_table, print_parts
+from memplan.reports.output import Field, Page, facts_table
 
 _INDENT = 4
 _LEGEND = (
@@ -23,11 +22,6 @@ _LEGEND = (
     "cost: what it adds to the step. Below each: the reason."
 )
 _Row = tuple[str, str, str, str, str]
-
-
-def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a plan to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
-    print_parts(lambda page: render(plan, page, top), file)
 
 
 def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:

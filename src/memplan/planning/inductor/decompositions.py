@@ -17,6 +17,7 @@ from memplan import _torch
 from memplan._torch import inductor
 from memplan._torch.custom_ops import define
 from memplan.planning.graph.op_schema import overload
+from memplan.planning.inductor import max_pool
 from memplan.planning.levers.registry import LEVERS
 from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the ops
 from memplan.trace.semantics.traced_results import INSTEAD
@@ -31,12 +32,10 @@ _NORMS = (
 
 
 def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
-    """By op, the function that it is replaced by when a step is traced.
+    """Return the functions that replace memplan's ops, by op, when a step is traced.
 
     ``on_card``: whether it runs on a CUDA card. Which pools are left to torch was measured on CPUs alone.
     """
-    from memplan.planning.inductor import max_pool
-
     ops: Any = torch.ops.memplan
     return {
         **({} if on_card else max_pool.decompositions()),
@@ -49,8 +48,8 @@ def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
 
 
 def _norm(op: Any) -> Callable[..., Any]:
-    """A norm as Inductor has it. In mixed precision the CPU's kernels give statistics in the parameters' dtype; torch's
-    decompositions round them to that of the input, whatever has been made for the backward pass."""
+    """Return a norm as Inductor has it. In mixed precision the CPU's kernels give statistics in the parameters' dtype;
+    torch's decompositions round them to that of the input, whatever has been made for the backward pass."""
 
     def norm(x: Tensor, *rest: Any) -> Any:
         traced = inductor.decomposition(op)
@@ -82,7 +81,7 @@ def _cross_entropy_backward(
 
 @cache
 def _corrected() -> Mapping[Any, Callable[..., Any]]:
-    """By torch's op, what stands for it when a step is traced."""
+    """Return the functions that replace torch's ops, by op, when a step is traced."""
     return {op: _registered(op, name) for name in INSTEAD if (op := _torch.op_named(name)) is not None}
 
 

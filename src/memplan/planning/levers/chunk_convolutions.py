@@ -40,7 +40,8 @@ class ChunkConvolutions(Lever):
 
 
 def chunked(graph: JointGraph) -> JointGraph:
-    """The graph with the convolutions of the forward pass taken apart whose scratch is as large as their result."""
+    """Return the graph with the convolutions of the forward pass taken apart whose scratch is as large as their
+    result."""
     return replace(graph, ops=tuple(_chunked(graph, op) for op in graph.ops))
 
 
@@ -62,7 +63,7 @@ def _chunked(graph: JointGraph, op: GraphOp) -> GraphOp:
 
 
 def _scratch(graph: JointGraph, op: GraphOp, made: Value, pieces: int) -> int:
-    """Bytes of a piece's result, and of what its kernel holds."""
+    """Return the bytes of a piece's result, and of what its kernel holds."""
     args = [alike(graph.values[one.value]) if isinstance(one, Ref) else one for one in op.args]
     args[0] = args[0][: args[0].shape[0] // pieces]
     result = alike(made)[: made.shape[0] // pieces]
@@ -70,7 +71,7 @@ def _scratch(graph: JointGraph, op: GraphOp, made: Value, pieces: int) -> int:
 
 
 def alike(value: Value) -> Tensor:
-    """A tensor without data that is laid out as a value."""
+    """Return a tensor without data that is laid out as a value."""
     return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
 
 
@@ -78,7 +79,7 @@ def _convolution_chunks(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
     transposed: bool, output_padding: list[int], groups: int, pieces: int,
 ) -> Tensor:  # fmt: skip
-    """As ``aten::convolution``, the batch in so many pieces."""
+    """Run ``aten::convolution`` with the batch in several pieces."""
     made = list[Tensor]()
     rest: tuple[Any, ...] = (weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     size = input.shape[0] // pieces

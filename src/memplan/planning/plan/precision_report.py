@@ -1,4 +1,4 @@
-"""What computing in lower precision comes to in a captured step: block by block, and in copies of weights."""
+"""Effect of computing in lower precision on a captured step: block by block, and in copies of weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplan.planning.plan.plan import Decision, Scope
 from memplan.planning.schedule.scheduler import Schedule
 
 BLOCKS = 12
-"""Blocks that a step is told in, at most."""
+"""Largest number of blocks in a report."""
 
 
 def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
@@ -37,8 +37,8 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
 
 
 def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
-    """The ops of both passes by the block of layers that they belong to: the deepest modules of which there are not
-    more than BLOCKS."""
+    """Return the ops of both passes by the block of layers that they belong to: the deepest modules of which there are
+    not more than BLOCKS."""
     layers = [(op, _layer(graph, op)) for op in (*graph.forward_ops, *graph.backward_ops)]
     deepest = max((layer.count(".") + 1 for _, layer in layers if layer), default=0)
     depth = 1
@@ -64,7 +64,7 @@ def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str
 
 
 def cast_copies(made: Schedule) -> int:
-    """Bytes of copies of parameters in lower precision that are there at once, at the most."""
+    """Return the bytes of copies of parameters in lower precision that are there at once, at the most."""
     copies, values = _copies(made.graph), made.graph.values
     level = most = 0
     for action in (*made.forward, *made.backward):
@@ -86,7 +86,7 @@ def _copies(graph: JointGraph) -> frozenset[int]:
 
 
 def _layer(graph: JointGraph, op: GraphOp) -> str:
-    """Of a backward op, that of the forward op whose derivative it is."""
+    """Return the layer of an op; of a backward op, that of the forward op whose derivative it computes."""
     return op.layer or ("" if op.gradient_of is None else graph.ops[op.gradient_of].layer)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from memplan._bytes import format_bytes, parse_bytes
-from memplan.devices import find
-from memplan.errors import DeviceError, InputError, UnitError
+from memplan._bytes import format_bytes
+from memplan.devices import Device, read_budget
+from memplan.errors import InputError
 from memplan.simulation import on_card
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
@@ -64,9 +64,9 @@ def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "h
         UnitError, DeviceError: they are none.
     """
     card = None
-    if budget is not None:
-        budget, card = _read_budget(budget)
-        device = device if card is None or device is not None else card
+    if budget is not None and isinstance(budget := read_budget(budget), Device):
+        budget, card = None, budget.name
+        device = card if device is None else device
     target = choose_target(device)
     if budget is None:
         if target.card is None and card is not None:
@@ -89,17 +89,6 @@ def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "h
     if case not in ("low", "high"):
         raise InputError(f"workspace={case!r}", expected="'low' or 'high'", do="Leave it out for 'high'")
     return Room(target, limit, case)
-
-
-def _read_budget(budget: Any) -> tuple[int | None, str | None]:
-    """Return the bytes of a budget, or the name of a card."""
-    try:
-        return parse_bytes(budget), None
-    except UnitError:
-        try:
-            return None, find(str(budget)).name
-        except DeviceError:
-            return parse_bytes(budget), None  # raises what is wrong with it as a size
 
 
 def _share(margin: float | str) -> float:
