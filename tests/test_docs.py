@@ -76,3 +76,12 @@ def test_the_examples_of_studies_run_and_print_what_they_show(name: str, capsys:
     shown = capsys.readouterr().out, "".join(re.findall(r"```text\n(.*?)```", text, re.S))
     one, other = (re.sub(r"fixed [\d.]+ KiB", "fixed", each) for each in shown)  # of oneDNN: another on each processor
     assert one == other
+
+
+@pytest.mark.parametrize(("page", "folder"), [("docs/architecture.md", "src/memplan"), ("CONTRIBUTING.md", "")])
+def test_the_files_that_a_map_names_exist(page: str, folder: str) -> None:
+    root = DOCS.parent
+    text = (root / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)+(?:[\w-]+\.\w+)?)`", text))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not any((root / at / path).exists() for at in (folder, ""))] == []

@@ -12,7 +12,7 @@ from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
     from memplan.checks.check import check
-    from memplan.checks.model import Finding
+    from memplan.checks.finding import Finding
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
     from memplan.planning.api import plan
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from memplan.studies.quantization.quantize import quantize
     from memplan.studies.quantization.quantized import Quantized
     from memplan.studies.sweeps.sweep import Sweep, sweep
-    from memplan.trace.json import load_trace, save_trace
     from memplan.trace.measure import measure
-    from memplan.trace.model import Trace
     from memplan.trace.record import record
     from memplan.trace.spec import spec
+    from memplan.trace.trace import Trace, load_trace, save_trace
     from memplan.verification.fitting.fit import Fitted, fit
     from memplan.verification.proof.proof import Proof
     from memplan.verification.proof.verify import verify
@@ -43,7 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",
     "Explanation": "memplan.explanation.model",
-    "Finding": "memplan.checks.model",
+    "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
     "Heuristics": "memplan.planning.search.search",
     "Plan": "memplan.planning.plan.plan",
@@ -52,21 +51,21 @@ _HOMES = {
     "Replay": "memplan.simulation.replays.replay",
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
-    "Trace": "memplan.trace.model",
+    "Trace": "memplan.trace.trace",
     "check": "memplan.checks.check",
     "compare": "memplan.studies.comparisons.compare",
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fitting.fit",
     "largest": "memplan.studies.capacity.largest",
     "load_plan": "memplan.planning.plan.plan",
-    "load_trace": "memplan.trace.json",
+    "load_trace": "memplan.trace.trace",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
     "save_plan": "memplan.planning.plan.plan",
-    "save_trace": "memplan.trace.json",
+    "save_trace": "memplan.trace.trace",
     "simulate": "memplan.simulation.simulate",
     "spec": "memplan.trace.spec",
     "sweep": "memplan.studies.sweeps.sweep",

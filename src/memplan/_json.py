@@ -1,37 +1,43 @@
 """Dataclasses as JSON text, and back by their own type hints. Reading trusts nothing: a file can come from a stranger.
 
-A field with a default may be missing: a file of before it was added is read still. An unknown one is refused by name.
-Plain values only: texts, finite numbers, booleans, tuples, sets, mappings by text, dataclasses and named tuples.
+A field with a default may be missing, so that files written before it was added still load; an unknown field is refused
+by name. Values are texts, finite numbers, booleans, tuples, sets, mappings by text, dataclasses and named tuples.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import types
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from cattrs import Converter
 
 LONGEST = 64 << 20
 """Characters of the longest text that is read."""
 DEEPEST = 12
-"""Levels of nesting in what has no type of its own."""
+"""Levels of nesting in a value without a type of its own."""
 _LARGEST = 1 << 63
 
-Json = Any
-"""What JSON can hold, with tuples for its lists: the type hint for what is checked for no more than that."""
+Json = Annotated[Any, "any JSON value"]
+"""Type hint of a field that holds any JSON value, with tuples for its lists."""
 
-Signed = Annotated[float, "below 0, too"]
-"""The type hint of a number that can be below 0; all others cannot."""
+Signed = Annotated[float, "may be negative"]
+SignedInt = Annotated[int, "may be negative"]
+"""Type hints of the numbers that may be negative; all others may not."""
 
 
 class Unreadable(ValueError):
-    """What was found is not what the type hints say; the text names the place."""
+    """A value does not match its type hint; the text names the place."""
 
 
 def to_plain(value: Any) -> Any:
-    """A value as what `json.dumps` takes: dataclasses as mappings by field, tuples as lists, sets as sorted lists."""
+    """Convert a value for `json.dumps`: dataclasses to mappings by field, tuples to lists, sets to sorted lists."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -44,23 +50,33 @@ def to_plain(value: Any) -> Any:
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
-    """A mapping as JSON text: a line for each key, and for each row of a list of rows."""
-    lines = [f"{_compact(key)}:{_rows(value)}" for key, value in plain.items()]
+    """Write a mapping as JSON text: a line for each key, and for each row of a list of rows."""
+    lines = [f"{compact(key)}:{_rows(value)}" for key, value in plain.items()]
     return "{" + ",\n".join(lines) + "}\n"
 
 
 def _rows(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
-        return "[\n" + ",\n".join(map(_compact, value)) + "\n]"
-    return _compact(value)
+        return "[\n" + ",\n".join(map(compact, value)) + "\n]"
+    return compact(value)
 
 
-def _compact(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+def row_of(record: Any) -> list[Any]:
+    """Return the values of a dataclass's fields, in order."""
+    return [getattr(record, name) for name in _names(type(record))]
+
+
+@functools.cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=row_of).encode
+"""Writes JSON without spaces; a dataclass as the list of the values of its fields, in order."""
 
 
 def parse(text: str) -> Any:
-    """JSON text as plain values. Raises Unreadable: too long, or not JSON."""
+    """Parse JSON text into plain values. Raises Unreadable: too long, or not JSON."""
     if len(text) > LONGEST:
         raise Unreadable(f"it has {len(text)} characters, {LONGEST} at most are read")
     try:
@@ -73,97 +89,135 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
-def from_plain(kind: Any, plain: Any, place: str) -> Any:
-    """A value of a type out of what `parse` gives.
+Reader = Callable[[Any, Any], Any]
+
+
+def from_plain(kind: Any, plain: Any, place: str, *, rows: bool = False) -> Any:
+    """Read a value of a type from what `parse` returned.
 
     Args:
         kind: the type, as type hints write it.
-        plain: what was read.
-        place: what to call it in an error.
+        plain: the parsed value.
+        place: how to name the value in an error.
+        rows: dataclasses are lists, as `compact` writes them, not mappings.
 
     Raises:
-        Unreadable: it is something else.
+        Unreadable: the value does not match the type.
     """
-    if kind is Json:
-        return frozen(plain, place)
-    if kind == Signed:
-        return _scalar(float, plain, place, least=-math.inf)
-    if is_dataclass(kind):
-        return _from_mapping(kind, plain, place)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return _one_of(inner, plain, place)
-    if origin in (Union, types.UnionType):
-        rest = [part for part in inner if part is not type(None)]
-        return None if plain is None and len(rest) < len(inner) else from_plain(rest[0], plain, place)
-    if origin is tuple:
-        return _from_list(inner, plain, place)
-    if origin is frozenset:
-        return frozenset(_from_list((inner[0], ...), plain, place))
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        return kind(*_from_list(tuple(get_type_hints(kind).values()), plain, place))
-    if origin is Mapping:
-        return {key: from_plain(inner[1], part, f"{place}[{key!r}]") for key, part in _mapping(plain, place).items()}
-    return _scalar(kind, plain, place)
+    try:
+        return _converter(rows).structure(plain, kind)
+    except (ExceptionGroup, Unreadable) as error:
+        raise Unreadable(_reason(error, place)) from None
 
 
-def frozen(plain: Any, place: str, depth: int = DEEPEST) -> Json:
-    """What JSON can hold, checked, with tuples in place of lists. Raises Unreadable."""
-    if depth == 0:
-        raise Unreadable(f"{place} is nested deeper than {DEEPEST} levels")
-    if isinstance(plain, Mapping):
-        return {str(key): frozen(part, place, depth - 1) for key, part in plain.items()}
-    if isinstance(plain, (tuple, list)):
-        return tuple(frozen(part, place, depth - 1) for part in plain)
-    if plain is None or isinstance(plain, bool):
-        return plain
-    return _scalar(type(plain), plain, place, least=-math.inf)
+def frozen(plain: Any, place: str) -> Json:
+    """Check a value of any JSON type and copy it, with tuples for lists. Raises Unreadable."""
+    try:
+        return _frozen(plain, Json)
+    except Unreadable as error:
+        raise Unreadable(f"{place} {error}") from None
 
 
-def _from_mapping(kind: Any, plain: Any, place: str) -> Any:
-    hints = get_type_hints(kind, include_extras=True)
-    given = _mapping(plain, place)
-    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
-    missing, unknown = sorted(needed - given.keys()), given.keys() - hints.keys()
-    if missing or unknown:
-        raise Unreadable(f"{place} lacks {missing[0]!r}" if missing else f"{place} has an unknown {min(unknown)!r:.40}")
-    return kind(**{name: from_plain(hints[name], part, f"{place}.{name}") for name, part in given.items()})
+@functools.cache
+def _converter(rows: bool) -> Converter:
+    """Return the strict converter: cattrs by itself makes numbers of texts, and tuples of anything iterable."""
+    from cattrs import Converter  # imported late: the command line has to answer --help within 0.3 s
+    from cattrs.cols import homogenous_tuple_structure_factory, mapping_structure_factory
+    from cattrs.gen import make_dict_structure_fn, override
 
+    converter = Converter()
 
-def _from_list(kinds: tuple[Any, ...], plain: Any, place: str) -> tuple[Any, ...]:
-    if not isinstance(plain, list):
-        raise Unreadable(f"{place} is {_shown(plain)}, not a list")
-    if len(kinds) == 2 and kinds[1] is ...:
-        kinds = (kinds[0],) * len(plain)
-    if len(kinds) != len(plain):
-        raise Unreadable(f"{place} has {len(plain)} parts, not {len(kinds)}")
-    return tuple(
-        from_plain(kind, part, f"{place}[{at}]") for at, (kind, part) in enumerate(zip(kinds, plain, strict=True))
+    def tuple_reader(kind: Any) -> Reader:
+        *parts, last = get_args(kind)
+        if last is ...:
+            return _only(list, "a list", homogenous_tuple_structure_factory(kind, converter))
+        return _only(list, "a list", converter.gen_structure_hetero_tuple(kind), len(parts) + 1)
+
+    def set_reader(kind: Any) -> Reader:
+        items = tuple[get_args(kind)[0], ...]
+        read = converter.get_structure_hook(items)
+        return lambda plain, _: frozenset(read(plain, items))
+
+    def record_reader(kind: Any) -> Reader:
+        hints = get_type_hints(kind, include_extras=True)  # cattrs itself drops what Annotated adds
+        if rows or issubclass(kind, tuple):
+            row = tuple[tuple(hints.values())]
+            read_row = converter.get_structure_hook(row)
+            return lambda plain, _: kind(*read_row(plain, row))
+        hooks = {name: override(struct_hook=converter.get_structure_hook(hint)) for name, hint in hints.items()}
+        read = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hooks)
+        return _only(dict, "a mapping", read)
+
+    factory, hook = converter.register_structure_hook_factory, converter.register_structure_hook_func
+    factory(lambda kind: is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, tuple)), record_reader)
+    factory(lambda kind: get_origin(kind) is tuple, tuple_reader)
+    factory(lambda kind: get_origin(kind) is frozenset, set_reader)
+    factory(
+        lambda kind: get_origin(kind) is Mapping,
+        lambda kind: _only(dict, "a mapping", mapping_structure_factory(kind, converter)),
     )
+    hook(lambda kind: get_origin(kind) is Literal, _one_of)
+    hook(lambda kind: kind in (Any, Json) or (isinstance(kind, types.UnionType) and len(get_args(kind)) > 2), _frozen)
+    for scalar in (str, bool, int, float):
+        converter.register_structure_hook(scalar, _scalar)
+    for hint, scalar in ((Signed, float), (SignedInt, int)):
+        hook(functools.partial(operator.eq, hint), lambda plain, _, kind=scalar: _scalar(plain, kind, -math.inf))
+    return converter
 
 
-def _mapping(plain: Any, place: str) -> Mapping[str, Any]:
-    if not isinstance(plain, Mapping):
-        raise Unreadable(f"{place} is {_shown(plain)}, not a mapping")
+def _only(shape: type, name: str, read: Reader, length: int | None = None) -> Reader:
+    def checked(plain: Any, kind: Any) -> Any:
+        if type(plain) is not shape:
+            raise Unreadable(f"is {_shown(plain)}, not {name}")
+        if length is not None and len(plain) != length:
+            raise Unreadable(f"has {len(plain)} parts, not {length}")
+        return read(plain, kind)
+
+    return checked
+
+
+def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
+    if depth == 0:
+        raise Unreadable(f"is nested deeper than {DEEPEST} levels")
+    if isinstance(plain, Mapping) and kind in (Any, Json):
+        return {str(key): _frozen(part, kind, depth - 1) for key, part in plain.items()}
+    if isinstance(plain, (tuple, list)):
+        return tuple([_frozen(part, kind, depth - 1) for part in plain])
+    return plain if plain is None or isinstance(plain, bool) else _scalar(plain, type(plain), -math.inf)
+
+
+def _one_of(plain: Any, kind: Any) -> Any:
+    if not isinstance(plain, str) or plain not in get_args(kind):
+        raise Unreadable(f"is {_shown(plain)}, which is none of {', '.join(map(repr, get_args(kind)))}")
     return plain
 
 
-def _one_of(allowed: tuple[Any, ...], plain: Any, place: str) -> Any:
-    if not isinstance(plain, str) or plain not in allowed:
-        raise Unreadable(f"{place} is {_shown(plain)}, which is none of {', '.join(map(repr, allowed))}")
-    return plain
-
-
-def _scalar(kind: Any, plain: Any, place: str, least: float = 0) -> Any:
-    """A text, a boolean or a number, which is 0 or more where nothing else is said."""
-    if kind is float and isinstance(plain, int) and not isinstance(plain, bool):
+def _scalar(plain: Any, kind: Any, least: float = 0) -> Any:
+    """Return a text, a boolean, or a finite number of at least ``least``."""
+    if kind is float and type(plain) is int:
         plain = float(plain) if abs(plain) < _LARGEST else plain
     if type(plain) is not kind or kind not in (str, bool, int, float):
-        raise Unreadable(f"{place} is {_shown(plain)}, not {getattr(kind, '__name__', kind)}")
+        raise Unreadable(f"is {_shown(plain)}, not {getattr(kind, '__name__', kind)}")
     if kind in (int, float) and not (least <= plain and abs(plain) < (_LARGEST if kind is int else math.inf)):
-        raise Unreadable(f"{place} is {_shown(plain)}, which is out of range")
+        raise Unreadable(f"is {_shown(plain)}, which is out of range")
     return plain
 
 
 def _shown(plain: Any) -> str:
     return f"{plain!r:.40}" if not isinstance(plain, int) or abs(plain) < _LARGEST else "a number of many digits"
+
+
+def _reason(error: Exception, place: str) -> str:
+    """Describe the first error in cattrs' tree of errors, with the place that their notes name."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+        for note in getattr(error, "__notes__", ()):
+            field = getattr(note, "name", None)
+            if field is not None and not isinstance(error, KeyError):
+                place += f".{field}"
+            elif not callable(note.index):  # else a plain text
+                place += f"[{note.index!r}]"
+    if isinstance(error, KeyError):
+        return f"{place} lacks {error.args[0]!r}"
+    unknown = getattr(error, "extra_fields", None)
+    return f"{place} has an unknown {min(unknown)!r:.40}" if unknown else f"{place} {error}"

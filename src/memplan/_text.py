@@ -1,6 +1,10 @@
-"""Texts from strangers, as they may be printed."""
+"""Texts: made printable, of seconds, and written to files whole."""
 
 from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
 
 
 def printable(text: str) -> str:
@@ -25,3 +29,19 @@ def format_seconds(seconds: float) -> str:
         return "0 ms"
     digits = 0 if number >= 9.95 else 1 if number >= 0.995 else 2 if number >= 0.0995 else 3
     return f"{number:.{digits}f} {unit}" if number >= 0.0005 else f"under 0.001 {unit}"
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file, text as UTF-8, and move it into place once complete: a failed run leaves the old file."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes files that only the owner reads
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -133,6 +133,11 @@ class BudgetError(UsageError):
         self.held_by = held_by
         self.lower_by = lower_by
 
+    def but(self, **changes: Any) -> BudgetError:
+        """Return this error with other values for some of its arguments."""
+        names = "found", "expected", "do", "smallest_budget", "timeline", "held_by", "lower_by", "precision"
+        return BudgetError(**{name: getattr(self, name) for name in names} | changes)
+
 
 class RecordingError(MemplanError, RuntimeError):
     """A step could not be recorded.

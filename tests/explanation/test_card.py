@@ -115,7 +115,7 @@ def test_the_users_module_stays_where_it_is() -> None:
 
 
 def test_a_trace_of_a_gpu_outside_of_the_catalogue_is_explained_without_a_verdict() -> None:
-    from memplan.trace.model import replace
+    from dataclasses import replace
 
     def build() -> Any:
         x = torch.zeros(1000, device="cuda")

@@ -19,7 +19,7 @@ from goldens.cs336_step import forward_step, full_step
 
 import memplan
 from memplan.simulation.replays.replayed import Replay
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 DATA = Path(__file__).parents[3] / "shared" / "data" / "cuda_snapshots"
 

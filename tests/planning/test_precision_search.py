@@ -21,7 +21,7 @@ from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import EXACT, UNSCALED, Precision, Save
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION
 from memplan.planning.plan.precision_report import blocks
 from memplan.planning.planner import Planner
 from memplan.planning.search.search import Heuristics

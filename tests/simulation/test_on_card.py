@@ -10,7 +10,8 @@ import memplan
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.on_card import fits
-from memplan.trace.model import Call, Storage, Trace
+from memplan.trace.records import Call, Storage
+from memplan.trace.trace import Trace
 
 MIB = 1 << 20
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import memplan
 from memplan.errors import UsageError
 from memplan.simulation.simulate import live_at
-from memplan.trace.model import Storage, Trace
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace
 
 
 @st.composite

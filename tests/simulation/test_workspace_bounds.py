@@ -14,7 +14,7 @@ from torch import nn
 import memplan
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.workspace_bounds import reserved_bounds
-from memplan.trace.model import Trace
+from memplan.trace.trace import Trace
 
 MIB = 1 << 20
 Make = Callable[[], tuple[nn.Module, torch.Tensor]]

@@ -8,17 +8,18 @@ from typing import Any
 
 import torch
 
+from memplan.checks.changed_step import Remaker
+from memplan.checks.finding import SEVERITIES, Finding, Subject
 from memplan.checks.ignores import Ignore, kept, parse_ignore
-from memplan.checks.mending import Remaker
-from memplan.checks.model import SEVERITIES, Finding, Subject
 from memplan.checks.registry import CHECKS, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.explain import device_of
-from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import choose_target
+from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace
 
 
 def check(
@@ -43,7 +44,7 @@ def check(
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`.
         context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
             overlap): a border lost up to that is no finding.
-        ignore: findings not to be told of: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
+        ignore: findings to leave out: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
             ``# memplan: ignore[border-erosion]`` does it for the line that makes or calls a layer.
 
     Returns:
@@ -73,7 +74,7 @@ def check(
 
 
 def record_again(remaker: Remaker) -> Trace:
-    """The step as it is described."""
+    """Record the step as described, without a change."""
     on_card = remaker.target.card is not None
     return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
 
@@ -87,7 +88,7 @@ def check_trace(
         trace: the step.
         remaker: makes it again after a change; without one, costs are those that follow from the trace.
         context: as for `check`.
-        ignores: what not to tell of.
+        ignores: findings to leave out.
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.options import Described, StepArguments, advised, describe, json_option, step_options, top_option
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
 from memplan.errors import (
@@ -65,7 +66,7 @@ class _Files:
     frontier: str | None
 
     def checked(self) -> _Files:
-        """The same. Raises InputError for what cannot be written, UsageError for what cannot be drawn."""
+        """Check and return the files. Raises InputError, UsageError: one cannot be written, or drawn."""
         options = {"--plan": self.plan, "--python": self.python, "--json": self.json, "--frontier": self.frontier}
         given = {option: path for option, path in options.items() if path is not None}
         if self.frontier == "-":
@@ -75,14 +76,14 @@ class _Files:
         for option, path in given.items():
             check_writable(path, option)
         if self.frontier is not None:
-            from memplan.reports.frontier import check_drawable
+            from memplan.reports.chart import check_drawable
 
-            check_drawable(self.frontier)
+            check_drawable(self.frontier, "--frontier")
         return self
 
     @property
     def takes_stdout(self) -> bool:
-        """Whether one of them is stdout, which then holds nothing else."""
+        """Return whether one of them is stdout, which then holds nothing else."""
         return "-" in (self.plan, self.python, self.json)
 
 
@@ -108,8 +109,7 @@ class _Files:
     help="Seconds of an op: measured on this machine, or estimates that are the same every time (--predict).",
 )  # fmt: skip
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
-@click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
-    help="Values of the plan to list; 0 for all.")  # fmt: skip
+@top_option(12, "Values of the plan")
 @click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
 @click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of plans.")
@@ -118,7 +118,7 @@ class _Files:
     help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, with --allow lossy "
     "autocast, too, and draw them beside.",
 )  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+@json_option("everything")
 def command(
     budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
     use_plan: str | None, top: int,
@@ -232,7 +232,7 @@ def _outcome(
 
 
 def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
-    """What `memplan.plan` and `memplan.fit` take besides model, inputs and budget."""
+    """Return the arguments of `memplan.plan` and `memplan.fit` besides model, inputs and budget."""
     options = described.options
     return {
         "kwargs": dict(options.kwargs),
@@ -245,7 +245,7 @@ def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
 
 
 def _maker(described: Described) -> Callable[[], nn.Module]:
-    """The target without arguments, which says what it made if that is no use."""
+    """Return the target without arguments, which says what it made if that is no use."""
     target = described.target
 
     def make() -> nn.Module:
@@ -277,7 +277,7 @@ def _frontier(
     made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plans from all kept to the floor, whatever the budget, and what others take where that is asked for."""
+    """Plan from all kept to the floor, whatever the budget, and measure peers where that is asked for."""
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
@@ -315,7 +315,8 @@ def _write(outcome: Outcome, files: _Files) -> None:
     if outcome.plan is not None and files.python is not None:
         write(files.python, outcome.plan.as_python())
     if files.frontier is not None and outcome.frontier is not None:
-        from memplan.reports.frontier import picture
-        from memplan.trace.json import write_whole
+        from memplan._text import write_whole
+        from memplan.reports.chart import picture
+        from memplan.reports.frontier import draw
 
-        write_whole(files.frontier, picture(outcome.frontier, files.frontier))
+        write_whole(files.frontier, picture(partial(draw, outcome.frontier), files.frontier))

@@ -9,7 +9,7 @@ from memplan.simulation.on_card import fits
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
 from memplan.simulation.workspace_bounds import reserved_bounds
-from memplan.trace.model import Trace, at_least
+from memplan.trace.trace import Trace, at_least
 
 _NOT_MODELLED = (
     "what other processes hold, CUDA graphs, communication buffers (NCCL), workspaces of cuFFT, cuSOLVER and "

@@ -18,10 +18,11 @@ from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import CAUSES, HOST, Op, Trace, at_least
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import choose_target
+from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace, at_least
 
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
 

@@ -9,9 +9,9 @@ from memplan.errors import MemplanError
 from memplan.explanation.layers import fullest
 from memplan.explanation.model import Explanation
 from memplan.simulation.simulate import live_at
-from memplan.trace.model import Trace, at_least
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Build, Target
+from memplan.trace.trace import Trace, at_least
 
 
 def beside_training(explanation: Explanation, build: Build, target: Target) -> Explanation:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from memplan.explanation.formulas import formulas, needing
 from memplan.explanation.model import LayerRow, SavedRow
 from memplan.simulation.simulate import live_at
-from memplan.trace.model import Op, Sharer, Storage, Trace
+from memplan.trace.records import Op, Sharer, Storage
+from memplan.trace.trace import Trace
 
 OUTSIDE = "(outside of layers)"
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from memplan._bytes import format_bytes
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import Assumption
+from memplan.trace.records import Assumption
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from memplan.planning.cost.op_timing import step_seconds
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import EXACT, Compute, Precision, Save
 from memplan.planning.levers import registry
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION
 from memplan.planning.plan.budget_error import Way, with_way
 from memplan.planning.plan.plan import Plan
 from memplan.planning.plan.precision_report import slower_blocks

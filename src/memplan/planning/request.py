@@ -19,7 +19,7 @@ from memplan.planning.capture.side_effects import is_fake
 from memplan.planning.graph.placement import Home, home_of
 from memplan.planning.graph.precision import UNSCALED
 from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions
 

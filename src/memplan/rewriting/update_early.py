@@ -85,7 +85,7 @@ class Early:
         self._updated.clear()
 
     def updates(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is updated early."""
+        """Return whether a parameter is updated early."""
         return id(parameter) in self._ids
 
     def check_backward(self, leaves: list[torch.Tensor]) -> None:
@@ -200,8 +200,8 @@ def _check_alone() -> None:
 
 
 def _weakly(method: Any) -> Any:
-    """A hook that does not keep its object: torch shows this kind of hook to no garbage collector, so that a model and
-    the optimizer that it would hold would stay for ever."""
+    """Return a hook that does not keep its object alive: torch shows this kind of hook to no garbage collector, so that
+    a model and the optimizer that it would hold would stay for ever."""
     held = weakref.WeakMethod(method)
 
     def hook(parameter: torch.Tensor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from memplan.simulation.allocator.allocator import CachingAllocator, OutOfMemory
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level
-from memplan.trace.model import Call, Storage, Trace
+from memplan.trace.records import Call, Storage
+from memplan.trace.trace import Trace
 
 _Event = tuple[int, int, Storage | Call]
 _DEATH, _BIRTH, _CALL = 0, 1, 2

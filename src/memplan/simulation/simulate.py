@@ -9,7 +9,8 @@ from memplan.simulation.allocator.settings import AllocatorSettings, parse_setti
 from memplan.simulation.on_card import drive
 from memplan.simulation.peaks import Level, timeline_of
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import HOST, Storage, Trace
+from memplan.trace.records import HOST, Storage
+from memplan.trace.trace import Trace
 
 Workspace = Literal["low", "high", "measured"]
 

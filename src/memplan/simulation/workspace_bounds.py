@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.on_card import drive
-from memplan.trace.model import Storage, Trace
+from memplan.trace.records import Storage
+from memplan.trace.trace import Trace
 
 _DRAWS = 6
 _LARGE = 50_000

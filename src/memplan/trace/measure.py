@@ -11,12 +11,13 @@ import torch
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import DeviceError
-from memplan.trace.model import HOST, Trace
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.session import COMPILED, CUDA_DIFFERS, Build, check_steps, located, run_build, undisturbed
+from memplan.trace.records import HOST
+from memplan.trace.trace import Trace
 
 
 def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:

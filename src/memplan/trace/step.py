@@ -15,8 +15,8 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, InputError, MemplanError, TargetError
-from memplan.trace.model import HOST
 from memplan.trace.recording.session import Build, Step
+from memplan.trace.records import HOST
 from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
 
 CUDA = "cuda"

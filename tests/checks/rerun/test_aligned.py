@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.checks.mending import Unmended
+from memplan.checks.changed_step import Unmended
 from memplan.checks.rerun.aligned import changed
-from memplan.trace.model import Trace
 from memplan.trace.step import StepOptions, build_of
+from memplan.trace.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[3]
 ZOO = ["resnet18_channels_last", "mobilenet", "unet3d", "dynunet", "vit", "t5", "autocast_conv", "retained_graph",

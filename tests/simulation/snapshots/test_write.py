@@ -24,7 +24,8 @@ from memplan.simulation.peaks import timeline_of
 from memplan.simulation.snapshots.read import Frame
 from memplan.simulation.snapshots.write import frames_of, snapshot_of, write_snapshot
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import Layer, Op, Storage, Trace
+from memplan.trace.records import Layer, Op, Storage
+from memplan.trace.trace import Trace
 
 MIB = 1 << 20
 # Opcodes that torch/utils/viz/MemoryViz.js reads.

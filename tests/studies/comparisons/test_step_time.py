@@ -134,7 +134,7 @@ def test_rates_of_devices() -> None:
 
 
 def test_without_forms_nothing_is_said() -> None:
-    from memplan.trace.model import replace
+    from dataclasses import replace
 
     trace = memplan.record(_build_of(SmallResNet()), device="cpu", steps=1)
     assert step_time(replace(trace, forms=()), CPU) is None

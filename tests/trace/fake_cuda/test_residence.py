@@ -11,7 +11,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import DeviceError
-from memplan.trace.model import Storage
+from memplan.trace.records import Storage
 
 FLOAT = 4
 

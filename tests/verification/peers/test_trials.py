@@ -157,6 +157,6 @@ def test_a_peer_that_fails_says_why_and_the_others_run(monkeypatch: pytest.Monke
 
 
 def test_without_memory_for_it_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "available", lambda: 1 << 20)
+    monkeypatch.setattr(free_memory, "available", lambda _: 1 << 20)
     with pytest.raises(UsageError, match=r"takes about 1\.5 MiB, and 1\.0 MiB are available.*--peers"):
         measure_peers(asked(network()), 1 << 19)

@@ -26,8 +26,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.registry import with_forms
-from memplan.planning.passes.chunk_convolutions import chunked
+from memplan.planning.levers.registry import rewritten, with_forms
 from memplan.planning.passes.copies_and_views import guarded, without_copies
 from memplan.planning.passes.merge_cross_entropy_backward import fused
 from memplan.planning.passes.pipeline import _with_overwrites
@@ -156,8 +155,7 @@ def read(
     graph = fused(apart(split(graph)))
     if reader.values.on_cpu:
         graph = with_again(graph)
-    if precision.compute and reader.values.on_cpu and not precision.whole:
-        graph = chunked(graph)
+    graph = rewritten(graph, precision)
     graph = with_forms(_with_overwrites(graph), Situation(precision.save))
     return Captured(
         graph, reader.values.constants, flat.returned, tuple(reader.values.tangents), opaque, joint.conditions

@@ -18,7 +18,7 @@ from memplan.planning.graph.op_schema import NUMBERS
 from memplan.planning.graph.placement import blocks
 from memplan.planning.passes.share_autocast_casts import CAST
 from memplan.planning.passes.split_convolution_backward import idle_arguments
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu.table import transient_bytes
 from memplan.trace.semantics.traced_results import TRAINING_NORM, eager_arguments
 

@@ -20,9 +20,9 @@ from memplan import _torch
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION, alike
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION, alike
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
 
 LIMIT = 3.0

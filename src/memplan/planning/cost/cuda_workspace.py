@@ -16,7 +16,7 @@ from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import alone, held_on
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home, blocks
-from memplan.planning.passes.chunk_convolutions import alike
+from memplan.planning.levers.chunk_convolutions import alike
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Extra
 

@@ -16,8 +16,8 @@ from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.simulation.simulate import live_at, simulate
-from memplan.trace.model import Cause
 from memplan.trace.record import record_for
+from memplan.trace.records import Cause
 
 Optimizer = Callable[[Any], Any]
 

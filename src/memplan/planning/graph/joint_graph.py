@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
 """Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the

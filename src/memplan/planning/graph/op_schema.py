@@ -89,3 +89,9 @@ def arguments_of(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 NUMBERS = 128
 """Bytes in which torch wraps the numbers that its kernels are called with, at most."""
+
+
+def short(target: str) -> str:
+    """Return the name of an op alone: ``relu`` of ``aten.relu.default``."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 2 else target

@@ -11,8 +11,8 @@ from torch import nn
 
 from memplan.devices import Device
 from memplan.errors import DeviceError
-from memplan.trace.model import HOST
 from memplan.trace.recording.session import Target, own_card
+from memplan.trace.records import HOST
 
 BLOCK = 512
 """Bytes: CUDA's caching allocator gives out multiples of these."""

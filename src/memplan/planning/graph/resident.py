@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from memplan.planning.graph.placement import Home
-from memplan.trace.model import Cause
+from memplan.trace.records import Cause
 
 
 @dataclass(frozen=True, slots=True)

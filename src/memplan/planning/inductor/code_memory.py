@@ -21,8 +21,9 @@ from memplan.planning.inductor.partition import Fused, Halves
 from memplan.planning.schedule.scheduler import taken
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import HOST, Trace
 from memplan.trace.record import record_for
+from memplan.trace.records import HOST
+from memplan.trace.trace import Trace
 
 
 def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:

@@ -25,7 +25,7 @@ from memplan.planning.levers import registry
 from memplan.planning.plan.fusion import Bound, Fusion, Group
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 
 UNTOLD = "this version of Inductor does not say what its kernels move: what fusion brings is not known"
 COPY = "aten.copy_.default"

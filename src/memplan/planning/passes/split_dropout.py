@@ -11,7 +11,7 @@ import numpy as np
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.graph.op_schema import NUMBERS
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 
 DROPOUT = "aten.native_dropout.default"
 MASK = "memplan.dropout_mask.default"

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
+from memplan.planning.graph.op_schema import short
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.registry import UPDATE_EARLY
-from memplan.planning.plan.decisions import short
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import Cause, Op, Storage, Trace
+from memplan.trace.records import Cause, Op, Storage
+from memplan.trace.trace import Trace
 
 _SCALING: tuple[Cause, ...] = ("input", "saved", "activation", "activation_gradient", "temporary", "workspace")
 """Causes whose bytes follow the inputs' sizes."""
@@ -83,16 +84,7 @@ def budget_error(
 
 def with_way(error: BudgetError, way: Way) -> BudgetError:
     """Return the error with one more way to meet the budget."""
-    return BudgetError(
-        error.found,
-        expected=error.expected,
-        do=f"{error.do}; or {way}",
-        smallest_budget=error.smallest_budget,
-        timeline=error.timeline,
-        held_by=error.held_by,
-        lower_by=(*error.lower_by, way),
-        precision=error.precision,
-    )
+    return error.but(do=f"{error.do}; or {way}", lower_by=(*error.lower_by, way))
 
 
 def _holder(trace: Trace, storage: Storage) -> Holder:

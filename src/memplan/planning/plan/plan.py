@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._json import Json, Unreadable
-from memplan._text import format_seconds, printable
+from memplan._text import format_seconds, printable, write_whole
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
@@ -22,7 +23,6 @@ from memplan.planning.plan import choices_json
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
-from memplan.trace.json import write_whole
 
 FORMAT = "memplan.plan"
 SCHEMA = 1
@@ -211,9 +211,10 @@ class Plan:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
-        kept = [lever.counted(self.count(lever.name), self.host_bytes) for lever in LEVERS]
+        levers = Counter(one.lever for one in self.decisions if one.scope.kind == "value")
+        values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
         updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
-        counts = ", ".join(filter(None, (f"{_values(self.count('recompute'))} recomputed", *kept, updated)))
+        counts = ", ".join(filter(None, (*values, updated)))
         bound = ""
         if not self.choices.fused:  # of fused kernels none is known
             bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
@@ -406,4 +407,10 @@ def _read(plain: Any) -> Plan:
     names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
     if len(set(names.values())) < len(names):
         raise Unreadable("names gives two names to one value")
-    return _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
+    plan = _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
+    levers = ["keep", *(lever.name for lever in LEVERS)]
+    for at, decision in enumerate(plan.decisions):
+        if decision.lever not in levers:
+            place, known = f"the plan.decisions[{at}].lever", ", ".join(map(repr, levers))
+            raise Unreadable(f"{place} is {decision.lever!r:.40}, which is none of {known}")
+    return plan

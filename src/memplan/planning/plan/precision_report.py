@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from memplan._bytes import format_bytes
-from memplan._text import format_seconds
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
 from memplan.planning.graph.precision import Precision
+from memplan.planning.levers.registry import LOWER_PRECISION
 from memplan.planning.passes.share_autocast_casts import CAST
 from memplan.planning.plan.plan import Decision, Scope
 from memplan.planning.schedule.scheduler import Schedule
@@ -26,18 +25,14 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     found = list[Decision]()
     for block, ops in blocks(graph).items():
         made = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
-        low = [v for v in made if graph.values[v].dtype == precision.compute]
+        cast = [v for op in ops for v in op.makes if v in copies]
+        one, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, made, cast)
         if not low:
             continue
-        size = sum(graph.values[v].bytes for v in low)
-        weights = sum(graph.values[v].bytes for op in ops for v in op.makes if v in copies)
-        reason = f"{precision.compute} in {len(low)} of {len(made)} results, forward and backward in "
-        reason += format_seconds(sum(op.seconds for op in ops))
-        reason += f"; {format_bytes(weights)} of copies of weights" if weights else ""
-        details = {"dtype": precision.compute, "cast_copies": weights, "values": len(low)}
         names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
         scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
-        found.append(Decision("lower precision", scope, "lossy", size, 0.0, block, where, reason, details))
+        name = LOWER_PRECISION.name
+        found.append(Decision(name, scope, one.grade, one.bytes, 0.0, block, where, one.text, one.details))
     return tuple(found)
 
 

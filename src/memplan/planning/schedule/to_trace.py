@@ -16,7 +16,8 @@ from memplan.planning.schedule.byte_levels import ActionBytes
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
-from memplan.trace.model import Cause, Op, Operand, Phase, Storage, Trace
+from memplan.trace.records import Cause, Op, Operand, Phase, Storage
+from memplan.trace.trace import Trace
 
 _CAUSES: dict[Kind, Cause] = {
     "parameter": "weight",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from sortedcontainers import SortedList
 
 from memplan.simulation.timeline import Pool
 
@@ -13,60 +14,6 @@ FREE, LIVE, PENDING = 0, 1, 2
 
 _ADDRESS_BITS = 64
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
-_BUCKET = 1000
-
-
-class SortedKeys:
-    """Integers in order, without duplicates. O(log n) to find; to add and remove, a move within one short list."""
-
-    __slots__ = ("_buckets", "_tops")
-
-    def __init__(self) -> None:
-        self._buckets: list[list[int]] = []
-        self._tops: list[int] = []
-        """The largest of each bucket."""
-
-    def __iter__(self) -> Iterator[int]:
-        for bucket in self._buckets:
-            yield from bucket
-
-    def add(self, key: int) -> None:
-        """Put in a key that is not in yet."""
-        tops, buckets = self._tops, self._buckets
-        at = bisect_left(tops, key)
-        if at == len(tops):
-            if not tops:
-                buckets.append([key])
-                tops.append(key)
-                return
-            at -= 1
-            buckets[at].append(key)
-            tops[at] = key
-        else:
-            insort(buckets[at], key)
-        bucket = buckets[at]
-        if len(bucket) > 2 * _BUCKET:
-            buckets.insert(at, bucket[:_BUCKET])
-            tops.insert(at, bucket[_BUCKET - 1])
-            del bucket[:_BUCKET]
-
-    def remove(self, key: int) -> None:
-        """Take out a key that is in."""
-        at = bisect_left(self._tops, key)
-        bucket = self._buckets[at]
-        del bucket[bisect_left(bucket, key)]
-        if not bucket:
-            del self._buckets[at], self._tops[at]
-        elif self._tops[at] == key:
-            self._tops[at] = bucket[-1]
-
-    def at_least(self, key: int) -> int | None:
-        """The smallest key that is not below ``key``."""
-        at = bisect_left(self._tops, key)
-        if at == len(self._tops):
-            return None
-        bucket = self._buckets[at]
-        return bucket[bisect_left(bucket, key)]
 
 
 class Chunk:
@@ -152,10 +99,10 @@ class ChunkPool:
         """How often it was asked for a chunk, counted where garbage is collected: the clock of a chunk's age."""
         self.chunks: dict[int, Chunk] = {}
         """All of its free chunks by address, those without memory, too."""
-        self._free: dict[int, SortedKeys] = {}
-        self._parked: dict[int, SortedKeys] = {}
+        self._free: dict[int, SortedList[int]] = {}
+        self._parked: dict[int, SortedList[int]] = {}
         """Free chunks of expandable segments where these may serve no request."""
-        self._unmapped: dict[int, list[int]] = {}
+        self._unmapped: dict[int, SortedList[int]] = {}
 
     def add(self, chunk: Chunk) -> None:
         """Put in a free chunk; its age begins anew."""
@@ -164,7 +111,7 @@ class ChunkPool:
         kept = self._free if chunk.reservation is None or self.expandable else self._parked
         keys = kept.get(chunk.stream)
         if keys is None:
-            keys = kept[chunk.stream] = SortedKeys()
+            keys = kept[chunk.stream] = SortedList()
         keys.add(chunk.size << _ADDRESS_BITS | chunk.address)
 
     def remove(self, chunk: Chunk) -> None:
@@ -180,18 +127,14 @@ class ChunkPool:
         the smallest chunk on, while the next one could grow less than this one, that one is taken.
         """
         keys = self._free.get(stream)
-        key = None if keys is None else keys.at_least(size << _ADDRESS_BITS)
-        if keys is None or key is None:
-            return None
-        chunk = self.chunks[key & _ADDRESS]
-        while chunk.reservation is not None:
-            key = keys.at_least(key + 1)
-            if key is None:
-                break
+        chunk: Chunk | None = None
+        for key in () if keys is None else keys.irange(size << _ADDRESS_BITS):
             following = self.chunks[key & _ADDRESS]
-            if _could_grow_to(following) >= _could_grow_to(chunk):
+            if chunk is not None and _could_grow_to(following) >= _could_grow_to(chunk):
                 break
             chunk = following
+            if chunk.reservation is None:
+                break
         return chunk
 
     def of_stream(self, stream: int) -> list[Chunk]:
@@ -208,13 +151,12 @@ class ChunkPool:
     def add_unmapped(self, chunk: Chunk) -> None:
         """Put in a chunk without memory."""
         self.chunks[chunk.address] = chunk
-        insort(self._unmapped.setdefault(chunk.stream, []), chunk.address)
+        self._unmapped.setdefault(chunk.stream, SortedList()).add(chunk.address)
 
     def remove_unmapped(self, chunk: Chunk) -> None:
         """Take out a chunk without memory."""
         del self.chunks[chunk.address]
-        addresses = self._unmapped[chunk.stream]
-        del addresses[bisect_left(addresses, chunk.address)]
+        self._unmapped[chunk.stream].remove(chunk.address)
 
     def unmapped(self, stream: int) -> Iterator[Chunk]:
         """The chunks without memory of a stream, in order of address."""

@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from memplan._text import write_whole
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import BUCKETS, AllocatorSettings
 from memplan.simulation.snapshots.read import Frame
 from memplan.simulation.timeline import AllocatorEvent, Block, Segment, Timeline
-from memplan.trace.json import write_whole
-from memplan.trace.model import Op, Trace
+from memplan.trace.records import Op
+from memplan.trace.trace import Trace
 
 Frames = Mapping[int, Sequence[Frame]]
 PROTOCOL = 4

@@ -1,4 +1,4 @@
-"""What a step has to fit into: a card, a budget, or a budget on a card, less a margin."""
+"""The limit of a step: a card, a budget, or a budget on a card, less a margin."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from memplan.simulation import on_card
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.sweeps.points import Bytes
-from memplan.trace.model import Trace
 from memplan.trace.recording.session import Target, choose_target
+from memplan.trace.trace import Trace
 
 Case = Literal["low", "high"]
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a step has to fit into."""
+    """Limit that a step has to fit into."""
 
     target: Target
     limit: int
     """Bytes: of a card with the CUDA context, less the margin."""
     case: Case = "high"
-    """Of workspaces that are known as an interval: the least or the most of them."""
+    """Lower or upper bound of workspaces that are known as an interval."""
 
     def need(self, found: Bytes) -> int:
-        """What a step takes of it."""
+        """Return the bytes that count against the limit."""
         return found.needs_high if self.case == "high" else found.needs
 
     def fits(self, found: Bytes) -> bool:
-        """Whether a step does: on a card with all that its allocator does before it gives up."""
+        """Return whether a step does: on a card with all that its allocator does before it gives up."""
         if found.answer is None:
             return self.need(found) <= self.limit
         return found.answer == "fits" or (self.case == "low" and found.answer == "low only")
 
     def holds(self, trace: Trace, settings: AllocatorSettings) -> bool:
-        """Whether a step fits, as `fits` would say of its recording, in a hundredth of the time."""
+        """Return whether a step fits, as `fits` would say of its recording, in a hundredth of the time."""
         if self.target.card is None:
             return simulate(trace).peak_allocated <= self.limit
         room = self.target.card.usable(self.case)
@@ -47,17 +47,17 @@ class Room:
 
     @property
     def for_plans(self) -> int:
-        """What a plan is given: of a card what it has beside the context, since plans count allocated bytes."""
+        """Budget of a plan: of a card its bytes without the context, since plans count allocated bytes."""
         return self.limit if self.target.card is None else self.target.card.usable("high")
 
     @property
     def title(self) -> str:
-        """In words."""
+        """Limit and device, for reports."""
         return f"{format_bytes(self.limit)} ({self.target.card.title if self.target.card else 'CPU'})"
 
 
 def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "high") -> Room:
-    """What a card, a budget, or a budget on a card leaves.
+    """Return the limit that a card, a budget, or a budget on a card sets.
 
     Raises:
         InputError: neither of them, or a margin that is no share.

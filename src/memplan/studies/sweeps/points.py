@@ -10,9 +10,10 @@ from memplan.explanation.explain import explain_trace
 from memplan.explanation.model import Answer
 from memplan.studies.axes.sliding_window import aggregation_bytes
 from memplan.studies.axes.subject import Subject
-from memplan.trace.model import CAUSES, Trace
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
+from memplan.trace.records import CAUSES
+from memplan.trace.trace import Trace
 
 KNOWN = tuple(cause for cause in CAUSES if cause != "workspace")
 """Causes that are the same whatever algorithms cuDNN takes."""
@@ -27,13 +28,13 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "workspace": ("workspace_low",),
     "rounding": ("rounding",),
 }
-"""What tables, charts and crossings put together; the parts of a point add up to its peak."""
+"""Groups of causes in tables, charts and crossings; the parts of a point add up to its peak."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a step takes. ``peak``, ``reserved`` and ``needs`` are of the case with the least workspaces, those with
-    ``_high`` of the one with the most; they are equal where every workspace is known, as on the CPU."""
+    """Bytes of a step. ``peak``, ``reserved`` and ``needs`` are of the case with the smallest workspaces, those with
+    ``_high`` of the one with the largest; they are equal where every workspace is known, as on the CPU."""
 
     peak: int
     peak_high: int
@@ -53,11 +54,11 @@ class Bytes:
 
     @property
     def fragmentation(self) -> int:
-        """Reserved and not allocated at the peak."""
+        """Bytes that are reserved and not allocated at the peak."""
         return self.reserved - self.peak
 
     def row(self) -> dict[str, int]:
-        """As a row of a table: everything in bytes."""
+        """Return a row of a table: everything in bytes."""
         return {
             "peak": self.peak,
             "peak_high": self.peak_high,
@@ -123,7 +124,7 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
 
 
 def of_steps(trace: Trace) -> Trace:
-    """The trace where what was there while building alone takes nothing: its peak is one of the steps."""
+    """Return the trace where what was there while building alone takes nothing: its peak is one of the steps."""
     start = trace.steps[0]
     storages = tuple(
         replace(storage, bytes=0, low=None) if storage.died is not None and storage.died <= start else storage

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.model import Form, Option, View
 from memplan.trace.recording.ledger import Ledger
+from memplan.trace.records import Form, Option, View
 
 
 class Forms:
@@ -80,5 +80,5 @@ def _plain(value: Any) -> Option:
     if isinstance(value, (bool, int, float, str)):
         return value if not isinstance(value, float) or value - value == 0 else str(value)
     if isinstance(value, (list, tuple)) and all(item is None or isinstance(item, (bool, int, float)) for item in value):
-        return tuple(value)
+        return tuple(map(_plain, value))
     return None

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from memplan import _torch
-from memplan.trace.model import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Note, Observer
 from memplan.trace.recording.place import Place, format_frame
+from memplan.trace.records import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memplan import _torch
-from memplan.trace.model import Form, Layer, Op, Operand, Returned, Storage, View
 from memplan.trace.recording.causes import Finished
 from memplan.trace.recording.ledger import Entry
+from memplan.trace.records import Form, Layer, Op, Operand, Returned, Storage, View
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.model import HOST
+from memplan.trace.records import HOST
 
 _BLOCK = 512
 

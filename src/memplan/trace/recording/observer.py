@@ -12,11 +12,11 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, StepError
-from memplan.trace.model import HOST, ON_CARD, Phase
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.known_indices import Positions
 from memplan.trace.recording.ledger import Entry, Ledger
 from memplan.trace.recording.place import Place, format_frame, user_frame
+from memplan.trace.records import HOST, ON_CARD, Phase
 from memplan.trace.semantics.kinds import NONE, Extra, Semantics
 from memplan.trace.semantics.layout import is_dense
 

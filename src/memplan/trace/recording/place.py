@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from memplan import _torch, errors
-from memplan.trace.model import Phase
+from memplan.trace.records import Phase
 
 _OURS = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

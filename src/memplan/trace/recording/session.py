@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, RandomSampler
 from memplan import _torch
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
-from memplan.trace.model import HOST
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
+from memplan.trace.records import HOST
 
 Step = Callable[[], Any]
 Build = Callable[[], Step]

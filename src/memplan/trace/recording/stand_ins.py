@@ -15,11 +15,11 @@ import torch
 
 from memplan import _torch
 from memplan.errors import DataDependentError
-from memplan.trace.model import HOST, Assumption
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.recording.session import COMPILED
+from memplan.trace.records import HOST, Assumption
 
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _ENDLESS = 100_000

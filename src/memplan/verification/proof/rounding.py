@@ -155,13 +155,13 @@ def _module(name: str) -> str:
 
 
 def is_truth(judged: Sequence[Rounded]) -> bool:
-    """Whether the step without a plan is near enough to float64 for this to be the same computation."""
+    """Return whether the step without a plan is near enough to float64 for this to be the same computation."""
     own, _, norm = _of_gradients(judged)
     return own <= SANE * norm
 
 
 def is_yardstick(judged: Sequence[Rounded], tolerance: Tolerance = ROUNDING, *, exact: bool = True) -> bool:
-    """Whether all steps that a candidate is held against computed the same, so that their largest error is rounding.
+    """Return whether all steps that a candidate is held against computed the same: their largest error is rounding.
 
     Args:
         judged: the errors.
@@ -222,7 +222,7 @@ def _added_up(kind: str, layer: str, ones: Sequence[Rounded]) -> LayerError:
 
 def told_truth(name: str) -> str:
     """Name, for people, of the step that errors are measured from."""
-    return "float64" if name == "float64" else "the step as it is"
+    return "float64" if name == "float64" else "the step without a plan"
 
 
 def serious(differences: Sequence[Difference], judged: Sequence[Rounded], truth: str = "float64") -> list[Difference]:
@@ -236,7 +236,8 @@ def _told(one: Difference, judged: Rounded | None, truth: str) -> Difference:
     if judged is None or one.max_abs is None:
         return one
     if math.isnan(judged.error):
-        own = "and so has the step as it is" if math.isnan(judged.own) else "where the step as it is has numbers"
+        plain = "the step without a plan"
+        own = f"and so has {plain}" if math.isnan(judged.own) else f"where {plain} has numbers"
         return replace(one, what=f"has a nan, {own}")
     if judged.error >= NOTHING * judged.norm:  # a gradient that is zero in truth: of it, everything is a multiple
         size = f"in L2, where {truth} has {judged.norm:.3g}"

@@ -46,24 +46,24 @@ def verify(
     pairs: int = 5,
 ) -> Proof:
     """Run both for some steps from the same state, and compare outputs, gradients, buffers, random streams and updated
-    parameters bit for bit; measure the peak of each and the time.
+    parameters bit for bit; measure the peak and the time of each.
 
-    Parameters, buffers and ``.grad`` of both, the inputs and the random state stay as they are: copies are used.
+    Copies are used: parameters, buffers and ``.grad`` of both, the inputs and the random state do not change.
 
     Args:
         reference, candidate: modules with the same names of parameters and the same values, or callables. A callable
             beside a module runs on that module's parameters.
         inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
-        optimizer: a callable of the parameters. SGD with momentum where none is given; then no update is part of the
-            measured peak.
-        steps: how many are compared, one after the other.
-        micro_batches: backward passes before each update.
+        optimizer: a callable of the parameters. Default: SGD with momentum, whose update is not part of the measured
+            peak.
+        steps: number of consecutive steps that are compared.
+        micro_batches: number of backward passes before each update.
         budget: bytes that the candidate's measured peak may reach; None: any.
         pairs: how many times both are timed; 0: not at all.
 
     Raises:
         TargetError: neither modules nor callables.
-        InputError: parameters of other names, or what `memplan.explain` raises it for.
+        InputError: parameters of other names, or wrong inputs, as in `memplan.explain`.
 
     Example:
         >>> memplan.verify(model, checkpointed, "8x3x32x32").ok
@@ -119,8 +119,7 @@ def compare(
     Args:
         sides, candidate: trials that have not run yet.
         steps: how many are compared.
-        tolerance: ``EXACT``, ``ROUNDING`` or ``LOSSY``.
-        predicted, budget: bytes, for the proof.
+        tolerance: `EXACT`, `ROUNDING` or `LOSSY`; ``predicted`` and ``budget`` are bytes, for the proof.
     """
     if tolerance.grade == "exact":
         return _compare_once(sides.reference, candidate, steps, None, predicted, budget)
@@ -191,7 +190,10 @@ def _compare_once(
         micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
         early=candidate.in_backward,
-        **{kind: Compared(found.tensors[kind], tuple(found.differences[kind])) for kind in KINDS},
+        outputs=found.compared("outputs"),
+        gradients=found.compared("gradients"),
+        parameters=found.compared("parameters"),
+        buffers=found.compared("buffers"),
         random_streams=tuple(found.streams),
         resident=resident[0],
         peak=resident[0] + meter.measured(candidate.name).growth_peak,
@@ -207,7 +209,7 @@ def _compare_once(
 
 @contextmanager
 def _rested(sides: Iterable[Trial]) -> Iterator[None]:
-    """Rest all sides where one fails: what another attempt would free counts against its peak."""
+    """Let all sides rest where one fails: what another attempt would free counts against its peak."""
     try:
         yield
     finally:
@@ -310,6 +312,10 @@ class _Differences:
             self._note(reference, candidate)
         self._stopped = bool(self.streams or any(self.differences.values()))
 
+    def compared(self, kind: str) -> Compared:
+        """Return the comparison of a kind."""
+        return Compared(self.tensors[kind], tuple(self.differences[kind]))
+
     def _named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
         ours, theirs = getattr(reference, kind), getattr(candidate, kind)
         names = ours.keys() | theirs.keys()
@@ -339,7 +345,7 @@ class _Differences:
 
 
 def _modules(reference: Any, candidate: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """Whose state each runs on."""
+    """Return the modules whose state each runs on."""
     for what in (reference, candidate):
         if not callable(what):
             raise TargetError(f"{type(what).__name__} {what!r:.60}", expected="a module or a callable", do="Pass one")

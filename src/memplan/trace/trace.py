@@ -1,0 +1,115 @@
+"""A step as one value, with its file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from memplan._text import write_whole
+from memplan.errors import TraceFormatError
+from memplan.trace import codec
+from memplan.trace.records import (
+    HOST,
+    SCHEMA,
+    Assumption,
+    Call,
+    Form,
+    Layer,
+    Op,
+    Returned,
+    Storage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
+
+    ``steps[k]`` is the tick at which step k begins; ``end`` the last tick of all. What happens up to ``steps[0]`` is
+    the building of model, data and optimizer. Bytes are as the tensors' storages request them.
+
+    Example:
+        >>> trace = memplan.record(build)
+        >>> memplan.simulate(trace).peak_allocated
+    """
+
+    origin: Literal["recorded", "measured"]
+    device: str
+    torch: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    layers: tuple[Layer, ...]
+    steps: tuple[int, ...]
+    end: int
+    assumptions: tuple[Assumption, ...] = ()
+    notes: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
+    other_kernels: tuple[str, ...] = ()
+    """Cards of the catalogue on which an op takes another kernel than it takes here: ask for them by name."""
+    schema: int = SCHEMA
+    forms: tuple[Form, ...] = ()
+    """Of the forward ops of the first step, in their order."""
+    returned: tuple[Returned, ...] = ()
+    """By the models of the first step, in order."""
+
+    @property
+    def counted(self) -> tuple[Storage, ...]:
+        """The storages that count: all of a step on the CPU, those on the card of a step for one."""
+        if self.device == HOST:
+            return self.storages
+        return tuple(storage for storage in self.storages if storage.device != HOST)
+
+    def to_json(self) -> str:
+        """Return the trace as JSON text; `from_json` reads it back to an equal value."""
+        return codec.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the text") -> Trace:
+        """Read the trace that `to_json` wrote.
+
+        Args:
+            text: JSON.
+            source: how to name the text in an error.
+
+        Raises:
+            TraceFormatError: not JSON, not a trace, of another schema version, or inconsistent in itself.
+        """
+        return codec.loads(text, cls, source)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.origin} on {self.device}: {len(self.steps)} step(s), {len(self.ops)} ops, "
+            f"{len(self.storages)} storages (torch {self.torch})"
+        ]
+        lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
+        return "\n".join(lines + list(self.notes))
+
+
+def at_least(trace: Trace) -> Trace:
+    """The same trace where everything that is known as an interval takes the least of it."""
+    if all(storage.low is None for storage in trace.storages):
+        return trace
+    storages = tuple(
+        storage if storage.low is None else dataclasses.replace(storage, bytes=storage.low, low=None)
+        for storage in trace.storages
+    )
+    return dataclasses.replace(trace, storages=storages)
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write the trace to a file; an existing file is replaced only when the new one is complete."""
+    write_whole(path, trace.to_json())
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace from a file that `save_trace` wrote. Raises TraceFormatError, OSError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise TraceFormatError(
+            f"{path} is not a text file", expected="a trace written by memplan", do="Record the step again."
+        ) from None
+    return Trace.from_json(text, str(path))
