@@ -1,6 +1,6 @@
 """A ResNet-18 fitted to a budget, with its proof.
 
-    python examples/fit.py
+python examples/fit.py
 """
 
 from __future__ import annotations

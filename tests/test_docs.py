@@ -58,7 +58,7 @@ def test_every_check_has_a_page_with_its_title() -> None:
 def test_every_switch_of_the_search_is_described() -> None:
     from dataclasses import fields
 
-    from memplan.planning.search.search import Heuristics
+    from memplan import Heuristics
 
     def shown(default: object) -> str:
         return "on" if default is True else str(default)

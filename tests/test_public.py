@@ -26,6 +26,7 @@ PUBLIC = [
     "Explanation",
     "Finding",
     "Fitted",
+    "Heuristics",
     "MemplanError",
     "Plan",
     "Proof",

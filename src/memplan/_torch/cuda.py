@@ -1,4 +1,4 @@
-"""Where torch looks for a CUDA device, in Python and below: replaced while a step for a card is recorded.
+"""Replace the places where torch looks for a CUDA device, in Python and below, while a step for a card is recorded.
 
 Everything here was seen in torch 2.11, 2.13 and 2.15.
 """
@@ -53,7 +53,7 @@ def tensors_that_tell(
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-    """A new tensor with the same elements: what a move between devices is, below autograd."""
+    """Return a new tensor with the same elements: what a move between devices is, below autograd."""
     return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
 
 
@@ -99,7 +99,7 @@ def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
 
 
 def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
-    """The history of the caching allocator: switching it on does nothing, asking for it stops."""
+    """Return the history of the caching allocator: switching it on does nothing, asking for it stops."""
     return patched(
         torch.cuda.memory,
         _record_memory_history=lambda *_, **__: None,
@@ -109,5 +109,5 @@ def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextl
 
 
 def clear_cublas_workspaces() -> None:
-    """What cuBLAS keeps to work in goes back to the allocator; the next product takes it anew."""
+    """Give cuBLAS's workspaces back to the allocator; the next product allocates new ones."""
     torch._C._cuda_clearCublasWorkspaces()

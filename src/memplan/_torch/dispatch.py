@@ -16,7 +16,7 @@ Kernel = Callable[..., Any]
 
 AUTOGRAD_CPU = "AutogradCPU"
 ATTENTION_ORDER = [1, 2, 0, 3, 4]
-"""What torch starts with: flash, memory-efficient, math, cuDNN, a backend's own."""
+"""torch's order at the start: flash, memory-efficient, math, cuDNN, a backend's own."""
 _FORMULA = DispatchKey.Autograd
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
@@ -94,7 +94,7 @@ def _autocast_on(on: bool) -> None:
 
 
 def below_autocast() -> contextlib.AbstractContextManager[Any]:
-    """A context in which the kernels of `autocast_like_cuda` are passed by."""
+    """Return a context in which the kernels of `autocast_like_cuda` are passed by."""
     return torch._C._ExcludeDispatchKeyGuard(_UNUSED_SET)
 
 
@@ -110,7 +110,8 @@ def above_autocast() -> Iterator[None]:
 
 
 def autocast_ops() -> list[str]:
-    """Names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers them."""
+    """Return the names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers
+    them."""
     return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
 
@@ -120,12 +121,12 @@ def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another."""
+    """Return whether autograd knows a tensor as a view of another."""
     return tensor._is_view()
 
 
 def has_cpu_kernel(name: str) -> bool:
-    """Whether an op ("torchao::da8w4_linear_cpu") is there and has a kernel for the CPU."""
+    """Return whether an op ("torchao::da8w4_linear_cpu") is there and has a kernel for the CPU."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CPU)
     except RuntimeError:  # no such op

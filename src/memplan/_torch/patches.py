@@ -33,7 +33,7 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is to be `patched` in for this thread: others, in which the user may compile, call the function itself."""
+    """Limit a replacement to this thread: others, in which the user may compile, call the function itself."""
     here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One captured call, and its plan for any budget."""
+"""Plan one captured call for any budget."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Planned:
     surroundings: Surroundings
     plan: Plan
     fused: Fused | None = None
-    """What is compiled, for the engine ``inductor``."""
+    """Compiled parts, for the engine ``inductor``."""
 
 
 _Kind = tuple[int, GradientUse, Engine]
@@ -66,7 +66,7 @@ these seconds."""
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What a plan is held against."""
+    """Reference figures of a plan: floor and lower bounds."""
 
     predicted: Timeline
     floor: int
@@ -88,97 +88,97 @@ class Study:
         self._relaid: Study | None = None
         self._looked = captured.relaid
 
-    def planned(self, settings: Settings) -> Planned:
-        """The plan for one budget. Raises BudgetError."""
+    def planned(self, settings: Settings, budget: int) -> Planned:
+        """Return the plan for a budget in bytes. Raises BudgetError."""
         if settings.engine == "inductor":
-            return self._in_either_layout(settings)
+            return self._in_either_layout(settings, budget)
         graph, search = self.captured.graph, self.search(settings)
         around = search.around
         if settings.plan is not None:
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
-            self._check(settings.plan, settings, timeline_of(made, around).peak_reserved)
-            made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
+            self._check(settings.plan, settings, budget, timeline_of(made, around).peak_reserved)
+            made = with_fewest_pieces(made, lambda one: _fits(one, around, budget))
         else:
-            made, bound = self._within(settings)
-        validate(graph, made, budget=settings.budget, surroundings=around)
+            made, bound = self._within(settings, budget)
+        validate(graph, made, budget=budget, surroundings=around)
         timeline = timeline_of(made, around)
         bounds = _Bounds(timeline, min(self._floor(settings), timeline.peak_reserved), search.lower_bound, bound)
-        return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
+        return Planned(self.captured, made, around, self._plan(settings, budget, made, around, bounds))
 
-    def _within(self, settings: Settings) -> tuple[Schedule, float]:
-        """The schedule for a budget, and the seconds that none adds less than.
+    def _within(self, settings: Settings, budget: int) -> tuple[Schedule, float]:
+        """Return the schedule for a budget, and a lower bound of the seconds that any adds.
 
         On a card the allocator holds more than what is alive. By so much less it is planned again.
         """
-        graph, search, target = self.captured.graph, self.search(settings), settings.budget
+        graph, search, target = self.captured.graph, self.search(settings), budget
         around = search.around
         while True:
             found = search.within(target)
             made = schedule(graph, found.choices)
             if isinstance(found, Infeasible):
-                if timeline_of(made, around).peak_reserved <= settings.budget:
+                if timeline_of(made, around).peak_reserved <= budget:
                     return made, 0.0
-                raise budget_error(made, around, settings.budget)
+                raise budget_error(made, around, budget)
             made = with_fewest_pieces(made, partial(_fits, around=around, budget=target))
-            over = timeline_of(made, around).peak_reserved - settings.budget
+            over = timeline_of(made, around).peak_reserved - budget
             if over <= 0:
                 return made, found.lower_bound_seconds
             target = min(target, levels(made, around).peak) - over
 
     def _floor(self, settings: Settings) -> int:
-        """Bytes of the smallest plan that was found."""
+        """Return the bytes of the smallest plan that was found."""
         search = self.search(settings)
         if settings.home.card is None:
             return search.floor_peak
         return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around).peak_reserved
 
-    def _in_either_layout(self, settings: Settings) -> Planned:
-        """The same, for fused kernels, in the first layout in which it fits."""
+    def _in_either_layout(self, settings: Settings, budget: int) -> Planned:
+        """Return the plan in the first layout in which it fits."""
         layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
             layouts = [one for one in layouts if one.captured.graph.fingerprint == settings.plan.fingerprint] or [self]
         for one in layouts:
             try:
-                return one._fused(settings)
-            except (BudgetError, CompileError) as error:  # what is written for one layout says nothing of the other
+                return one._fused(settings, budget)
+            except (BudgetError, CompileError) as error:  # a failure in one layout says nothing of the other
                 errors.append(error)
         refused = [error for error in errors if isinstance(error, BudgetError)]
         raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
 
     def layouts(self, settings: Settings) -> list[Study]:
-        """For fused kernels: what is known of the call with its convolutions in channels last where that is as good,
-        and of the call as it is. What takes much longer comes last."""
+        """Studies for fused kernels: with convolutions in channels last where that is as good, and as written. A layout
+        that takes much longer comes last."""
         if not settings.relaid:
             return [self]
         if not self._looked:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
-                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # many ops are the same
+                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # most are known already
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]
         slower = _is_slower(self._relaid.captured.graph, self.captured.graph)
         return [self, self._relaid] if slower else [self._relaid, self]
 
-    def _fused(self, settings: Settings) -> Planned:
+    def _fused(self, settings: Settings, budget: int) -> Planned:
         fusing, search = self._fusing(settings), self.search(settings)
         if settings.plan is not None:
             found = fusing.candidate(settings.plan.choices)
-            self._check(settings.plan, settings, found.peak)
+            self._check(settings.plan, settings, budget, found.peak)
         else:
-            found = fusing.within(settings.budget)
+            found = fusing.within(budget)
             if found is None:
                 lowest = fusing.lowest
-                raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
+                raise budget_error(lowest.schedule, search.around, budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), self.least(settings), 0.0)
-        plan = self._plan(settings, found.schedule, search.around, bounds)
+        plan = self._plan(settings, budget, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
         captured = replace(self.captured, graph=search.graph)
         return Planned(captured, found.schedule, search.around, plan, found.fused)
 
-    def _check(self, plan: Plan, settings: Settings, peak: int) -> None:
+    def _check(self, plan: Plan, settings: Settings, budget: int, peak: int) -> None:
         """Refuse a plan that is for something else."""
         around = self.search(settings).around
         check_fingerprint(plan, self.captured.graph)
@@ -186,11 +186,11 @@ class Study:
         check_settings(
             plan, gradients=settings.gradients, fused=settings.engine == "inductor",
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
-            budget=settings.budget,
+            budget=budget,
         )  # fmt: skip
 
     def least(self, settings: Settings) -> int:
-        """Bytes that are there when the backward pass has ended, whatever is planned."""
+        """Return the bytes that remain when the backward pass has ended, whatever is planned."""
         search = self.search(settings)
         graph, choices = search.graph, Choices(gradients=settings.gradients)
         stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
@@ -207,7 +207,7 @@ class Study:
         return self._fusing(settings).frontier(points)
 
     def search(self, settings: Settings) -> Search:
-        """The search that all budgets share."""
+        """Return the search that all budgets share."""
         kind = _kind(settings)
         if kind not in self._searches:
             graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
@@ -237,18 +237,18 @@ class Study:
                 self.model, self.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
             )
             others = self.search(settings).around.others
-            beside = sum(size for cause, size in others.items() if cause != "workspace")  # which was recorded, too
+            beside = sum(size for cause, size in others.items() if cause != "workspace")  # the recording has workspaces
             self._eager[kind] = timeline.steps[-1].peak_reserved + beside
         return self._eager[kind]
 
-    def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
+    def _plan(self, settings: Settings, budget: int, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
         graph, precision = self.captured.graph, settings.settled
         plain = graph if self.plain is None else self.plain.captured.graph
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
             device=settings.home.target.name if settings.device is None else settings.device.name,
-            budget=settings.budget,
+            budget=budget,
             decisions=(*lowered(made.graph, precision), *decide(made.graph, made)),
             choices=made.choices,
             names=names_of(graph),
@@ -308,18 +308,18 @@ def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> 
     begin = time.perf_counter()
     if _measures(settings):
         graph = cpu_workspace.with_measured_scratch(graph)
-    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # what ran is prepared: to time it takes less
+    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # kernels that ran are warm: timing takes less
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 
 
 def _measures(settings: Settings) -> bool:
-    """Whether what kernels hold is measured: it is this machine's CPU that the step is planned for, and not to be the
-    same wherever that is."""
+    """Return whether kernels' workspaces are measured: the step is planned for this machine's CPU, and need not be
+    planned the same elsewhere."""
     return settings.device is None and settings.home.card is None and not isinstance(settings.costs, str)
 
 
 def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:
-    """The graph with seconds that are the same wherever it is planned; None where it has these already."""
+    """Return the graph with seconds that are the same on every machine; None where it has these already."""
     if settings.device is not None or isinstance(settings.costs, str):
         return None
     return with_costs(graph, device=settings.home.card, how="roofline")
@@ -335,7 +335,7 @@ def _kind(settings: Settings) -> _Kind:
 
 
 def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> dict[str, int]:
-    """By cause, what is there all the time."""
+    """Return the bytes that are always there, by cause."""
     names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}
     result: dict[str, int] = {}
     for value in graph.values:

@@ -45,7 +45,7 @@ def memplan(
 
     def planner_of(module: nn.Module) -> Planner:
         planner = StepPlanner(module)
-        return lambda call, held: planner.planned(call, Settings(budget=budget, gradients=GradientUse(adds=held)))
+        return lambda call, held: planner.planned(call, Settings(gradients=GradientUse(adds=held)), budget)
 
     return compiled(graph, inputs, planner_of)
 

@@ -11,8 +11,9 @@ import torch
 
 from memplan import _torch
 from memplan.devices import catalogue
+from memplan.errors import RecordingError
 from memplan.trace import fake_cuda
-from memplan.trace.fake_cuda.residence import Card, NamedLate, NothingNamed, OnCard
+from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
@@ -36,8 +37,8 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
             arguments that runs one step. The same ``build`` works for `measure`.
         device: what to predict for: ``"cpu"``, a card (``"h100"``, ``"rtx4090"``), or None for this machine's GPU,
             else the CPU. For a card, ``build`` may name CUDA; then what it leaves on the CPU does not count. If it
-            names CUDA nowhere, everything counts as on the card. ``build`` can be called up to three times, until it is
-            known which of the two it is.
+            names CUDA nowhere, everything counts as on the card. ``build`` is called twice where only
+            its first run shows which of the two it is.
         steps: how often the step runs. Two by default, since an optimizer makes its state in the first.
 
     Raises:
@@ -57,18 +58,31 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
 
 
 def record_for(build: Build, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
-    """As `record`, for a target that is chosen. ``known``: its semantics, with what is known besides of its kernels."""
+    """Record a step as `record` does, for a target that is chosen.
+
+    Where it is known only afterwards which storages lie on the card, the step is recorded once more.
+
+    Args:
+        build: as for `record`.
+        target: what to record for.
+        steps: how often the step runs.
+        known: adds to the target's semantics what else is known of its kernels.
+    """
+    first = _Recording(target, "unknown", known)
     try:
-        return _Recording(target, "unknown", known).run(build, steps)
-    except NothingNamed:
-        return _Recording(target, "everything", known).run(build, steps)
-    except NamedLate:  # only in a step: then what the building left on the CPU stays there
-        trace = _Recording(target, "named", known).run(build, steps)
-    weights = [storage for storage in trace.storages if storage.cause == "weight"]
-    if weights and all(storage.device == HOST for storage in weights):
-        # no model is on the card: CUDA was not named but derived from a tensor's device, which we had said is "cuda"
-        return _Recording(target, "everything", known).run(build, steps)
-    return trace
+        trace = first.run(build, steps)
+    except RecordingError:
+        if not first.named_late:
+            raise
+        trace = None  # it may have failed because all of its tensors said that they lie on the card
+    if trace is not None and not first.named_late:
+        return trace
+    again = _Recording(target, "named" if first.named_late else "everything", known).run(build, steps)
+    assert again is not None, "it is known where building's storages lie"
+    weights = [storage for storage in again.storages if storage.cause == "weight"]
+    if trace is not None and weights and all(storage.device == HOST for storage in weights):
+        return trace  # CUDA was not named but derived from a tensor's device, which we had said is "cuda"
+    return again
 
 
 _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call with a shape tries all algorithms"
@@ -95,8 +109,18 @@ class _Recording:
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = known(cuda.semantics(target.card, stream, self._card.holds))
 
-    def run(self, build: Build, steps: int) -> Trace:
-        """Build and run the step, and return what was seen."""
+    @property
+    def named_late(self) -> bool:
+        """Whether a step named CUDA first after building had named it nowhere."""
+        return self._card is not None and self._card.named_late
+
+    def run(self, build: Build, steps: int) -> Trace | None:
+        """Build and run the step.
+
+        Returns:
+            The trace; None where building named CUDA nowhere and ran kernels of the CPU, which have to be recorded as
+            CUDA's.
+        """
         place, observer = self._place, self._observer
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
             stack.enter_context(self._standins.installed())
@@ -111,7 +135,9 @@ class _Recording:
             step = run_build(build, observer)
             place.building = False
             if self._card is not None:
-                self._card.end_build(computed=any(cuda.is_own(note.name) for note in observer.notes))
+                if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
+                    return None
+                self._card.end_build()
             observer.mark_modules()
             bounds = [_boundary(observer)]
             for number in range(steps):

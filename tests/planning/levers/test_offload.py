@@ -281,7 +281,7 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
     ),
     "waited for twice": (with_action(PLAN, STORED, replace(ALL[STORED], frees=()), ALL[STORED]), "no such copy"),
     "stored twice": (with_action(PLAN, STORE, ALL[STORE], ALL[STORE]), "is there already|is being copied"),
-    "another value is fetched": (with_action(PLAN, FETCH, replace(ALL[FETCH], value=B)), "v3 is not there yet"),
+    "another value is fetched": (with_action(PLAN, FETCH, replace(ALL[FETCH], value=B)), "no such thing"),
     "a value that cannot be offloaded": (with_action(PLAN, STORE, replace(ALL[STORE], value=LOSS)), "no such"),
 }
 

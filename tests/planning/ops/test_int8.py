@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
-from memplan.planning.levers.encode import GROUP, quantized_bytes, quantized_piece
+from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
 from memplan.verification.measurement.peak_and_time import measure_step
 
 OPS = torch.ops.memplan

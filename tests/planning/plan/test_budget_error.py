@@ -42,7 +42,7 @@ def test_what_reads_the_same_is_told_in_bytes() -> None:
     peak = levels(made).peak
     error = budget_error(made, Surroundings(), peak - 1)
     assert f" ({peak - 1} bytes). Expected at least " in str(error)
-    assert f" ({peak} bytes), the least" in str(error)
+    assert f" ({peak} bytes), the smallest" in str(error)
 
 
 @pytest.mark.parametrize("budget", [0, 7, 1 << 20])

@@ -282,8 +282,8 @@ def test_a_plan_is_for_the_settings_that_it_was_made_for(early: bool, held: bool
     plan = replace(PLAN, choices=Choices(gradients=GradientUse(early, held)))
     check(plan, gradients=GradientUse(early, held))
     if not held:
-        with pytest.raises(UsageError, match=r"made for .*early=False.* asked for is .*--early" if not early else
-                           r"made for .*--early.* asked for is .*early=False"):  # fmt: skip
+        with pytest.raises(UsageError, match=r"made for .*early=False.* asks for .*--early" if not early else
+                           r"made for .*--early.* asks for .*early=False"):  # fmt: skip
             check(plan, gradients=GradientUse(not early, held))
     with pytest.raises(UsageError, match=r"held gradients \(accumulate="):
         check(plan, gradients=GradientUse(early, not held))
@@ -295,7 +295,7 @@ def test_a_plan_for_less_beside_the_step_says_what_it_was_made_for_and_what_it_n
         check(PLAN, optimizer=lambda parameters: torch.optim.AdamW(parameters), state=90 * MIB, peak=342 * MIB)
     assert str(raised.value) == (
         "The plan was made without an optimizer; with an optimizer and 90.0 MiB of state it needs 342.0 MiB. Expected "
-        "no more than the budget of 260.0 MiB. Plan this step anew, with this optimizer and this budget, or give the "
+        "no more than the budget of 260.0 MiB. Plan this step again, with this optimizer and this budget, or give the "
         "plan what it needs."
     )
     assert raised.value.smallest_budget == 342 * MIB

@@ -118,7 +118,7 @@ def test_it_is_readable(captured: Captured) -> None:
     assert max(map(len, lines)) <= 120
     assert "conv_weight" in text
     assert sum("# again: " in line for line in lines) == sum(action.recomputed for action in made.backward) > 3
-    assert any("tests/planning/test_program.py:" in line and "conv" in line for line in lines)
+    assert any("tests/planning/schedule/test_codegen.py:" in line and "conv" in line for line in lines)
     compile(text, "plan", "exec")
 
 

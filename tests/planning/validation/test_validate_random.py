@@ -29,9 +29,10 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     changed = {target for target, _ in graph.mutations}
     again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].rerun.reads))
+    forms = [form for form in graph.forms if changed.isdisjoint(form.also_reads)]
     choices = Choices(
         frozenset(value for value in again if draw.random() < 0.5),
-        kept_as=frozenset((form.lever, form.value) for form in graph.forms if draw.random() < 0.6),
+        kept_as=frozenset((form.lever, form.value) for form in forms if draw.random() < 0.6),
         gradients=GradientUse(draw.random() < 0.3, draw.random() < 0.3),
         in_place=draw.random() < 0.8,
     )
@@ -74,8 +75,8 @@ def mutant(graph: JointGraph, plan: Schedule, draw: random.Random) -> Schedule:
         lambda: with_action(plan, at, replace(action, into=None)),
         lambda: with_action(plan, at, replace(action, recomputed=not action.recomputed)),
         lambda: with_action(plan, coded, replace(actions[coded], copies=not actions[coded].copies)),
-        lambda: with_action(plan, at, replace(action, direct=some)),
-        lambda: with_action(plan, at, replace(action, direct=None)),
+        lambda: with_action(plan, at, replace(action, form=some)),
+        lambda: with_action(plan, at, replace(action, form=None)),
         lambda: with_action(plan, coded, replace(actions[coded], value=any_value)),
         lambda: with_action(plan, coded, replace(actions[coded], source=any_value)),
         lambda: with_action(plan, at, replace(action, op=draw.randrange(len(graph.ops)))),

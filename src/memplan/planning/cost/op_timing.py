@@ -1,4 +1,4 @@
-"""The seconds of every op and encoding: measured on this machine, by roofline, or known from before.
+"""Seconds of every op and encoding: measured on this machine, by roofline, or known from earlier.
 
 Each distinct op (target, shapes, strides, dtypes, constants) is timed once, alone, on made-up tensors. Measured times
 differ from run to run, and so may the plans that follow from them: `costs_of` takes the seconds out as plain data,
@@ -31,8 +31,8 @@ NEEDS_SEEDS = frozenset(
     for kind in ("efficient", "flash", "cudnn")
     for name in (f"_scaled_dot_product_{kind}_attention", f"_{kind}_attention")
 )
-"""What reads the state of a forward pass's random numbers where that lies, in host memory (attention_backward.cu, by
-`data_ptr`): on a card it is not run on made-up tensors."""
+"""Ops that read the forward pass's random state in host memory (attention_backward.cu, by `data_ptr`): on a card they
+are not run on made-up tensors."""
 LIMIT = 1.5
 """Seconds that measuring takes, more or less: what is not measured by then is estimated."""
 _RUNS = 3
@@ -50,7 +50,7 @@ def with_costs(
     on: str = "cpu",
     limit: float = LIMIT,
 ) -> JointGraph:
-    """The same graph with the seconds of its ops and kept forms.
+    """Return the graph with the seconds of its ops and kept forms.
 
     What may be recomputed is measured first, the largest first. What was not measured (the time was up, the op is not
     torch's own, or fails alone: see `unmeasured`) is estimated by roofline, times what the measured ops took against
@@ -76,32 +76,32 @@ def with_costs(
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
-    """The seconds of a graph's ops and kept forms by what they are, fit for JSON: ``known`` of `with_costs`."""
+    """Return the seconds of a graph's ops and kept forms by what they are, fit for JSON: ``known`` of `with_costs`."""
     return dict(sorted(_Sheet.of(graph).seconds(graph).items()))
 
 
 def step_seconds(graph: JointGraph) -> float:
-    """Of forward and backward as they are, before anything is recomputed or encoded."""
+    """Return the seconds of forward and backward before anything is recomputed or encoded."""
     return sum(op.seconds for op in graph.ops)
 
 
 def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
-    """The graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
+    """Return the graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
     refused = _clock(on).refused
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
 
 def signature(graph: JointGraph, op: GraphOp) -> str:
-    """What tells the cost of an op from that of others: ``aten.relu.default(float32[8, 64])``."""
+    """Return the key of an op's cost: ``aten.relu.default(float32[8, 64])``."""
     return _Writer(graph).signature(op)
 
 
-# -- what there is to price
+# -- calls to time
 
 
 def _calls(graph: JointGraph) -> Iterator[GraphOp]:
-    """The ops that cost something, and those that make results of theirs again."""
+    """Yield the ops that cost something, and those that recompute results of theirs."""
     for op in graph.ops:
         if not op.is_view:
             yield op
@@ -141,19 +141,19 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _plain_forms(graph: JointGraph) -> Iterator[KeptForm]:
-    """The kept forms whose seconds are those of calls: a copy's are given by its link."""
+    """Yield the kept forms whose seconds are those of calls: a copy's are given by its link."""
     return (form for form in graph.forms if not form.is_copied)
 
 
 def _form_keys(graph: JointGraph, form: KeptForm) -> tuple[str, str, str]:
-    """Of the seconds that a kept form has."""
+    """Return the keys of a kept form's seconds."""
     stores, fetches = registry.find(form.lever).verbs
     shown = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
     return f"{stores} {shown}", f"{fetches} {shown}", f"{len(form.direct)} direct {shown}"
 
 
 def _form_calls(graph: JointGraph, form: KeptForm) -> tuple[tuple[_Timed, ...], ...]:
-    """What is timed for each of these."""
+    """Return the calls that are timed for a kept form."""
     lever = registry.find(form.lever)
     fetched = (_Timed(lever.fetch(graph, form)),) if form.whole else ()
     direct = tuple(
@@ -165,7 +165,7 @@ def _form_calls(graph: JointGraph, form: KeptForm) -> tuple[tuple[_Timed, ...], 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A call, and one instead of which it is made: its time is what it takes more."""
+    """A call to time, and a call that is subtracted: the time is the difference."""
 
     call: Called
     instead: Called | None = None
@@ -173,13 +173,13 @@ class _Timed:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """A graph's ops and kept forms by what tells their costs apart."""
+    """A graph's ops and kept forms by the keys of their costs."""
 
     keys: Mapping[tuple[int, str], str]
-    """By an op's index and name: its signature."""
+    """Signature by an op's index and name."""
     works: Mapping[str, Work]
     timed: Mapping[str, tuple[_Timed, ...]]
-    """What to run to measure the seconds, which add up."""
+    """Calls to measure, by key; the seconds of one key add up."""
 
     @classmethod
     def of(cls, graph: JointGraph) -> _Sheet:
@@ -197,11 +197,11 @@ class _Sheet:
         return cls(keys, works, timed)
 
     def key(self, op: GraphOp) -> str:
-        """The signature of an op of the graph."""
+        """Return the signature of an op of the graph."""
         return self.keys[op.index, op.target]
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
-        """The seconds that this graph has, by signature."""
+        """Return the seconds that this graph has, by signature."""
         found = {self.key(op): op.seconds for op in _calls(graph)}
         for form in _plain_forms(graph):
             seconds = form.store_seconds, form.fetch_seconds, form.direct_seconds
@@ -209,12 +209,12 @@ class _Sheet:
         return found
 
     def expected(self) -> dict[str, float]:
-        """The seconds by roofline, by signature."""
+        """Return the seconds by roofline, by signature."""
         return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
 
 
 def _with_scratch(graph: JointGraph, sheet: _Sheet, on: str) -> JointGraph:
-    """The graph with what its ops held on a card beside their results when they were timed there."""
+    """Return the graph with what its ops held on a card beside their results when they were timed there."""
     held = _clock(on).scratch
     ops = (replace(op, scratch=held.get(sheet.keys.get((op.index, op.target), ""), op.scratch)) for op in graph.ops)
     return replace(graph, ops=tuple(ops)) if held else graph
@@ -244,8 +244,8 @@ def _form_priced(graph: JointGraph, form: KeptForm, seconds: Mapping[str, float]
 
 
 def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
-    """Seconds of all: those measured as they are, the others by roofline times what those of their kind (that compute,
-    or that only move bytes) took against theirs."""
+    """Return the seconds of all: those measured as they are, the others by roofline times what those of their kind
+    (that compute, or that only move bytes) took against theirs."""
     expected = {key: roofline.CPU.seconds(work) for key, work in works.items()}
     overall = _ratio(measured, expected)
     ratios = {
@@ -265,7 +265,7 @@ def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], otherwi
 
 @dataclass
 class _Clock:
-    """What was measured on one device with so many threads."""
+    """Seconds that were measured on one device with one number of threads."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -281,7 +281,8 @@ def _clock(on: str) -> _Clock:
 
 
 def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
-    """What to measure: what the planner weighs, encodings and the rest of the forward pass, the backward pass."""
+    """Order calls for measuring: what the planner weighs, then encodings and the forward pass, then the backward
+    pass."""
     again, expected = recomputable(graph), sheet.expected()
     ranks = dict.fromkeys(sheet.timed, 1)
     for op in _calls(graph):
@@ -291,14 +292,14 @@ def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
 
 
 def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit: float) -> dict[str, float]:
-    """Seconds by signature, as far as the time goes."""
+    """Return the seconds by signature, as far as the time goes."""
     clock, end = _clock(on), time.perf_counter() + limit
     with alone(on):
         for key in keys:
             if key in clock.seconds or key in clock.refused:
                 continue
             if time.perf_counter() >= end:
-                clock.refused[key] = "the time for measuring was up"  # planning anew has to cost nothing
+                clock.refused[key] = "the time for measuring was up"  # planning again must not measure again
                 continue
             if torch.device(on).type != "cpu" and key.partition("(")[0] in NEEDS_SEEDS:
                 clock.refused[key] = "it reads the seeds of its forward pass"
@@ -318,7 +319,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
 
 @contextmanager
 def alone(on: str) -> Iterator[None]:
-    """Nothing that the caller has switched on has a part in what is measured, and his random numbers stay."""
+    """Shield measurements from everything that the caller has switched on, and keep the caller's random state."""
     device = torch.device(on)
     devices = [] if device.type == "cpu" else [device]
     with (
@@ -337,7 +338,7 @@ def _taken(graph: JointGraph, timed: _Timed, on: str) -> float:
 
 
 def _timed(graph: JointGraph, called: Called, on: str) -> float:
-    """Seconds of a call. The least of a few runs: other work on the machine only ever adds to it."""
+    """Return the seconds of a call: the smallest of a few runs, as other work on the machine only ever adds to it."""
     call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
@@ -355,7 +356,7 @@ def _timed(graph: JointGraph, called: Called, on: str) -> float:
 
 
 def held_on(on: str, call: Callable[[], Any]) -> int:
-    """Bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
+    """Return the bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
     torch.cuda.reset_peak_memory_stats(on)
     result = call()
     beside = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
@@ -364,7 +365,7 @@ def held_on(on: str, call: Callable[[], Any]) -> int:
 
 
 def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
-    """A call on made-up tensors."""
+    """Return a call on made-up tensors."""
     target, args, kwargs = called
     made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
     args, kwargs = map_refs(args, made.__getitem__), map_refs(kwargs, made.__getitem__)
@@ -375,8 +376,8 @@ def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
 
 
 def _made_up(value: Value, on: str) -> torch.Tensor:
-    """A tensor of this shape, layout and dtype: between 0.1 and 1, where every op is defined; of integers zeros, which
-    are indices into anything."""
+    """Return a tensor of this shape, layout and dtype: between 0.1 and 1, where every op is defined; of integers zeros,
+    which are indices into anything."""
     reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     count = reach if all(value.shape) else 0
     dtype = getattr(torch, value.dtype)

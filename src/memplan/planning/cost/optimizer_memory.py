@@ -1,4 +1,4 @@
-"""What an optimizer holds: its state, and the bytes of a moment while it updates."""
+"""Memory of an optimizer: its state, and the temporaries of an update."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def surroundings(
     *,
     home: Home | None = None,
 ) -> Surroundings:
-    """What there is beside the graph's values.
+    """Return what is on the device beside the graph's values.
 
     Args:
         model: what the graph was captured from. Parameters that need a gradient and get none in this graph may get one
@@ -119,6 +119,6 @@ def _shape_of(tensor: torch.Tensor) -> _Shape:
 
 
 def _untrained(model: nn.Module, graph: JointGraph) -> list[nn.Parameter]:
-    """The model's parameters that need a gradient and get none in the graph."""
+    """Return the model's parameters that need a gradient and get none in the graph."""
     given = {graph.values[of].path for of, _ in graph.gradients}
     return [one for name, one in model.named_parameters() if one.requires_grad and name not in given]

@@ -24,14 +24,14 @@ form that a lever keeps of another value (see KeptForm), which no op of the grap
 memory, of no bytes on the device."""
 
 RESIDENT: tuple[Kind, ...] = ("parameter", "buffer", "input", "constant")
-"""What is there before the step and stays: never freed, never written over by a schedule."""
+"""Kinds of values that exist before the step and stay: a schedule never frees or overwrites them."""
 
 Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In an op's arguments: the place of a value."""
+    """Place of a value in an op's arguments."""
 
     value: int
 
@@ -48,18 +48,18 @@ class Value:
     base: int
     """Id of the value that owns the memory: its own, unless it is a view."""
     bytes: int
-    """Of the memory that it owns; 0 for a view."""
+    """Bytes of the memory that it owns; 0 for a view."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     op: int | None = None
     """Index of the op that makes it; None for what is handed in."""
     path: str = ""
-    """Of a parameter or buffer its name in the model; of an input or tangent which one it is."""
+    """Name in the model of a parameter or buffer; index of an input or tangent."""
     hooked: bool = False
-    """Of a parameter: it has hooks that run once its gradient was added to ``.grad``, and that may change it."""
+    """Whether a parameter has hooks that run once its gradient was added to ``.grad``, and may change it."""
     place: str = HOST
-    """Where it lies, as torch calls it: ``cpu``, ``cuda:0``."""
+    """Device in torch's words: ``cpu``, ``cuda:0``."""
 
     @property
     def is_view(self) -> bool:
@@ -88,7 +88,7 @@ class GraphOp:
     """``aten.relu.default``: looked up under ``torch.ops``."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """As called, with Ref in place of tensors, at any depth."""
+    """Keyword arguments, with Ref in place of tensors, at any depth."""
     phase: Phase
     outputs: tuple[int | None, ...]
     """Ids of the results in order; None for one that nobody reads or that is no tensor."""
@@ -107,14 +107,14 @@ class GraphOp:
     whole of that memory, of the same size and layout."""
     seconds: float = 0.0
     random: bool = False
-    """It draws random numbers: it runs once, never again."""
+    """Whether it draws random numbers: then it runs once, never again."""
     once: bool = False
-    """It must not be recomputed for another reason: it has an effect, or it is not deterministic."""
+    """Whether it must not be recomputed for another reason: it has an effect, or is not deterministic."""
     layer: str = ""
     where: str | None = None
     """``file:line`` of the user's code; of a backward op, that of its forward op."""
     gradient_of: int | None = None
-    """Of a backward op: index of the forward op whose derivative it computes, where it is known."""
+    """Index of the forward op whose derivative a backward op computes, where it is known."""
     scratch_into: int | None = None
     """``scratch`` where its first result takes over memory piece by piece; None: as ``scratch``."""
     holds: tuple[int, ...] = ()
@@ -206,12 +206,12 @@ class JointGraph:
 
     @cached_property
     def forward_ops(self) -> tuple[GraphOp, ...]:
-        """Those of the forward pass that are more than views, in order."""
+        """Ops of the forward pass that are more than views, in order."""
         return tuple(op for op in self.ops if op.phase == "forward" and not op.is_view)
 
     @cached_property
     def backward_ops(self) -> tuple[GraphOp, ...]:
-        """Those of the backward pass that are more than views, in order."""
+        """Ops of the backward pass that are more than views, in order."""
         return tuple(op for op in self.ops if op.phase == "backward" and not op.is_view)
 
     @cached_property

@@ -11,7 +11,7 @@ from memplan.trace.records import Cause
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What there is on the device beside the graph's values."""
+    """Memory on the device beside the graph's values."""
 
     state: int = 0
     """Bytes of the optimizer's state of the parameters that get a gradient in the graph."""
@@ -22,7 +22,7 @@ class Surroundings:
     others: Mapping[Cause, int] = field(default_factory=dict)
     """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
     home: Home = field(default_factory=Home)
-    """Where the step runs."""
+    """Device that the step runs on."""
 
     @property
     def held_bytes(self) -> int:
@@ -31,7 +31,7 @@ class Surroundings:
         return self.state + sum(self.others.values())
 
     def by_cause(self) -> dict[Cause, int]:
-        """The same, by cause."""
+        """Return the same, by cause."""
         found = dict(self.others)
         found["optimizer_state"] = found.get("optimizer_state", 0) + self.state
         return {cause: size for cause, size in found.items() if size}

@@ -1,4 +1,4 @@
-"""What a step of fused kernels holds while it runs: its generated code, run on tensors without data.
+"""Bytes that a step of fused kernels holds: its generated code, run on tensors without data.
 
 The code says what is allocated and freed, and which of torch's kernels are called: they count with what they hold. The
 code's own kernels hold nothing beyond what is allocated for them. So fusion is not modelled: it is looked at.
@@ -27,7 +27,7 @@ from memplan.trace.trace import Trace
 
 
 def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
-    """Bytes over time of a step, from what is handed in to the optimizer's update.
+    """Return the bytes over time of a step, from what is handed in to the optimizer's update.
 
     Args:
         of: what runs.
@@ -77,7 +77,7 @@ class _Step:
 
     @torch.no_grad()
     def step(self) -> None:
-        """What the engine does, and who receives the gradients."""
+        """Run one step as the engine does, and hold what the receivers of its gradients hold."""
         outputs, saved = self.halves.forward(list(self.handed))
         summed = self._summed()
         tangents = [_made(value) for value in self.tangents]
@@ -90,14 +90,15 @@ class _Step:
         del outputs, stay, summed
 
     def _summed(self) -> list[Tensor]:
-        """Where no loss is given, the outputs' sums are it: these numbers, and the gradient of all."""
+        """Return the numbers of a loss that sums the outputs, where none is given: a sum of each, and the gradient of
+        all."""
         if any(value.held for value in self.tangents):
             return []
         sums = [_number(value) for value in self.tangents]
         return [*sums, _number(self.tangents[0])] if sums else []
 
     def _used_up(self, value: int) -> bool:
-        """Whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
+        """Return whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
         if not taken(self.graph, self.choices, value):
             return False
         if self.choices.gradients.updates:

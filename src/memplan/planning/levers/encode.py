@@ -26,14 +26,15 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, Ref, Value
 from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
 from memplan.planning.graph.precision import Save
-from memplan.planning.levers.in_place import PIECE
 from memplan.planning.levers.lever import Called, Grade, Lever, PlannedStep, Reason, Situation
+from memplan.planning.ops.pieces import GROUP, PIECE, packed, quantized_bytes, quantized_piece
 
 NAME = "encode"
 _LATER = -1
@@ -103,8 +104,6 @@ INDICES: Mapping[str, tuple[int, _Bound]] = {
 LOSSY = ("bfloat16", "int8", "uint8")
 """Codecs that do not give back just what was encoded."""
 
-GROUP = 256
-"""Elements that share a scale: 4 bytes of that are 1.6 % of their 256."""
 
 _GENTLE = """
     addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
@@ -124,11 +123,6 @@ _STEEP = frozenset(
 """Ops of the forward pass that make much of a small error, were they run again."""
 
 _NEVER_BELOW_0 = frozenset(f"aten.{name}.default" for name in ("relu", "sigmoid", "_softmax", "exp"))
-
-
-def packed(elements: int) -> int:
-    """Bytes of one bit for each element."""
-    return (elements + 7) // 8
 
 
 class Encode(Lever):
@@ -178,6 +172,17 @@ class Encode(Lever):
         direct = DIRECT[op.target]
         arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.kept)}
         return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
+
+    def lowered(self) -> Mapping[Any, Callable[..., Any]]:
+        """Return what stands for its ops in fused kernels. What packs bits runs as it is."""
+        ops: Any = torch.ops.memplan
+        return {
+            ops.unpack_bits.default: _unpacked,
+            ops.threshold_backward_bits.default: _threshold_backward,
+            ops.leaky_relu_backward_bits.default: _leaky_relu_backward,
+            ops.native_dropout_backward_bits.default: lambda x, bits, scale: x * _like(bits, x) * scale,
+            ops.masked_fill_bits.default: lambda x, bits, value: torch.where(_like(bits, x), value, x),
+        }
 
     def grade(self, form: KeptForm) -> Grade:
         """Return ``lossy`` for the codecs that round."""
@@ -275,16 +280,6 @@ def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
     return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
 
 
-def quantized_piece(elements: int) -> int:
-    """Elements of so many that are brought into eight bits at once: whole groups."""
-    return max(1, min(PIECE, elements // 16) // GROUP) * GROUP
-
-
-def quantized_bytes(elements: int) -> int:
-    """Of so many elements in eight bits: these, from the next multiple of 4 on the scales of all groups."""
-    return -(-elements // 4) * 4 + 4 * -(-elements // GROUP)
-
-
 def _encoding(
     graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp]
 ) -> tuple[KeptForm, Value] | None:
@@ -360,3 +355,29 @@ def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
 
 def _converted(value: int, dtype: str) -> Called:
     return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype)}
+
+
+# -- for fused kernels
+
+
+def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Flags in the order of memory, seen in the order of dimensions."""
+    places = torch.arange(
+        8, dtype=torch.int32, device=bits.device
+    )  # a tensor of constants would be kept by the kernels
+    flags = (bits[:, None].to(torch.int32) >> places).bitwise_and(1).ne(0).view(-1)[: prod(size)]
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
+    place = [order.index(dim) for dim in range(len(size))]
+    return flags.view([size[dim] for dim in order]).permute(place)
+
+
+def _like(bits: Tensor, tensor: Tensor) -> Tensor:
+    return _unpacked(bits, tensor.shape, tensor.stride())
+
+
+def _threshold_backward(grad_output: Tensor, bits: Tensor, threshold: float) -> Tensor:
+    return torch.where(_like(bits, grad_output), grad_output, 0.0)
+
+
+def _leaky_relu_backward(grad_output: Tensor, bits: Tensor, slope: float, is_result: bool) -> Tensor:
+    return torch.where(_like(bits, grad_output), grad_output, grad_output * slope)

@@ -30,6 +30,7 @@ from memplan.planning.graph.op_schema import (
     overload,
 )
 from memplan.planning.levers.lever import Lever, PlannedStep, Reason
+from memplan.planning.ops.pieces import channels, groups, piece, rows
 
 ELEMENTWISE = frozenset(
     """
@@ -74,8 +75,6 @@ IN_ORDER: Mapping[str, tuple[str, ...]] = {
 }
 """Other ops whose kernels read what they write over no later than they write it, and of which operands."""
 
-PIECE = 1 << 17
-"""Elements that the engine takes at once, at most, where it goes through an operand piece by piece."""
 
 WORTHWHILE = 1 << 20
 """Bytes that an operand must at least have: for less, the calls of the pieces cost more than the op."""
@@ -282,27 +281,6 @@ class Piecewise:
             if other.shape != wanted.shape or other.stride != wanted.stride:
                 return False
         return wanted.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, wanted))
-
-
-def piece(elements: int) -> int:
-    """Elements a piece of a tensor with so many."""
-    return max(1, min(PIECE, elements // 16))
-
-
-def rows(shape: Sequence[int], trailing: int) -> tuple[int, int]:
-    """(rows in all, rows a piece) of a tensor whose last ``trailing`` dimensions are normalized over."""
-    size = prod(shape[len(shape) - trailing :])
-    return prod(shape) // size, max(1, piece(prod(shape)) // size)
-
-
-def channels(shape: Sequence[int]) -> int:
-    """Channels a piece: of all samples."""
-    return max(1, piece(prod(shape)) * shape[1] // prod(shape))
-
-
-def groups(shape: Sequence[int], group: int) -> int:
-    """Groups a piece: of one sample."""
-    return max(1, min(group, piece(prod(shape)) * group // prod(shape[1:])))
 
 
 def _of_elements(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:

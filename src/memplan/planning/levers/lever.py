@@ -20,7 +20,7 @@ from memplan._bytes import format_bytes
 from memplan._json import Json
 from memplan.devices import Device
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value
-from memplan.planning.graph.precision import Save
+from memplan.planning.graph.precision import Precision, Save
 from memplan.planning.graph.roofline import Work
 
 Grade = Literal["exact", "reordered", "lossy"]
@@ -79,6 +79,8 @@ class PlannedStep(Protocol):
     """What a lever may ask about a planned step, to give its reasons."""
 
     graph: JointGraph
+    seconds: Mapping[int, float]
+    """Seconds that each value adds to the step, by id; of several that one op makes again, the first has them."""
 
     def is_saved(self, value: int) -> bool:
         """Return whether the value itself is kept between the passes."""
@@ -143,6 +145,12 @@ class Lever(Protocol):
     """How a lever of the whole step is asked for, and how its absence: in messages."""
     switch: str = ""
     """Field of `memplan.planning.search.search.Heuristics` that turns the lever off; empty: none does."""
+
+    # -- what it changes before anything is chosen
+
+    def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
+        """Return the captured graph with ops replaced; most levers leave it."""
+        return graph
 
     # -- to which values it applies
 

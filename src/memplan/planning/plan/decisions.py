@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan._json import Json
-from memplan._text import format_seconds
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value, recomputable
+from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
-from memplan.planning.levers.lever import Grade, GradientUse
+from memplan.planning.levers.lever import GradientUse, Reason
+from memplan.planning.levers.registry import RECOMPUTE
 from memplan.planning.plan.plan import Decision, Scope
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
@@ -44,7 +45,7 @@ class _Decider:
         for action in (*schedule.forward, *schedule.backward):
             self._note(action)
         for forms in self.forms.values():
-            forms.sort(key=lambda form: not form.is_copied)
+            forms.sort(key=lambda form: (not form.is_copied, not form.whole))
         for action in schedule.backward:
             form = None if action.form is None else graph.form[action.form]
             if form is None or not form.is_copied:
@@ -69,7 +70,7 @@ class _Decider:
         rates = {
             value: op.seconds / self.graph.values[value].bytes
             for value in self._kept()
-            if (op := self.graph.maker[value].rerun) and self._may_run_again(value) and self.graph.values[value].bytes
+            if (op := self.graph.maker[value].rerun) and value in self.recomputable and self.graph.values[value].bytes
         }
         return max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
 
@@ -77,9 +78,6 @@ class _Decider:
         saved = set(self.schedule.saved)
         forward = [value for op in self.graph.forward_ops for value in op.makes]
         return [value for value in forward if value in saved or value in self.outputs]
-
-    def _may_run_again(self, value: int) -> bool:
-        return value in self.recomputable
 
     # -- values
 
@@ -89,26 +87,32 @@ class _Decider:
         found = list[Decision]()
         for op in self.graph.forward_ops:
             for value in op.makes:
-                size = self.graph.values[value].bytes
                 if value in self.forms:
-                    form = self.forms[value][0]
-                    reason = registry.find(form.lever).reason(self, form)
-                    found.append(
-                        self._decision(op, value, form.lever, reason.bytes, reason.text, reason.details, reason.grade)
-                    )
+                    lever, reason = self._kept_as(*self.forms[value])
                 elif value in self.again:
-                    found.append(self._decision(op, value, "recompute", size, self._why_again(op, value)))
+                    lever, reason = RECOMPUTE.name, RECOMPUTE.made_again(self, value)
                 elif value in kept:
-                    found.append(self._decision(op, value, "keep", size, self._why_kept(op, value)))
+                    lever, reason = "keep", RECOMPUTE.kept(self, value, costs_most=value == self.dearest)
+                else:
+                    continue
+                found.append(self._decision(op, value, lever, reason))
         return found
 
-    def _decision(
-        self, op: GraphOp, value: int, lever: str, size: int, reason: str,
-        details: Mapping[str, Json] | None = None, grade: Grade = "exact",
-    ) -> Decision:  # fmt: skip
-        scope = Scope("value", (self._name(value),))
-        seconds = self.seconds.get(value, 0.0)
-        return Decision(lever, scope, grade, size, seconds, op.layer, op.where, reason, details or {})
+    def _kept_as(self, form: KeptForm, *others: KeptForm) -> tuple[str, Reason]:
+        """The lever that keeps a value, and why; other plain forms serve some readers, and stay beside."""
+        reason = registry.find(form.lever).reason(self, form)
+        if others and not form.is_copied:
+            beside = sum(self.graph.values[other.kept].bytes for other in others)
+            names = ", ".join(other.how or other.lever for other in others)
+            text = f"{reason.text}; {format_bytes(beside)} stay beside it ({names})"
+            reason = replace(reason, bytes=max(0, reason.bytes - beside), text=text)
+        return form.lever, reason
+
+    def _decision(self, op: GraphOp, value: int, lever: str, made: Reason) -> Decision:
+        scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)
+        return Decision(
+            lever, scope, made.grade, made.bytes, seconds, op.layer, op.where, made.text, made.details
+        )  # fmt: skip
 
     # -- what levers ask
 
@@ -167,30 +171,6 @@ class _Decider:
 
     # -- reasons
 
-    def _why_again(self, op: GraphOp, value: int) -> str:
-        if value in self.seconds:
-            by = "" if op.again is None else f" by {short(op.again.target)}"
-            made = f"making it again{by} takes {format_seconds(self.seconds[value])}"
-        else:
-            others = [other for other in op.makes if other in self.seconds]
-            made = f"made again together with {self._name(others[0])}" if others else "made again"
-        return f"{made} for {format_bytes(self.graph.values[value].bytes)}; {self.needed(value)}"
-
-    def _why_kept(self, op: GraphOp, value: int) -> str:
-        needed = self.needed(value)
-        if value in self.outputs:
-            return f"returned by the model; {needed}" if needed else "returned by the model"
-        if op.random:
-            return f"random: never drawn again; {needed}"
-        if op.once:
-            return f"its op must run once only; {needed}"
-        if value in self.graph.irreplaceable:
-            return f"held by a call that is kept as it is; {needed}"
-        if op.again is not None and value not in op.again.makes:
-            return f"{needed}; with it {short(op.again.target)} can make {self._name(op.again.makes[0])} again"
-        most = ", the most per byte of all that is kept" if value == self.dearest else ""
-        return f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}"
-
     def needed(self, value: int) -> str:
         """What reads a value in the backward pass: gradients before what is made again."""
         readers = self.readers[value]
@@ -230,12 +210,6 @@ class _Decider:
             for name, one in made
             if one is not None
         ]
-
-
-def short(target: str) -> str:
-    """``aten.relu.default`` as ``relu``."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 2 else target
 
 
 def _more(number: int, what: str) -> str:

@@ -13,7 +13,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.search.batch_evaluator import Columns, Evaluated, Evaluator, Profile
+from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.candidates import Columns, Evaluated, Profile
 
 Column = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]

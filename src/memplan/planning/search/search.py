@@ -13,7 +13,8 @@ from memplan.planning.graph.resident import Surroundings
 from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.levers.registry import LEVERS
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.search.batch_evaluator import Evaluator, Profile
+from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.candidates import Profile
 from memplan.planning.search.local_search import Column, Local, State
 from memplan.planning.search.lower_bound import Fractions, Relaxation
 from memplan.planning.search.segment_dp import choose

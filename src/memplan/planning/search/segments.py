@@ -13,7 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.search.batch_evaluator import Columns, Evaluator, Profile
+from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.candidates import Columns, Profile
 from memplan.planning.search.flat_graph import FlatGraph, Ints
 
 MOST = 64

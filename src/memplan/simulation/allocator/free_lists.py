@@ -127,18 +127,14 @@ class ChunkPool:
         the smallest chunk on, while the next one could grow less than this one, that one is taken.
         """
         keys = self._free.get(stream)
-        if keys is None:
-            return None
-        place = keys.bisect_left(size << _ADDRESS_BITS)
-        if place == len(keys):
-            return None
-        chunk = self.chunks[keys[place] & _ADDRESS]
-        while chunk.reservation is not None and place + 1 < len(keys):
-            place += 1
-            following = self.chunks[keys[place] & _ADDRESS]
-            if _could_grow_to(following) >= _could_grow_to(chunk):
+        chunk: Chunk | None = None
+        for key in () if keys is None else keys.irange(size << _ADDRESS_BITS):
+            following = self.chunks[key & _ADDRESS]
+            if chunk is not None and _could_grow_to(following) >= _could_grow_to(chunk):
                 break
             chunk = following
+            if chunk.reservation is None:
+                break
         return chunk
 
     def of_stream(self, stream: int) -> list[Chunk]:

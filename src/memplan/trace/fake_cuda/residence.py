@@ -22,13 +22,6 @@ OnCard = Literal["unknown", "named", "everything"]
 """What is known of a step before it is recorded: nothing; that it names CUDA; that all of it lies on the card."""
 
 
-class NamedLate(BaseException):
-    """CUDA was named for the first time inside of a step, after everything had been taken to lie on the card.
-
-    Not an Exception: it has to pass the user's own handlers.
-    """
-
-
 class Card:
     """Where storages lie, and what the step asked of the card's allocator.
 
@@ -43,8 +36,10 @@ class Card:
         self.everything = on_card == "everything"
         self.named = on_card == "named"
         self.calls: list[Call] = []
+        self.named_late = False
+        """CUDA was named for the first time inside of a step, after everything had been taken to lie on the card."""
         self._destination: str | None = None
-        self._known = on_card
+        self._guessed = on_card == "unknown"
         if self.everything:
             ledger.device = ON_CARD
 
@@ -69,23 +64,20 @@ class Card:
             entry = self.ledger.find(_torch.unwrapped(tensor))
         return entry is not None and entry.device == ON_CARD
 
-    def end_build(self, *, computed: bool) -> None:
-        """Building is over: if nothing named CUDA, everything lies on the card.
+    @property
+    def settled(self) -> bool:
+        """Whether it is known that the step names CUDA, or that everything lies on the card."""
+        return self.named or self.everything
 
-        Raises:
-            NothingNamed: so it is, and building ``computed`` something that CUDA has kernels of its own for.
-        """
-        if self.named or self.everything:
-            return
-        if computed:
-            raise NothingNamed
-        self.everything = True
-        self.ledger.take_to(ON_CARD)
+    def end_build(self) -> None:
+        """End building: if nothing named CUDA so far, everything lies on the card."""
+        if not self.settled:
+            self.everything = True
+            self.ledger.take_to(ON_CARD)
 
     def name(self) -> None:
-        """The step names CUDA."""
-        if self.everything and self._known == "unknown":
-            raise NamedLate
+        """Note that the step names CUDA."""
+        self.named_late |= self.everything and self._guessed
         self.named = True
 
     @contextmanager
@@ -108,10 +100,6 @@ class Card:
         """Note a call that matters to the allocator, as an event of its own."""
         self.ledger.clock += 1
         self.calls.append(Call(self.ledger.clock, kind))
-
-
-class NothingNamed(BaseException):
-    """Building named CUDA nowhere and computed with kernels: they were the CPU's, and have to be recorded as CUDA's."""
 
 
 def wanted(device: Any) -> torch.device:

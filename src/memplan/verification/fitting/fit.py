@@ -19,12 +19,13 @@ from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import Request, request
 from memplan.planning.search.search import Heuristics
-from memplan.planning.settings import Allow, Engine, Settings
+from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.planning.study import Planned
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
 from memplan.trace.recording.session import collector_held
+from memplan.trace.step import StepOptions
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans, say
 from memplan.verification.fitting.prover import Prover
@@ -88,14 +89,11 @@ def fit(
     Example:
         >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
     """
-    settings = Settings(
-        0, optimizer, gradients=GradientUse(updates=early), plan=plan, heuristics=heuristics or Heuristics(),
-        engine=engine,
+    options = PlanOptions(
+        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
+        accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
     )  # fmt: skip
-    asked = request(
-        model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
-        allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
-    )  # fmt: skip
+    asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
     return _Fitting(asked, pairs).run()
 
 
@@ -136,7 +134,7 @@ class _Fitting:
     """One call of `fit`."""
 
     def __init__(self, asked: Request, pairs: int) -> None:
-        self.asked, self.settings = asked, asked.settings
+        self.asked, self.settings, self.budget = asked, asked.settings, asked.budget
         self.notes = list(asked.notes)
         self.planner, self.prover = Planner(asked.step), Prover(asked, pairs)
         self.handed_over = False
@@ -181,7 +179,7 @@ class _Fitting:
 
     def _until_it_fits(self) -> Fitted:
         """Plan, and where the measured peak is over the budget, plan again for less."""
-        budget, lowest = self.settings.budget, None
+        budget, lowest = self.budget, None
         for left in reversed(range(_ATTEMPTS)):
             planned = self._planned(budget)
             self.relaid, self.lost = planned.captured.relaid, planned.plan.lost
@@ -199,7 +197,7 @@ class _Fitting:
                 f"a plan for {format_bytes(budget)} was measured at {format_bytes(fitted.proof.peak)}: "
                 "planned again for as much less"
             )
-            over = fitted.proof.peak - self.settings.budget
+            over = fitted.proof.peak - self.budget
             budget = floor if left == 1 and floor else max(min(budget, peak) - over, floor)
         assert lowest is not None
         raise self._over(lowest)
@@ -210,12 +208,12 @@ class _Fitting:
             return None
         with self._tracing():
             study = self.planner.study(self.asked.call, self.settings, key=0)
-            if study.eager_peak(self.settings) > self.settings.budget:
+            if study.eager_peak(self.settings) > self.budget:
                 return None
             try:
-                plan = study.planned(self.settings).plan
+                plan = study.planned(self.settings, self.budget).plan
             except BudgetError as error:  # the step takes less without a plan than with any
-                plan = study.planned(replace(self.settings, budget=error.smallest_budget)).plan
+                plan = study.planned(self.settings, error.smallest_budget).plan
         proof = self.prover.unplanned(plan)
         if not proof.within_budget:
             return None
@@ -235,16 +233,16 @@ class _Fitting:
 
     def _planned(self, budget: int) -> Planned:
         plan = self.settings.plan
-        if plan is not None and plan.peak > self.settings.budget:
+        if plan is not None and plan.peak > self.budget:
             raise BudgetError(
                 f"The plan needs {format_bytes(plan.peak)}",
-                expected=f"one that needs no more than the budget of {format_bytes(self.settings.budget)}",
+                expected=f"one that needs no more than the budget of {format_bytes(self.budget)}",
                 do="Give it its budget, or leave the plan out",
                 smallest_budget=plan.peak,
             )
         try:
             with self._tracing():
-                planned = self.planner.planned(self.asked.call, replace(self.settings, budget=budget), key=0)
+                planned = self.planner.planned(self.asked.call, self.settings, budget, key=0)
         except BudgetError as error:
             raise self._too_little(error, budget) from None
         if self.settings.undecided:  # plans after this one, for later calls too, lose what this one does
@@ -256,13 +254,13 @@ class _Fitting:
 
         ``budget``: the one planned for; it is less than the user's once a plan was measured above that.
         """
-        found, asked = error.found, format_bytes(self.settings.budget)
-        if budget != self.settings.budget:
+        found, asked = error.found, format_bytes(self.budget)
+        if budget != self.budget:
             found = f"The budget is {asked}; a plan for it was measured above it, and for {budget} bytes there is none"
         floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
-            planned = self.planner.planned(self.asked.call, replace(self.settings, budget=floor), key=0)
+            planned = self.planner.planned(self.asked.call, self.settings, floor, key=0)
             eager = self.planner.study(self.asked.call, self.settings, key=0).eager_peak(self.settings)
         with ExitStack() as undo:
             self._put_in_place(planned, floor, undo)
@@ -281,7 +279,7 @@ class _Fitting:
     def _over(self, lowest: Proof) -> BudgetError:
         least = _with_spare(lowest.peak, lowest.predicted)
         return BudgetError(
-            f"The budget is {format_bytes(self.settings.budget)}, and the planned step was measured above it",
+            f"The budget is {format_bytes(self.budget)}, and the planned step was measured above it",
             expected=f"at least {format_bytes(lowest.peak)}, at which it ran",
             do=f"Give {format_bytes(least)} ({least} bytes), or look for what the plan does not know: a kernel that "
             "allocates more than its results",
@@ -299,7 +297,7 @@ class _Fitting:
     def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
         if planned.fused is not None:
             compiled(planned.fused)  # raises an error of which a call would only warn
-        plans = Plans(self.asked.step, replace(self.settings, budget=budget), self._told)
+        plans = Plans(self.asked.step, self.settings, budget, self._told)
         plans.expect(planned)
         undo.callback(install(self.asked.step, plans).undo)
 
@@ -309,8 +307,9 @@ class _Fitting:
         if asked.step is not asked.model:
             loss = asked.step
             if proof.within_budget:
-                spare = replace(settings, budget=max(0, settings.budget - self._loss_bytes()), plan=None)
-                undo.callback(install(asked.model, Plans(asked.model, spare, self._told)).undo)
+                spare = max(0, self.budget - self._loss_bytes())
+                plans = Plans(asked.model, replace(settings, plan=None), spare, self._told)
+                undo.callback(install(asked.model, plans).undo)
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
             undo.callback(update_early(optimizer).undo)

@@ -48,11 +48,12 @@ class Plans:
     Args:
         module: the module whose calls are planned.
         settings: for all calls, except that each says whether gradients are held.
+        budget: bytes.
         told: receives a sentence for each call that is planned anew.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
-        self._module, self._settings, self._told = module, settings, told
+    def __init__(self, module: nn.Module, settings: Settings, budget: int, told: Callable[[str], None]) -> None:
+        self._module, self._settings, self._budget, self._told = module, settings, budget, told
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
         self.made: list[Planned] = []
@@ -103,7 +104,8 @@ class Plans:
         precision = given.precision if given.plan is None else given.settled  # no lower than the given plan's
         planned = self._planner.planned(
             call,
-            replace(self._settings, gradients=self._settings.gradients.held(held), plan=None, precision=precision),
+            replace(given, gradients=given.gradients.held(held), plan=None, precision=precision),
+            self._budget,
             captured=captured,
         )
         self.made.append(planned)
@@ -140,7 +142,7 @@ class Plans:
 
     def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
         """Schedule a call by these decisions; None where they break the budget: other sizes can have other aliases."""
-        graph, budget = captured.graph, self._settings.budget
+        graph, budget = captured.graph, self._budget
         made = schedule(graph, choices)
         try:
             validate(graph, made, budget=None if choices.fused else budget, surroundings=around)

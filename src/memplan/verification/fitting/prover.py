@@ -69,7 +69,7 @@ class Prover:
         return self._measured(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
-        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
+        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._asked.budget
         part, call, cut, measured = self._part(plan), self._asked.call, None, True
         if part is None and self._home.card is None:
             sides = self._sides(call, plan.grade)  # made before the plan is in place: they run without
@@ -218,13 +218,13 @@ class Prover:
 
     def _planner_of(self, call: Call, planned: Planned) -> Planner:
         """Plan the step for fewer samples: by the decisions for the whole, where they can be reused."""
-        settings = replace(self._settings, budget=planned.plan.peak, plan=None, precision=planned.plan.precision)
-        plans = Plans(self._step, settings, lambda _: None)
+        settings = replace(self._settings, plan=None, precision=planned.plan.precision)
+        plans = Plans(self._step, settings, planned.plan.peak, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
             found = plans(call, settings.gradients.adds)
             if isinstance(found, Planned):  # a new plan: in this budget it keeps everything
-                plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
+                plans = Plans(self._step, settings, _as_tight(planned.plan, found.plan), lambda _: None)
                 found = plans(call, settings.gradients.adds)
         return lambda later, held: found if held == settings.gradients.adds else plans(later, held)
 

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 import memplan
 from memplan.errors import InputError
-from memplan.studies.axes.layers import LayerChange, change_layers, changed_layer
+from memplan.studies.axes.changed_layers import LayerChange, change_layers, changed_layer
 
 PAIRS: list[tuple[Callable[[], nn.Module], str, Any, Callable[[], nn.Module]]] = [
     (lambda: nn.Conv2d(3, 8, 3, padding=1, bias=False), "kernel_size", 5,
@@ -140,7 +140,7 @@ def test_a_layer_with_another_forward_is_refused() -> None:
 
 def test_a_pruned_layer_is_refused() -> None:
     layer = prune.l1_unstructured(nn.Linear(2, 2, bias=False), "weight", amount=0.5)
-    with pytest.raises(InputError, match="made anew as it is, its parameters differ"):
+    with pytest.raises(InputError, match="made again with the same arguments, its parameters differ"):
         changed_layer(layer, "out_features", 3)
 
 

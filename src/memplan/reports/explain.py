@@ -1,10 +1,10 @@
-"""An explanation on the terminal: a paragraph, by cause, by layer, why. Plain text in a pipe."""
+"""An explanation on the terminal (a paragraph, by cause, by layer, why) and as JSON."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import RenderableType
@@ -15,9 +15,8 @@ from rich.text import Text
 from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_sentence, scaling_sentence, workspace_sentence
-from memplan.reports.card import charge_columns, sums_from, verdict_lines
-from memplan.reports.columns import Column
-from memplan.reports.output import PIPE_WIDTH, Page, print_parts
+from memplan.reports.card import charge_table, verdict_lines
+from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.trace.records import Assumption
 
 _LOUD = ("branch", "host")
@@ -29,33 +28,27 @@ _NUMBER = re.compile(r"\d+")
 _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
 
+def dumps(explanation: Explanation) -> str:
+    """Write ``explanation.to_dict()`` as indented JSON, in the order of its fields. All sizes are bytes.
+
+    Example:
+        >>> json.loads(dumps(explanation)) == explanation.to_dict()
+        True
+    """
+    return json.dumps(explanation.to_dict(), indent=1, allow_nan=False) + "\n"
+
+
 def print_explanation(explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:
-    """Print an explanation: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        explanation: what to print.
-        file: where to; stdout by default.
-        top: how many layers to list; 0 for all.
-    """
-    print_parts(lambda page: render(explanation, top, page.width, ascii_only=page.ascii_only), file)
+    """Print an explanation to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    print_parts(lambda page: render(explanation, page, top), file)
 
 
-def render(
-    explanation: Explanation, top: int = 12, width: int = PIPE_WIDTH, *, ascii_only: bool = False
-) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order.
-
-    Args:
-        explanation: what to show.
-        top: how many layers to list; what the others add up to has a line of its own. 0 for all.
-        width: columns of text that there are: it decides which columns the table by layer has.
-        ascii_only: draw without characters that an old encoding lacks.
-    """
-    page = Page(width, ascii_only)
+def render(explanation: Explanation, page: Page, top: int = 12) -> list[RenderableType]:
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, page)]
     if explanation.card is not None:
         use = explanation.card
-        parts += ["", page.table(charge_columns(use), sums_from(use)), *verdict_lines(use)]
+        parts += ["", charge_table(use, page), *verdict_lines(use)]
     if explanation.layers:
         parts += ["", _by_layer(explanation, top, page), _legend(explanation)]
     reasons = list(_reasons(explanation, top))
@@ -78,21 +71,19 @@ def _head(explanation: Explanation) -> Iterator[RenderableType]:
 
 
 def _by_cause(explanation: Explanation, page: Page) -> Table:
-    """What is live at the peak, largest first; the last row adds up to the peak."""
+    """Draw the bytes at the peak by cause, largest first; the last row adds up to the peak."""
     peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
     rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
     block = "#" if page.ascii_only else "█"
-    bars = [block * round(_BAR * size / peak) if peak else "" for _, size, _ in rows]
-    total = sum(explanation.by_cause.values())
-    columns = [
-        Column("By cause", (*(LABELS.get(row[0], row[0]) for row in rows), "peak"), shrinks_to=12),
-        Column("at the peak", (*(format_bytes(row[1]) for row in rows), format_bytes(total)), right=True),
-        Column("share", (*(_share(row[1], peak) for row in rows), _share(total, peak)), right=True, drop=1),
-        Column("", (*bars, ""), drop=3),
-        Column("most at any time", (*(format_bytes(row[2]) for row in rows), ""), right=True, drop=2),
+    fields = [
+        name_field("By cause", lambda row: LABELS.get(row[0], row[0]), 12, from_left=False),
+        number_field("at the peak", lambda row: row[1]),
+        number_field("share", lambda row: row[1], lambda size: _share(size, peak), drop=1),
+        Field("", lambda row: block * round(_BAR * row[1] / peak) if peak else "", drop=3),
+        Field("most at any time", lambda row: format_bytes(row[2]), right=True, drop=2),
     ]
-    return page.table(columns, len(rows))
+    return page.rows(rows, fields, total="peak")
 
 
 def _share(part: int, whole: int) -> str:
@@ -101,45 +92,15 @@ def _share(part: int, whole: int) -> str:
 
 
 def _by_layer(explanation: Explanation, top: int, page: Page) -> Table:
-    """The layers that save (in inference: output) the most, the sum of the others, the sum of all."""
+    """Return the layers that save (in inference: output) the most, the sum of the others, the sum of all."""
     rows = sorted(explanation.layers, key=_weight_of(explanation.train), reverse=True)
-    shown = rows[:top] if top else rows
-    parts = [column.of(rows, len(shown)) for column in (_TRAINING if explanation.train else _INFERENCE)]
-    return page.table(parts, len(shown))
+    fields = _TRAINING if explanation.train else _INFERENCE
+    return page.rows(rows, fields, top, f"all {len(rows)} layers")
 
 
 def _weight_of(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
-    """What layers are sorted by, the most first."""
+    """Return the key that layers are sorted by, the most first."""
     return lambda row: (row.saved_bytes, row.kept_bytes, row.output_bytes) if train else (row.output_bytes,)
-
-
-@dataclass(frozen=True)
-class _Field:
-    """A column of the table by layer: what it says of a layer, and of several together."""
-
-    header: str
-    cell: Callable[[LayerRow], str]
-    total: Callable[[Sequence[LayerRow]], str]
-    right: bool = False
-    shrinks_to: int | None = None
-    from_left: bool = False
-    drop: int = 0
-
-    def of(self, rows: Sequence[LayerRow], shown: int) -> Column:
-        cells = [self.cell(row) for row in rows[:shown]]
-        hidden = rows[shown:]
-        is_name = self.header == _NAME
-        if hidden:
-            cells.append(f"... {len(hidden)} more" if is_name else self.total(hidden))
-        cells.append(f"all {len(rows)} layers" if is_name else self.total(rows))
-        return Column(self.header, tuple(cells), self.right, self.shrinks_to, self.from_left, self.drop)
-
-
-def _bytes_field(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> _Field:
-    def total(rows: Sequence[LayerRow]) -> str:
-        return format_bytes(sum(getattr(row, name) for row in rows))
-
-    return _Field(header, cell or (lambda row: _size(getattr(row, name))), total, right=True, drop=drop)
 
 
 def _size(number: int) -> str:
@@ -147,7 +108,7 @@ def _size(number: int) -> str:
 
 
 def _saves(row: LayerRow) -> str:
-    """What counts for this layer; "(shared)" where all that it keeps counts for another."""
+    """Write the bytes that count for this layer; "(shared)" where all that it keeps counts for another."""
     return "(shared)" if row.kept_bytes and not row.saved_bytes else _size(row.saved_bytes)
 
 
@@ -159,7 +120,7 @@ def _needs(row: LayerRow) -> str:
 
 
 def _shared(row: LayerRow) -> str:
-    """The first layer that shares with this one, and how many others do."""
+    """Return the first layer that shares with this one, and how many others do."""
     layers = dict.fromkeys(printable(other).rsplit("'s ", 1)[0] for other in row.shared_with)
     others = [layer for layer in layers if layer != printable(row.name)]
     if not others:
@@ -167,24 +128,25 @@ def _shared(row: LayerRow) -> str:
     return others[0] + (f" +{len(others) - 1}" if len(others) > 1 else "")
 
 
-def _nothing(rows: Sequence[LayerRow]) -> str:
-    return ""
+def _bytes_of(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> Field:
+    return number_field(
+        header, lambda row: getattr(row, name), cell=cell or (lambda row: _size(getattr(row, name))), drop=drop
+    )
 
 
-_NAME = "By layer"
 _INFERENCE = (
-    _Field(_NAME, lambda row: printable(row.name), _nothing, shrinks_to=16, from_left=True),
-    _Field("kind", lambda row: printable(row.kind), _nothing, shrinks_to=9, drop=3),
-    _bytes_field("outputs", "output_bytes", 1),
-    _bytes_field("weights", "weight_bytes", 5),
+    name_field("By layer", lambda row: printable(row.name)),
+    Field("kind", lambda row: printable(row.kind), shrinks_to=9, drop=3),
+    _bytes_of("outputs", "output_bytes", 1),
+    _bytes_of("weights", "weight_bytes", 5),
 )
 _TRAINING = (
     *_INFERENCE[:3],
-    _bytes_field("saves", "saved_bytes", 0, _saves),
-    _Field("needed\nfor", _needs, _nothing, drop=2),
-    _Field("shared\nwith", _shared, _nothing, shrinks_to=12, from_left=True, drop=4),
+    _bytes_of("saves", "saved_bytes", 0, _saves),
+    Field("needed\nfor", _needs, drop=2),
+    Field("shared\nwith", _shared, shrinks_to=12, from_left=True, drop=4),
     _INFERENCE[3],
-    _bytes_field("gradients", "gradient_bytes", 6),
+    _bytes_of("gradients", "gradient_bytes", 6),
 )
 
 
@@ -200,7 +162,7 @@ def _legend(explanation: Explanation) -> Text:
 
 
 def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
-    """The layers that save the most, each with what and for what; those that repeat one are counted."""
+    """Yield the layers that save the most, each with what and for what; those that repeat one are counted."""
     rows = [row for row in explanation.layers if row.saved_bytes and row.why]
     rows.sort(key=_weight_of(True), reverse=True)
     alike: dict[tuple[object, ...], list[LayerRow]] = {}

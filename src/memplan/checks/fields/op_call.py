@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensors import Dim, Factor, Fields, charged, mapped, resolved, size_of
+from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of
 from memplan.trace.records import Form
 
 
@@ -23,16 +23,16 @@ class Call:
 
     @property
     def main(self) -> Fields:
-        """Of the first tensor that it reads."""
+        """Fields of the first tensor that it reads."""
         return self.reads[0][1] if self.reads else ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its first result."""
+        """Shape of its first result."""
         return self.form.writes[0].shape
 
     def dims(self, name: str, rank: int) -> list[int]:
-        """Dimensions given by an option, from the front."""
+        """Return the dimensions given by an option, from the front."""
         value = self.form.option(name, ())
         values = (value,) if isinstance(value, int) else value
         return [int(number) % rank for number in values]
@@ -43,7 +43,7 @@ Rule = Callable[[Call], Fields | list[Fields]]
 
 
 def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Callable[[int], float]) -> Fields:
-    """An op that slides along the last dimensions, as many as its kernel has; ``change`` is told which."""
+    """Follow an op that slides along the last dimensions, as many as its kernel has; ``change`` takes which."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("kernel_size", ())) or len(call.form.option("output_size", ()))
     weight = call.form.read("weight")
@@ -62,7 +62,7 @@ def spatial(call: Call, change: Callable[[int, Span], Span | None], spread: Call
 
 
 def at(values: Any, number: int, default: int = 1) -> int:
-    """One of the values of an option that may be given once for all dimensions, or not at all."""
+    """Return one of the values of an option that may be given once for all dimensions, or not at all."""
     if not isinstance(values, (tuple, list)):
         return default if values is None else int(values)
     given: list[int] = [int(value) for value in values]
@@ -70,7 +70,7 @@ def at(values: Any, number: int, default: int = 1) -> int:
 
 
 def shifted(dim: Dim, size: int, offset: int, step: int, op: int) -> Dim:
-    """A dimension after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
+    """Return a dimension after a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
     axis = resolved(dim)
     moved = mapped(axis, lambda span: span.moved(offset, step))
     return (Factor(size, charged(axis, size_of(dim), moved, size, op)),)

@@ -5,7 +5,7 @@ import json
 from torch import nn
 
 import memplan
-from memplan.reports.json import dumps
+from memplan.reports.explain import dumps
 
 
 def test_the_text_holds_the_explanation_and_is_the_same_twice() -> None:

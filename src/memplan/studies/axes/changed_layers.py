@@ -25,7 +25,7 @@ class LayerChange:
 
 
 def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module:
-    """The model with changed layers; the model itself is changed, or another returned where it is such a layer.
+    """Return the model with changed layers; the model itself is changed, or another returned where it is such a layer.
 
     Names are those of ``named_modules()``; that of the model itself is empty. A layer is made anew where the attribute
     is an argument of its constructor, so that a convolution's weight has the shape of its new kernel, and keeps its
@@ -54,7 +54,7 @@ def change_layers(model: nn.Module, changes: Sequence[LayerChange]) -> nn.Module
 
 
 def changed_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") -> nn.Module:
-    """A layer of the same kind with another value of an attribute; the layer itself where that is no argument.
+    """Return a layer of the same kind with another value of an attribute; the layer itself where that is no argument.
 
     It has the hooks of the layer, and of its parts.
 
@@ -66,7 +66,7 @@ def changed_layer(layer: nn.Module, attribute: str, value: Any, name: str = "") 
         return layer
     given = _given(layer, name)
     if _shapes(layer) != _shapes(_make(layer, given, name)):
-        raise _not_remade(layer, name, "made anew as it is, its parameters differ")
+        raise _not_remade(layer, name, "made again with the same arguments, its parameters differ")
     if "forward" in vars(layer):
         raise _not_remade(layer, name, "its forward was replaced")
     made = _make(layer, given | {attribute: value}, name)
@@ -115,7 +115,7 @@ def _arguments(layer: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def _given(layer: nn.Module, name: str) -> dict[str, Any]:
-    """What the layer was made with, read off its attributes, where it keeps them."""
+    """Read the arguments that a layer was made with off its attributes."""
     given: dict[str, Any] = {}
     for argument, parameter in _arguments(layer).items():
         if argument == "bias":

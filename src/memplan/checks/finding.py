@@ -1,4 +1,4 @@
-"""What a check finds: immutable values that know nothing of how they are printed."""
+"""Findings and checks: immutable values that know nothing of how they are printed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
-from memplan.checks.mending import Remaker
+from memplan.checks.changed_step import Remaker
 from memplan.devices import Device
 from memplan.trace.trace import Trace
 
@@ -42,7 +42,7 @@ class Finding:
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {name: plain(getattr(self, name)) for name in (f.name for f in dataclasses.fields(self))}
 
     def __str__(self) -> str:
@@ -80,12 +80,12 @@ class Check:
 
 
 def number(value: Fraction | float | int) -> int | float:
-    """An exact number as plain data: whole where it is whole."""
+    """Return an exact number as plain data: whole where it is whole."""
     return int(value) if value == int(value) else float(value)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value as JSON has it."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, dict):

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from memplan._torch.custom_ops import define
-from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value
 from memplan.planning.graph.op_schema import CHUNKED
+from memplan.planning.graph.precision import Precision
+from memplan.planning.levers.lever import Grade, Lever
 from memplan.trace.semantics.cpu.table import transient_bytes
 
 CONVOLUTION = "aten.convolution.default"
@@ -23,8 +25,23 @@ LEAST = 1 << 20
 """Bytes of scratch for less of which nothing is taken apart."""
 
 
+class ChunkConvolutions(Lever):
+    """Run convolutions a few samples at a time, where a plan computes in lower precision on the CPU anyway."""
+
+    name = "chunk convolutions"
+
+    def rewrite(self, graph: JointGraph, precision: Precision) -> JointGraph:
+        """Return the graph with convolutions in chunks, where the last bit is free to differ."""
+        return chunked(graph) if precision.compute and not graph.is_on_card and not precision.whole else graph
+
+    def grade(self, form: KeptForm | None = None) -> Grade:
+        """Return ``lossy``: another kernel may run, which adds in another order."""
+        return "lossy"
+
+
 def chunked(graph: JointGraph) -> JointGraph:
-    """The graph with the convolutions of the forward pass taken apart whose scratch is as large as their result."""
+    """Return the graph with the convolutions of the forward pass taken apart whose scratch is as large as their
+    result."""
     return replace(graph, ops=tuple(_chunked(graph, op) for op in graph.ops))
 
 
@@ -46,7 +63,7 @@ def _chunked(graph: JointGraph, op: GraphOp) -> GraphOp:
 
 
 def _scratch(graph: JointGraph, op: GraphOp, made: Value, pieces: int) -> int:
-    """Bytes of a piece's result, and of what its kernel holds."""
+    """Return the bytes of a piece's result, and of what its kernel holds."""
     args = [alike(graph.values[one.value]) if isinstance(one, Ref) else one for one in op.args]
     args[0] = args[0][: args[0].shape[0] // pieces]
     result = alike(made)[: made.shape[0] // pieces]
@@ -54,7 +71,7 @@ def _scratch(graph: JointGraph, op: GraphOp, made: Value, pieces: int) -> int:
 
 
 def alike(value: Value) -> Tensor:
-    """A tensor without data that is laid out as a value."""
+    """Return a tensor without data that is laid out as a value."""
     return torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device="meta")
 
 
@@ -62,7 +79,7 @@ def _convolution_chunks(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
     transposed: bool, output_padding: list[int], groups: int, pieces: int,
 ) -> Tensor:  # fmt: skip
-    """As ``aten::convolution``, the batch in so many pieces."""
+    """Run ``aten::convolution`` with the batch in several pieces."""
     made = list[Tensor]()
     rest: tuple[Any, ...] = (weight, bias, stride, padding, dilation, transposed, output_padding, groups)
     size = input.shape[0] // pieces

@@ -15,7 +15,8 @@ from torch import nn
 import memplan
 from memplan._bytes import format_bytes, parse_bytes
 from memplan.explanation.model import Explanation
-from memplan.reports.terminal import print_explanation, render
+from memplan.reports.explain import print_explanation, render
+from memplan.reports.output import Page
 from memplan.trace.records import Assumption
 
 LONG = "a_block_with_quite_a_long_name_that_goes_on"
@@ -68,7 +69,7 @@ def piped(what: Explanation, top: int = 12) -> str:
 def wide(what: Explanation, width: int, top: int = 12) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
     with console.capture() as capture:
-        console.print(*render(what, top, width), sep="\n")
+        console.print(*render(what, Page(width), top), sep="\n")
     return capture.get()
 
 

@@ -13,7 +13,7 @@ from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import Precision
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION, LEAST
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION, LEAST
 from memplan.verification.measurement.peak_and_time import measure_step
 
 

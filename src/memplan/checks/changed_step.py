@@ -1,4 +1,4 @@
-"""The same step again, with its modules changed: what a mended model would take."""
+"""The same step recorded again, with its modules changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unmended:
 
     @classmethod
     def by(cls, error: MemplanError | Unmendable) -> Unmended:
-        """Because of what was raised while it was recorded."""
+        """Make one of the error that was raised while it was recorded."""
         cause = error.__cause__ if isinstance(error.__cause__, Unmendable) else error
         return cls(cause.found.rstrip(".") if isinstance(cause, MemplanError) else str(cause))
 
@@ -56,7 +56,7 @@ class Remaker:
         options: StepOptions | None = None,
         around: AbstractContextManager[Any] | None = None,
     ) -> Trace | Unmended:
-        """The changed step, or why there is none: the change does not apply, or the step no longer runs.
+        """Return the changed step, or why there is none: the change does not apply, or the step no longer runs.
 
         ``wrap`` puts the model into another one; ``options`` replace those of the step; ``around`` is entered while
         it is recorded.
@@ -70,8 +70,8 @@ class Remaker:
             return Unmended.by(error)
 
     def planned(self, change: Change, budget: int) -> Plan | int | None:
-        """The cheapest exact plan of the changed step in a budget; the least budget that there is a plan for, where
-        it does not fit; None where the step cannot be planned (a build brings its own step)."""
+        """Return the cheapest exact plan of the changed step in a budget; the smallest budget that there is a plan for,
+        where it does not fit; None where the step cannot be planned (a build brings its own step)."""
         used = self.options
         if not used.train:
             return None
@@ -83,7 +83,7 @@ class Remaker:
             )  # fmt: skip
         except BudgetError as error:
             return error.smallest_budget
-        except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is told of
+        except Exception:  # a build that names CUDA, a model that cannot be captured: then no plan is reported
             return None
 
     def _changed(self, change: Change | None, wrap: Wrap | None) -> Callable[[], Any]:
@@ -99,7 +99,7 @@ class Remaker:
 
 
 def by_path(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Modules by every path that a trace may give them: from their root, with and without its class's name."""
+    """Return modules by every path that a trace may give them: from their root, with and without its class's name."""
     modules = list(modules)
     children = {id(child) for module in modules for child in module.children()}
     found: dict[str, nn.Module] = {}
@@ -114,7 +114,7 @@ def by_path(modules: Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 @contextmanager
 def _made_modules() -> Iterator[list[nn.Module]]:
-    """The modules that get a child or a parameter while the context lasts, in order."""
+    """Return the modules that get a child or a parameter while the context lasts, in order."""
     found: dict[int, nn.Module] = {}
 
     def note(module: nn.Module, name: str, value: Any) -> None:
@@ -134,7 +134,7 @@ def _made_modules() -> Iterator[list[nn.Module]]:
 
 
 def module_at(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
-    """The module of a layer.
+    """Return the module of a layer.
 
     Raises:
         Unmendable: there is none of that name.

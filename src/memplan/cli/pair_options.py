@@ -20,7 +20,7 @@ def pair_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @step_options
     def template() -> None:
-        """Holds the options, which click keeps on the function."""
+        """Hold the options, which click keeps on the function."""
 
     parameters: list[click.Parameter] = getattr(template, "__click_params__")  # noqa: B009  # click's own attribute
     common = [one for one in parameters if isinstance(one, click.Option)]
@@ -42,7 +42,7 @@ def _for_side(side: str, option: click.Option) -> click.Option:
 
 
 def for_one(target: str, given: Mapping[str, Any], side: str) -> StepArguments:
-    """The options of one side: its own where it has them, else those of both."""
+    """Return the options of one side: its own where it has them, else those of both."""
     values: dict[str, Any] = {}
     for field in fields(StepArguments):
         if field.name == "target":
@@ -56,6 +56,6 @@ def for_one(target: str, given: Mapping[str, Any], side: str) -> StepArguments:
 
 
 def _over(common: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
-    """Pairs NAME=VALUE of both sides, less those that one side names anew."""
+    """Return the pairs NAME=VALUE of both sides, with those of one side in place of the same names."""
     named = {pair.partition("=")[0].strip() for pair in own}
     return (*(pair for pair in common if pair.partition("=")[0].strip() not in named), *own)

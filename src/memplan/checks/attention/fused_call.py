@@ -28,7 +28,7 @@ class Pending:
     """Whether something was done to them that no fused call does."""
 
     def masked(self, kind: Literal["add", "keep", "drop"], mask: torch.Tensor, shape: Sequence[int]) -> None:
-        """A mask met the scores when they had a shape: added, or bools of those to keep or to drop."""
+        """Note a mask and the shape of the scores that it met: added, or bools of those to keep or to drop."""
         self.spoiled |= self.normalized
         self.masks.append((kind, mask, tuple(shape)))
 
@@ -55,7 +55,7 @@ class Call:
         return F.scaled_dot_product_attention(*heads, self.mask, self.dropout).reshape(self.shape)
 
     def against_cpu(self) -> Iterator[str]:
-        """Why the CPU's fused kernel does not take it: aten/src/ATen/native/transformers/sdp_utils_cpp.cpp."""
+        """Yield why the CPU's fused kernel does not take it: aten/src/ATen/native/transformers/sdp_utils_cpp.cpp."""
         if self.dropout > 0:
             yield "dropout, which the CPU's fused kernel does not take (those of CUDA do)"
         if self.mask is not None and self.mask.requires_grad:
@@ -68,7 +68,7 @@ class Call:
 
 
 def call_of(pending: Pending, values: torch.Tensor) -> Call:
-    """The call for scores that were put off; ``values`` are (..., keys, size)."""
+    """Return the call for scores that were put off; ``values`` are (..., keys, size)."""
     lead, rows = pending.shape[:-2], pending.shape[-2]
     query, key, value = (_of_four(tensor, lead) for tensor in (*pending.heads, values))
     masks = [_additive_or_bool(kind, _of_scores(mask, shape, pending.shape)) for kind, mask, shape in pending.masks]
@@ -76,7 +76,7 @@ def call_of(pending: Pending, values: torch.Tensor) -> Call:
 
 
 def _of_four(tensor: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
-    """As (batch, heads, rows, size): a view, wherever the leading dimensions can be one."""
+    """Return a tensor as (batch, heads, rows, size): a view, wherever the leading dimensions can be one."""
     whole = tensor.expand(*lead, *tensor.shape[-2:])
     if len(lead) == 1:
         return whole.unsqueeze(0)
@@ -84,7 +84,7 @@ def _of_four(tensor: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
 
 
 def _of_scores(mask: torch.Tensor, met: tuple[int, ...], scores: tuple[int, ...]) -> torch.Tensor:
-    """A mask for scores of (batch, heads, queries, keys), that it met in some other shape."""
+    """Return a mask for scores of (batch, heads, queries, keys), that it met in some other shape."""
     lead = (1, *scores[:1]) if len(scores) == 3 else (math.prod(scores[:-3]), scores[-3])
     if met != scores or len(scores) > 4:
         return mask.expand(met).reshape(*lead, *scores[-2:])

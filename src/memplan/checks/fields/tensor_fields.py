@@ -40,13 +40,13 @@ class Field:
     losses: Loss | None = None
 
     def centre(self, position: int) -> Fraction:
-        """Of the field of a position, by the lines through lows and highs."""
+        """Return the centre of the field of a position, by the lines through lows and highs."""
         low = min(span.first_low + span.stride * position for span in self.spans)
         high = max(span.first_high + span.stride * position for span in self.spans)
         return (low + high) / 2
 
     def stride(self, size: int) -> Fraction:
-        """Positions of the input from one output to the next."""
+        """Return the positions of the input from one output to the next."""
         if len(self.spans) == 1 or size < 2:
             return self.spans[0].stride
         return (self.centre(size - 1) - self.centre(0)) / (size - 1)
@@ -57,8 +57,8 @@ class Field:
         return max(span.size for span in self.spans)
 
     def lost(self, size: int) -> tuple[Fraction, Fraction]:
-        """Positions of the input before the first of ``size`` outputs, and after the last: negative where there are
-        outputs beyond the input's border."""
+        """Return the positions of the input before the first of ``size`` outputs, and after the last: negative where
+        there are outputs beyond the input's border."""
         stride = self.stride(size)
         first, last = (0, size - 1) if stride >= 0 else (size - 1, 0)  # the other way round after a flip
         margin = (abs(stride) - 1) / 2
@@ -85,17 +85,17 @@ Fields = tuple[Dim, ...]
 
 
 def unknown(shape: Sequence[int]) -> Fields:
-    """Of a tensor that nothing is known about."""
+    """Return the fields of a tensor that nothing is known about."""
     return tuple((Factor(size),) for size in shape)
 
 
 def size_of(dim: Dim) -> int:
-    """Positions of a dimension."""
+    """Return the number of positions of a dimension."""
     return math.prod(factor.size for factor in dim)
 
 
 def resolved(dim: Dim) -> Axis:
-    """The axis of a dimension as a whole.
+    """Return the axis of a dimension as a whole.
 
     Of one put together from a traced part and smaller steps inside of it (a pixel shuffle), each step sees what the
     traced position saw.
@@ -110,7 +110,7 @@ def resolved(dim: Dim) -> Axis:
 
 
 def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool = False, spread: float = 0.0) -> Axis:
-    """The axis after an op that changes each span alike; a field whose span is no longer followed is left out.
+    """Return the axis after an op that changes each span alike; a field whose span is no longer followed is left out.
 
     ``spread`` is the variance of the op's own taps, in positions of the tensor that it reads.
     """
@@ -125,7 +125,7 @@ def mapped(axis: Axis, change: Callable[[Span], Span | None], *, windowed: bool 
 
 
 def charged(before: Axis, size_before: int, after: Axis, size_after: int, op: int) -> Axis:
-    """The axis after an op, with what the op lost of the border written down."""
+    """Return the axis after an op, with what the op lost of the border written down."""
     earlier = {field.source: field for field in before}
     found: list[Field] = []
     for field in after:
@@ -140,13 +140,14 @@ def _charge(field: Field, op: int, before: Fraction, after: Fraction) -> Field:
 
 
 def union(parts: Iterable[Fields], shape: Sequence[int], op: int) -> Fields:
-    """The fields of a result whose positions see what the operands' positions see; smaller operands are broadcast."""
+    """Return the fields of a result whose positions see what the operands' positions see; smaller operands are
+    broadcast."""
     operands = list(parts)
     return tuple(_united(_aligned(operands, place, len(shape), size), size, op) for place, size in enumerate(shape))
 
 
 def _aligned(operands: list[Fields], place: int, rank: int, size: int) -> list[Dim]:
-    """The operands' dimensions that meet at a place of the result, without those that are broadcast there."""
+    """Return the operands' dimensions that meet at a place of the result, without those that are broadcast there."""
     found = [fields[place - rank + len(fields)] for fields in operands if place - rank + len(fields) >= 0]
     return [dim for dim in found if size_of(dim) == size]
 
@@ -170,7 +171,7 @@ def _joined(axes: list[Axis], size: int, op: int) -> Axis:
 
 
 def _meet(fields: list[Field], size: int, op: int) -> Field:
-    """Several paths meet: a position sees what any of them sees; the widest is the one whose losses are told."""
+    """Join the fields of several paths: a position sees what any of them sees; losses are those of the widest."""
     main = max(fields, key=lambda field: field.width)
     spans: dict[Fraction, Span] = {}
     for span in (span for field in fields for span in field.spans):
@@ -191,7 +192,7 @@ def _meet(fields: list[Field], size: int, op: int) -> Field:
 
 
 def viewed(fields: Fields, shape: Sequence[int]) -> Fields:
-    """The fields of the same positions in another shape."""
+    """Return the fields of the same positions in another shape."""
     left = [factor for dim in fields for factor in dim if factor.size != 1]
     found: list[Dim] = []
     for size in shape:
@@ -220,7 +221,7 @@ def _split(factor: Factor, outer: int) -> tuple[Factor, Factor]:
 
 
 def _merged(factors: list[Factor]) -> Iterator[Factor]:
-    """Halves of one dimension that meet again are that dimension."""
+    """Join halves of one dimension that meet again."""
     waiting: Factor | None = None
     for factor in factors:
         if waiting is not None and waiting.half and factor.half and factor.half == (waiting.half[0], False):
