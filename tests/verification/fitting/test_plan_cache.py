@@ -43,7 +43,7 @@ def plans() -> Plans:
     return Plans(step, Settings(), 600_000, told=[].append)
 
 
-def test_smaller_calls_take_over_the_decisions_and_keep_the_budget(plans: Plans, monkeypatch: Any) -> None:
+def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(plans: Plans, monkeypatch: Any) -> None:
     first = plans(call(4, 24), False)
     assert isinstance(first, Planned)
     monkeypatch.setattr(plans._planner, "planned", lambda *_, **__: pytest.fail("solved for anew"))
@@ -53,10 +53,6 @@ def test_smaller_calls_take_over_the_decisions_and_keep_the_budget(plans: Plans,
         graph = found.captured.graph
         assert validate(graph, found.schedule, budget=600_000, surroundings=found.surroundings) <= first.plan.peak
         assert len(found.schedule.choices.recompute) == len(first.schedule.choices.recompute)
-
-
-def test_what_runs_by_them_is_the_step(plans: Plans) -> None:
-    plans(call(4, 24), False)
     found, small = plans(call(3, 17), False), call(3, 17)
     step = plans._module
     gradients: list[list[Any]] = []
