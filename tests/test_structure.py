@@ -198,8 +198,8 @@ def public_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFu
 def opens_well(docstring: str) -> bool:
     """Whether the first word is a verb, a noun of what is returned, or what a rule of the semantics is taken from."""
     word = docstring.split()[0].rstrip(".,:;")
-    # a rule for an op or a kernel opens with that op's name or with torch's file that it follows
-    return word.lower() in VERBS or word in NOUNS or re.match(r"``\w|[\w/]+\.(cpp|cuh?|h)$", word) is not None
+    # what follows or stands in for a kernel or function of torch may open with its name, or with its file
+    return word.lower() in VERBS or word in NOUNS or re.match(r"`+\w|[\w/]+\.(cpp|cuh?|h)$|x64:", word) is not None
 
 
 def test_docstrings_open_with_a_verb() -> None:

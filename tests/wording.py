@@ -22,7 +22,7 @@ project promote propagate propose prove provide prune pull purge push put quanti
 rearrange rebuild recapture recognize recompute record redirect redraw reduce refer refine refuse register reject relate
 release reload remember remove rename render reorder repeat replace replay report represent request require reset
 reshape resolve restore restrict resume retrace retry return reuse reverse revert rewrite round run sample satisfy save
-say scale scan schedule score search see select send separate serialize serve set share shift show shrink signal
+say scale scan schedule score search see select send separate serialize serve set share shield shift show shrink signal
 simplify simulate size skip slice solve sort speak spell split spread start state step stop store strip study subtract
 suggest sum summarize suppress swap sweep switch tag take tell test throw tie time total trace track train transfer
 transform translate transpose traverse treat trim try tune turn undo unfold unify union unpack unwrap update upgrade use
