@@ -40,7 +40,7 @@ def surroundings(
     *,
     home: Home | None = None,
 ) -> Surroundings:
-    """What there is beside the graph's values.
+    """Return the bytes beside the graph's values.
 
     Args:
         model: what the graph was captured from. Parameters that need a gradient and get none in this graph may get one

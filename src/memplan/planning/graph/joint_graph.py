@@ -103,7 +103,7 @@ class GraphOp:
     scratch: int = 0
     """Bytes that the kernel holds beyond its results while it runs; below 0 where it frees what it reads as it goes."""
     overwrites: tuple[int, ...] = ()
-    """Bases among its reads whose memory its first result can take over, bit for bit the same (planning.forms): the
+    """Bases among its reads whose memory its first result can take over, bit for bit the same (levers.in_place): the
     whole of that memory, of the same size and layout."""
     seconds: float = 0.0
     random: bool = False
@@ -260,12 +260,12 @@ class JointGraph:
         return digest.hexdigest()
 
     def base(self, value: int) -> int:
-        """The id of the value that owns the memory of another."""
+        """Return the id of the value that owns the memory of another."""
         return self.values[value].base
 
 
 def refs(arguments: Any) -> Iterator[int]:
-    """The values in an op's arguments, in order, at any depth."""
+    """Return the values in an op's arguments, in order, at any depth."""
     found: list[int] = []
     _collect(arguments, found)
     return iter(found)
@@ -283,7 +283,7 @@ def _collect(arguments: Any, found: list[int]) -> None:
 
 
 def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
-    """The arguments with every Ref replaced by ``change(its value)``."""
+    """Return the arguments with every Ref replaced by ``change(its value)``."""
     if isinstance(arguments, Ref):
         return change(arguments.value)
     if isinstance(arguments, (tuple, list)):
@@ -294,7 +294,7 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
 
 
 def recomputable(graph: JointGraph) -> frozenset[int]:
-    """The forward values that may be made again: of an op without randomness or effect, not returned, not held."""
+    """Return the forward values that may be made again: of no random op, without effect, not returned, not held."""
     fixed = _outputs(graph) | graph.irreplaceable
     again = (op.rerun for op in graph.forward_ops if not (op.random or op.once))
     return frozenset(value for op in again for value in op.makes if value not in fixed)

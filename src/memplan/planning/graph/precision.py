@@ -21,7 +21,7 @@ class Precision:
     they are used. Nothing: what the step is written in."""
     save: Save = "exact"
     """What a value may be kept in that a plan encodes: only what gives it back bit for bit, bfloat16, or eight bits an
-    element with a scale for every group (see planning.codecs)."""
+    element with a scale for every group (see planning.levers.encode)."""
     apart: tuple[str, ...] = ()
     """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
     whole: bool = False
