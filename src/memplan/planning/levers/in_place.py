@@ -129,7 +129,7 @@ def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
 
 
 def call_into(target: str, operand: str) -> Form:
-    """Return how the op is called to write its first result over the operand of that name, which `overwrites` allows."""
+    """Return how the op is called to write its first result over an operand that `overwrites` allows."""
     if target in PIECEWISE:
         return Form(PIECEWISE[target].target)
     form = _own_form(target)
@@ -268,7 +268,7 @@ class Piecewise:
     channels at once, and which ones it takes together can change the last bit."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], wanted: Value) -> bool:
-        """Return whether it can be used for these arguments, and is worth it: its pieces take at most half of the saving."""
+        """Return whether it suits these arguments, and is worth it: its pieces take at most half of the saving."""
         if (self.contiguous and not is_contiguous(wanted)) or not arguments.get("output_mask", (True,))[0]:
             return False
         if self.spatial and prod(wanted.shape[2:]) == 1:

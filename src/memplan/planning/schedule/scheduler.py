@@ -74,8 +74,8 @@ def taken(graph: JointGraph, choices: Choices, of: int) -> bool:
 
 
 def copied(graph: JointGraph, choices: Choices) -> frozenset[int]:
-    """Return the values whose gradient is given as a copy: its memory is somebody else's too, or laid out otherwise than
-    the parameter (then autograd copies it). What is added to a held gradient is not copied."""
+    """Return the values whose gradient is given as a copy: its memory is somebody else's too, or laid out otherwise
+    than the parameter (then autograd copies it). What is added to a held gradient is not copied."""
     outputs, users = _outputs(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
     found = set[int]()
     for of, gradient in graph.gradients:

@@ -78,8 +78,8 @@ class Copies:
         return found
 
     def held_in_forward(self, positions: int) -> tuple[Ints, Ints]:
-        """Return, by position and candidate, the bytes of values that are there longer than for the ops alone, after each
-        op's own frees; and of these, what is freed right then."""
+        """Return, by position and candidate, the bytes of values that are there longer than for the ops alone, after
+        each op's own frees; and of these, what is freed right then."""
         held = np.zeros((positions + 1, self.count), dtype=np.int64)
         freed = np.zeros((positions + 1, self.count), dtype=np.int64)
         every = np.arange(self.count)

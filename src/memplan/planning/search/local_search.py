@@ -111,7 +111,7 @@ class Local:
         return moves
 
     def settled(self, state: State) -> State:
-        """Mark what nobody needs as to be made again: then what needs it later does not keep it. Nothing changes now."""
+        """Mark what nobody needs as to be made again: then a later need does not keep it. Nothing changes now."""
         column = state.column.copy()
         column[: self.drops] |= ~state.needed[self.flat.drop_rows] & self.large
         return replace(state, column=column)
