@@ -196,8 +196,8 @@ class Local:
     # -- improve
 
     def improve(self, start: State, rounds: int = 60, *, pairs: bool = True) -> State:
-        """Reduce the seconds within the budget: by single moves, and where none helps, by pairs of one that saves and one
-        that makes room for it."""
+        """Reduce the seconds within the budget: by single moves, and where none helps, by pairs of one that saves and
+        one that makes room for it."""
         state = start
         for _ in range(rounds):
             moves = self.moves(state)

@@ -36,7 +36,7 @@ class Chain:
 
 
 def choose(variants: Iterable[Variant], count: int, budget: int) -> list[Variant] | None:
-    """Choose the variants of fewest seconds that cover all ``count`` segments within the budget; None if there are none."""
+    """Choose the variants of fewest seconds that cover all ``count`` segments within the budget; None if none do."""
     starting: list[list[Variant]] = [[] for _ in range(count)]
     for variant in variants:
         starting[variant.first].append(variant)
