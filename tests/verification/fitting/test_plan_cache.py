@@ -18,6 +18,7 @@ from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.candidate_search import Candidate
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.planner import planned
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.settings import Settings
@@ -132,7 +133,7 @@ def test_a_budget_that_held_gradients_exceed_says_so(plans: Plans) -> None:
 
 def floor(plans: Plans, held: bool) -> int:
     with pytest.raises(BudgetError) as caught:
-        planned(plans._module, call(4, 24), Settings(budget=1, held=held))
+        planned(plans._module, call(4, 24), Settings(budget=1, gradients=GradientUse(adds=held)))
     return caught.value.smallest_budget
 
 
