@@ -263,7 +263,7 @@ def test_encodings_are_measured_by_what_runs() -> None:
         assert (large.decode_seconds > 0) == large.whole
         assert large.direct_seconds >= 0
         assert large.use_seconds == large.store_seconds + large.direct_seconds
-    assert [one.codec for one in found[1]] == ["sign", "index", "bits"]
+    assert [one.how for one in found[1]] == ["sign", "index", "bits"]
 
 
 def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ class GraphOp:
     scratch: int = 0
     """Bytes that the kernel holds beyond its results while it runs; below 0 where it frees what it reads as it goes."""
     overwrites: tuple[int, ...] = ()
-    """Bases among its reads whose memory its first result can take over, bit for bit the same (planning.forms): the
+    """Bases among its reads whose memory its first result can take over, bit for bit the same (levers.in_place): the
     whole of that memory, of the same size and layout."""
     seconds: float = 0.0
     random: bool = False

@@ -1,8 +1,8 @@
 """Convolutions that run a few samples at a time, in lossy plans: what their kernel holds beside its result is smaller.
 
 oneDNN reorders a convolution's input and result into layouts of its own; in bfloat16, and with few channels, these
-copies take more than the result itself. The result of each sample is its own, but which of oneDNN's kernels runs hangs
-on the batch, and so may the last bit: exact plans leave it.
+copies take more than the result itself. The result of each sample is its own, but which of oneDNN's kernels runs
+depends on the batch, and so may the last bit: exact plans leave it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class ChunkConvolutions(Lever):
 
 
 def chunked(graph: JointGraph) -> JointGraph:
-    """Return the graph with the convolutions of the forward pass taken apart whose scratch is as large as their
-    result."""
+    """Take the forward convolutions apart whose scratch is as large as their result."""
     return replace(graph, ops=tuple(_chunked(graph, op) for op in graph.ops))
 
 

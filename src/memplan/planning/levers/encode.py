@@ -329,7 +329,7 @@ def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:
 
 
 def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
-    """The codec of bits that an op can read in place of a value, or None."""
+    """Return the codec of bits that an op can read in place of a value, or None."""
     direct = DIRECT.get(op.target)
     if direct is None:
         return None

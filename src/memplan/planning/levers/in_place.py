@@ -111,7 +111,7 @@ class Operand:
 def overwrites(
     target: str, args: Sequence[Any], kwargs: Mapping[str, Any], values: Sequence[Value], result: int
 ) -> tuple[int, ...]:
-    """Bases whose memory the first result of a call can take over, bit for bit the same, best first.
+    """Return the bases whose memory the first result of a call can take over, bit for bit the same, best first.
 
     Args:
         target: the op, as in `GraphOp`.
@@ -123,13 +123,13 @@ def overwrites(
 
 
 def operand(op: GraphOp, base: int, values: Sequence[Value]) -> Operand:
-    """The operand of an op through which its first result goes into the memory of one of ``op.overwrites``."""
+    """Find the operand of an op through which its first result goes into the memory of one of ``op.overwrites``."""
     found = _operands(op.target, op.args, op.kwargs, values, op.makes[0])
     return next(one for one in found if values[one.value].base == base)
 
 
 def call_into(target: str, operand: str) -> Form:
-    """How the op is called to write its first result over the operand of that name (one that `overwrites` allows)."""
+    """Return how the op is called to write its first result over an operand that `overwrites` allows."""
     if target in PIECEWISE:
         return Form(PIECEWISE[target].target)
     form = _own_form(target)
@@ -268,7 +268,7 @@ class Piecewise:
     channels at once, and which ones it takes together can change the last bit."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], wanted: Value) -> bool:
-        """Whether it can be used for these arguments, and is worth it: its pieces take at most half of the saving."""
+        """Return whether it suits these arguments, and is worth it: its pieces take at most half of the saving."""
         if (self.contiguous and not is_contiguous(wanted)) or not arguments.get("output_mask", (True,))[0]:
             return False
         if self.spatial and prod(wanted.shape[2:]) == 1:

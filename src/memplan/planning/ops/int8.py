@@ -37,7 +37,7 @@ def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, 
 
 
 def quantize(self: Tensor, signed: bool) -> Tensor:
-    """A dense tensor of floating point, of 32 bits or fewer, in eight. ``signed``: elements can be below 0."""
+    """Quantize a dense tensor of 32 bits or fewer to eight. ``signed``: elements can be below 0."""
     form = torch.empty(quantized_bytes(self.numel()), dtype=torch.uint8, device=self.device)
     form[self.numel() : self.numel() + -self.numel() % 4] = 0
     for part, codes, scales in _groups(in_memory(self), form, signed):
@@ -55,7 +55,7 @@ def quantize(self: Tensor, signed: bool) -> Tensor:
 
 
 def dequantize(form: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, signed: bool) -> Tensor:
-    """The tensor that `quantize` was given, as near as that keeps it."""
+    """Return the tensor that `quantize` was given, as near as that keeps it."""
     value = torch.empty_strided(size, stride, dtype=dtype, device=form.device)
     for part, codes, scales in _groups(in_memory(value), form, signed):
         if dtype == torch.float32:

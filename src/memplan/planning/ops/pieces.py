@@ -13,23 +13,23 @@ GROUP = 256
 
 
 def piece(elements: int) -> int:
-    """Elements a piece of a tensor with so many."""
+    """Return the elements of one piece, of a tensor with so many."""
     return max(1, min(PIECE, elements // 16))
 
 
 def rows(shape: Sequence[int], trailing: int) -> tuple[int, int]:
-    """(rows in all, rows a piece) of a tensor whose last ``trailing`` dimensions are normalized over."""
+    """Return (rows in all, rows a piece) of a tensor whose last ``trailing`` dimensions are normalized over."""
     size = prod(shape[len(shape) - trailing :])
     return prod(shape) // size, max(1, piece(prod(shape)) // size)
 
 
 def channels(shape: Sequence[int]) -> int:
-    """Channels a piece: of all samples."""
+    """Return the channels of one piece, which holds all samples."""
     return max(1, piece(prod(shape)) * shape[1] // prod(shape))
 
 
 def groups(shape: Sequence[int], group: int) -> int:
-    """Groups a piece: of one sample."""
+    """Return the groups of one piece, which holds one sample."""
     return max(1, min(group, piece(prod(shape)) * group // prod(shape[1:])))
 
 
@@ -39,10 +39,10 @@ def packed(elements: int) -> int:
 
 
 def quantized_piece(elements: int) -> int:
-    """Elements of so many that are brought into eight bits at once: whole groups."""
+    """Return how many of so many elements are quantized at once: whole groups."""
     return max(1, min(PIECE, elements // 16) // GROUP) * GROUP
 
 
 def quantized_bytes(elements: int) -> int:
-    """Of so many elements in eight bits: these, from the next multiple of 4 on the scales of all groups."""
+    """Bytes of so many quantized elements: these and, from the next multiple of 4 on, the scales of all groups."""
     return -(-elements // 4) * 4 + 4 * -(-elements // GROUP)

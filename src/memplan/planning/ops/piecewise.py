@@ -77,7 +77,7 @@ def _pack_fake(self: Tensor, kind: str) -> Tensor:
 
 @define("pack_bits(Tensor self, str kind) -> Tensor", _pack_fake)
 def pack_bits(self: Tensor, kind: str) -> Tensor:
-    """One bit for each element, in the order of memory: see `memplan.planning.levers.encode` for the kinds."""
+    """Pack one bit for each element, in the order of memory: `memplan.planning.levers.encode` has the kinds."""
     bits = torch.empty(packed(self.numel()), dtype=torch.uint8, device=self.device)
     for into, piece in _with_bits(bits, self):
         into.copy_(_pack(_FLAGS[kind](piece)))
@@ -90,7 +90,7 @@ def _unpack_fake(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Te
 
 @define("unpack_bits(Tensor bits, SymInt[] size, SymInt[] stride) -> Tensor", _unpack_fake)
 def unpack_bits(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The bool tensor that `pack_bits` packed, laid out as it was."""
+    """Return the bool tensor that `pack_bits` packed, laid out as it was."""
     flags = torch.empty_strided(size, stride, dtype=torch.bool, device=bits.device)
     for part, piece in _with_bits(bits, flags):
         piece.copy_(_unpack(part, piece.numel()))
@@ -229,7 +229,7 @@ LIBRARY.define("batch_norm_again(Tensor self, Tensor? weight, Tensor? bias, Tens
 
 
 def batch_norm_again(self: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """The first result of a training batch norm, of its second and third (`passes.recompute_batch_norm`)."""
+    """Compute the first result of a training batch norm of its second and third (`passes.recompute_batch_norm`)."""
     return _ATEN.native_batch_norm(self, *_evaluated(self, weight, bias, mean, invstd), False, 0.0, 0.0)[0]
 
 

@@ -20,7 +20,7 @@ _STEP = Scope("step")
 
 
 def decide(graph: JointGraph, schedule: Schedule) -> tuple[Decision, ...]:
-    """One decision for every forward value that lives to the backward pass or is there again in it, in the order in
+    """Return a decision for each forward value that lives to the backward pass or is there again in it, in the order in
     which they are made; then those about the whole step. Their seconds add up to the schedule's."""
     decider = _Decider(graph, schedule)
     return (*decider.values(), *decider.step())

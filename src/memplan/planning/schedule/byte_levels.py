@@ -46,7 +46,7 @@ def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) 
 
 
 def levels(schedule: Schedule, surroundings: Surroundings | None = None) -> Levels:
-    """The bytes during every action of a schedule, and during the optimizer's update."""
+    """Count the bytes during every action of a schedule, and during the optimizer's update."""
     around = Surroundings() if surroundings is None else surroundings
     walk = _Walk(schedule, around)
     forward = tuple(walk.step(action) for action in schedule.forward)
@@ -63,7 +63,7 @@ class ActionBytes:
         self.graph, self.choices, self.around = schedule.graph, schedule.choices, around
 
     def transient(self, action: Action) -> int:
-        """What is gone again when the action ends."""
+        """Bytes that are freed when the action ends."""
         if action.kind == "run":
             op = action.called(self.graph)
             unwanted = self.owned(value for value in op.makes if value not in action.makes)
@@ -83,13 +83,13 @@ class ActionBytes:
         return 0
 
     def kept_copy(self, action: Action) -> int:
-        """The copy of a gradient that the receiver keeps."""
+        """Bytes of the copy of a gradient that the receiver keeps."""
         if action.kind != "give" or action.value is None or taken(self.graph, self.choices, action.value):
             return 0
         return self._copy(action)
 
     def owned(self, values: Iterable[int]) -> int:
-        """Of the memory that these own."""
+        """Bytes of the memory that these own."""
         return sum(self.graph.values[value].bytes for value in values)
 
     def _scratch(self, action: Action, op: GraphOp) -> int:

@@ -55,7 +55,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout,
 
 
 def program(schedule: Schedule, *, marked: bool = False) -> str:
-    """The text of a module with ``forward`` and ``backward``.
+    """Write the text of a module with ``forward`` and ``backward``.
 
     Args:
         schedule: what it does.
@@ -84,7 +84,7 @@ _BACKWARD = "def backward(inputs, saved, tangents):"
 
 
 def read_in_backward(schedule: Schedule) -> frozenset[int]:
-    """The values handed in that the backward pass reads; it takes anything for the others."""
+    """Return the values handed in that the backward pass reads; it takes anything for the others."""
     return frozenset(
         value
         for action in schedule.backward
@@ -94,7 +94,7 @@ def read_in_backward(schedule: Schedule) -> frozenset[int]:
 
 
 def gives(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """The values whose gradients each list holds that ``backward`` yields."""
+    """Return the values whose gradients each list holds that ``backward`` yields."""
     return tuple(tuple(_of(action) for action in group) for given, group in _grouped(schedule) if given)
 
 

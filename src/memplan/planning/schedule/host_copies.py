@@ -44,7 +44,7 @@ def in_order(graph: JointGraph, copies: Iterable[KeptForm]) -> list[KeptForm]:
 
 
 def stored_after(graph: JointGraph, copies: Iterable[KeptForm]) -> dict[int, int]:
-    """By value, the position in ``graph.forward_ops`` of the op after which it is freed."""
+    """Return, by value, the position in ``graph.forward_ops`` of the op after which it is freed."""
     ends = forward_ends(graph)
     position = {op.index: at for at, op in enumerate(graph.forward_ops)}
     last = {value: at for at, op in enumerate(graph.forward_ops) for value in (*op.reads, *op.makes)}
@@ -62,7 +62,7 @@ def seconds_of(copy: KeptForm) -> float:
 
 
 def fetched_before(graph: JointGraph, needed: Mapping[int, int], copies: Mapping[int, KeptForm]) -> dict[int, int]:
-    """By value, the position in ``graph.backward_ops`` of the op before which its copy back begins.
+    """Return, by value, the position in ``graph.backward_ops`` of the op before which its copy back begins.
 
     Args:
         graph: the graph.
@@ -79,7 +79,7 @@ def fetched_before(graph: JointGraph, needed: Mapping[int, int], copies: Mapping
 
 
 def waits(graph: JointGraph, actions: Iterable[Action]) -> dict[int, float]:
-    """By value, the seconds that a step waits for its copies: these actions, one after the other, beside two queues."""
+    """Seconds that a step waits for its copies, by value: these actions, one after the other, beside two queues."""
     free = {"store": 0.0, "fetch": 0.0}
     """When the queue of each direction is."""
     now, done, found = 0.0, dict[int, float](), dict[int, float]()

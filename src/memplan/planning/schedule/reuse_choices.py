@@ -10,7 +10,7 @@ from memplan.planning.schedule.actions import Choices
 
 
 def taken_over(choices: Choices, of: JointGraph, graph: JointGraph) -> Choices | None:
-    """Choices made for one graph, as choices for another of the same step with sizes that are nowhere larger.
+    """Translate choices of one graph into choices of another of the same step, whose sizes are nowhere larger.
 
     Values are told by the ops that make them, in order; views do not count. None where the forward passes are not
     the same, or something is larger. What the backward pass does with what it is given may differ (small tensors are

@@ -54,7 +54,7 @@ class Schedule:
 
 
 def schedule(graph: JointGraph, choices: Choices) -> Schedule:
-    """The step under these choices.
+    """Schedule the step under these choices.
 
     A value that cannot be made again (it is random, or has an effect), or that the forward pass returns, is kept
     whatever the choices say.
@@ -63,18 +63,18 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
 
 
 def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Whether a value may change as soon as its gradient is given: by its update, or by hooks of its own."""
+    """Return whether a value may change as soon as its gradient is given: by its update, or by hooks of its own."""
     value = graph.values[of]
     return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 
 
 def taken(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Whether the gradient of a value is used up as soon as it is given."""
+    """Return whether the gradient of a value is used up as soon as it is given."""
     return graph.values[of].kind == "parameter" and choices.gradients.frees
 
 
 def copied(graph: JointGraph, choices: Choices) -> frozenset[int]:
-    """Values whose gradient is given as a copy: the gradient's own memory is somebody else's too, or laid out otherwise
+    """Return the values whose gradient is given as a copy: its memory is somebody else's too, or laid out otherwise
     than the parameter (then autograd copies it). What is added to a held gradient is not copied."""
     outputs, users = _outputs(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
     found = set[int]()
@@ -334,7 +334,7 @@ class _Scheduler:
 
 
 def with_fewest_pieces(made: Schedule, fits: Callable[[Schedule], Sequence[bool]]) -> Schedule:
-    """The same schedule where an op works piece by piece only if the step would not fit otherwise.
+    """Return the same schedule where an op works piece by piece only if the step would not fit otherwise.
 
     ``fits`` says of every action, forward and backward, whether its level is within the budget. Where a result lies
     changes the level during its own op alone, so that one look at all levels without pieces is enough.

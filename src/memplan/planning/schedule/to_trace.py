@@ -34,7 +34,7 @@ def timeline_of(schedule: Schedule, surroundings: Surroundings | None = None) ->
 
 
 def trace_of(schedule: Schedule, surroundings: Surroundings | None = None) -> Trace:
-    """A planned step as a Trace: what is resident is built, the schedule is the one step."""
+    """Return a planned step as a Trace: what is resident is built, the schedule is the one step."""
     return _Tracer(schedule, surroundings or Surroundings()).trace()
 
 

@@ -78,8 +78,8 @@ class Copies:
         return found
 
     def held_in_forward(self, positions: int) -> tuple[Ints, Ints]:
-        """By position and candidate: bytes of values that are there longer than for the ops alone, after each op's own
-        frees; and of these, what is freed right then."""
+        """Return, by position and candidate, the bytes of values that are there longer than for the ops alone, after
+        each op's own frees; and of these, what is freed right then."""
         held = np.zeros((positions + 1, self.count), dtype=np.int64)
         freed = np.zeros((positions + 1, self.count), dtype=np.int64)
         every = np.arange(self.count)
@@ -91,7 +91,7 @@ class Copies:
         return np.cumsum(held, axis=0)[:-1], freed[:-1]
 
     def taken_in_backward(self, slots: int) -> Ints:
-        """By slot and candidate: bytes that are taken at its beginning."""
+        """Bytes that are taken at the beginning of each slot, by candidate."""
         taken = np.zeros((slots, self.count), dtype=np.int64)
         for at, row in enumerate(self.rows):
             some = np.flatnonzero(self.needed[at] < NEVER)
@@ -99,7 +99,7 @@ class Copies:
         return taken
 
     def waits(self, storing: Floats, spent: Floats) -> Floats:
-        """The seconds that each candidate waits.
+        """Seconds that each candidate waits.
 
         Args:
             storing: by forward op, seconds of what is stored after it.

@@ -38,7 +38,7 @@ class Evaluator:
         self.rows = len(self.flat.droppable) + len(self.flat.forms)
 
     def column(self, choices: Choices) -> npt.NDArray[np.bool_]:
-        """The candidate that stands for choices."""
+        """Return the candidate that stands for choices."""
         flat = self.flat
         return np.array(
             [value in choices.recompute for value in flat.droppable]
@@ -47,7 +47,7 @@ class Evaluator:
         )
 
     def choices(self, column: npt.NDArray[np.bool_]) -> Choices:
-        """The choices that a candidate stands for; what makes no difference is left out."""
+        """Return the choices that a candidate stands for, without those that make no difference."""
         flat = self.flat
         drops = frozenset(v for v, chosen in zip(flat.droppable, column, strict=False) if chosen)
         some = zip(flat.forms, column[len(flat.droppable) :], strict=True)
@@ -58,7 +58,7 @@ class Evaluator:
         return Choices(frozenset(again), frozenset((form.lever, form.value) for form in used), flat.gradients)
 
     def evaluate(self, columns: Columns, budget: int | Profile | None = None, *, squared: int = 0) -> Evaluated:
-        """Peak, added seconds and excess over the budget of every candidate.
+        """Compute peak, added seconds and excess over the budget of every candidate.
 
         Args:
             columns: the candidates.
@@ -79,7 +79,7 @@ class Evaluator:
         return Evaluated(peak, seconds, excess, load, needed)
 
     def profiles(self, columns: Columns) -> list[Profile]:
-        """The levels at every position of every candidate."""
+        """Return the bytes at every position of every candidate."""
         return [
             Profile(batch.forward[:, at], batch.slots[:, at], int(batch.update[at]), int(batch.boundary[at]))
             for start in range(0, columns.shape[1], CHUNK)

@@ -40,7 +40,7 @@ class Profile:
     boundary: int
 
     def at_least(self, level: int) -> Profile:
-        """With so many bytes at every position, or what there is where that is more."""
+        """Return the profile raised to so many bytes at every position."""
         return Profile(
             np.maximum(self.forward, level), np.maximum(self.slots, level), max(self.update, level),
             max(self.boundary, level),

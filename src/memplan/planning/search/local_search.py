@@ -45,7 +45,7 @@ class State:
         return self.excess == 0
 
     def better(self, other: State) -> bool:
-        """Whether it is nearer to the budget, or costs less."""
+        """Return whether it is nearer to the budget, or costs less."""
         if not self.fits or not other.fits:
             return self.excess < other.excess * (1 - SAME)
         return self.seconds < other.seconds - TINY
@@ -73,7 +73,7 @@ class Local:
         self.fixed = self._moves(groups)
 
     def state(self, column: Column) -> State:
-        """What a candidate comes to."""
+        """Evaluate a candidate."""
         return _at(self._evaluated(column[:, None]), column[:, None], 0)
 
     def _evaluated(self, columns: Columns) -> Evaluated:
@@ -111,14 +111,13 @@ class Local:
         return moves
 
     def settled(self, state: State) -> State:
-        """The same with all that nobody needs marked as to be made again: then what needs it later does not keep it.
-        That changes nothing now."""
+        """Mark what nobody needs as to be made again: then a later need does not keep it. Nothing changes now."""
         column = state.column.copy()
         column[: self.drops] |= ~state.needed[self.flat.drop_rows] & self.large
         return replace(state, column=column)
 
     def moves(self, state: State) -> list[Move]:
-        """Those that change something."""
+        """Return the moves that change something."""
         column, needed = state.column.tolist(), state.needed[self.flat.drop_rows].tolist()
         found = dict[tuple[tuple[int, bool], ...], Move]()
         for rows, bits in self.fixed:
@@ -134,7 +133,7 @@ class Local:
     # -- repair
 
     def repair(self, start: State, rounds: int = 40, locked: Iterable[int] = ()) -> State:
-        """Towards the budget, by moves that save most bytes over it for each second they add."""
+        """Move a state towards the budget, by moves that save most bytes over it for each second they add."""
         state, hold = start, set(locked)
         for _ in range(rounds):
             if state.fits:
@@ -197,8 +196,8 @@ class Local:
     # -- improve
 
     def improve(self, start: State, rounds: int = 60, *, pairs: bool = True) -> State:
-        """Less seconds within the budget: single moves, and where none helps, pairs of one that saves and one that
-        makes room for it."""
+        """Reduce the seconds within the budget: by single moves, and where none helps, by pairs of one that saves and
+        one that makes room for it."""
         state = start
         for _ in range(rounds):
             moves = self.moves(state)
@@ -281,7 +280,7 @@ class Local:
 
 
 def applied(column: Column, moves: Sequence[Move]) -> Columns:
-    """The candidates that each move makes of one."""
+    """Apply each move to one candidate: a new candidate for each."""
     columns = np.repeat(column[:, None], len(moves), axis=1)
     for at, (rows, bits) in enumerate(moves):
         columns[list(rows), at] = bits

@@ -22,7 +22,7 @@ For the seconds, say for every forward value v and op o, and for some positions 
     wait + what a pass takes and adds >= sum of the seconds of all copies of the pass
 
 and adds at least the seconds of all o with ``again[o]``, and the waits of both passes. With all of them in [0, 1]
-instead of {0, 1}, the least sum is the optimum of a linear program, and so a lower bound of what any schedule within
+instead of {0, 1}, the smallest sum is the optimum of a linear program, and so a lower bound of what any schedule within
 the budget adds (`Relaxation`). The fewer positions, the lower the bound; it holds for any set of them. Values of few
 bytes are taken to be there always.
 """
@@ -193,7 +193,7 @@ class Relaxation:
             _Position(self, 0, at)
 
     def seconds(self, budget: int) -> Fractions | None:
-        """The least seconds that a schedule within the budget adds; None where there is none."""
+        """Seconds that every schedule within the budget adds at least; None where there is none."""
         if budget < self.least.peak:
             return None
         solution = self.program.solve(budget)
@@ -361,26 +361,26 @@ class Program:
         """Terms in bytes, and bytes that are there anyway."""
 
     def variable(self, cost: float) -> int:
-        """A new variable's index."""
+        """Add a variable and return its index."""
         self.costs.append(cost)
         return len(self.costs) - 1
 
     def variables(self, costs: Iterable[float]) -> int:
-        """The index of the first of some new variables."""
+        """Add some variables and return the index of the first."""
         first = len(self.costs)
         self.costs += costs
         return first
 
     def at_least(self, terms: list[tuple[int, float]], value: float) -> None:
-        """A condition."""
+        """Add a condition: the terms sum to at least a value."""
         self.rows.append((terms, value))
 
     def limit(self, terms: list[tuple[int, int]], level: int) -> None:
-        """The bytes of the terms and the level are within the budget."""
+        """Add a condition: the bytes of the terms and the level are within the budget."""
         self.limits.append((terms, level))
 
     def solve(self, budget: int) -> tuple[float, Floats] | None:
-        """The least cost under a budget, and the variables; None where no solution is found."""
+        """Solve for the smallest cost under a budget: that and the variables, or None where no solution is found."""
         from scipy.optimize import linprog
 
         if any(level > budget for _, level in self.limits):

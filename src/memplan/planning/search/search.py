@@ -98,7 +98,7 @@ def search(
     gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> Found | Infeasible:
-    """The choices that add the fewest seconds within a budget of bytes, as far as the search can tell.
+    """Find the choices that add the fewest seconds within a budget of bytes, as far as the search can tell.
 
     The result is the same for the same arguments on every machine.
     """
@@ -112,7 +112,7 @@ def floor(
     gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> Found:
-    """The smallest peak that the search can reach, and the fewest seconds it found there."""
+    """Find the smallest peak that the search can reach, and the fewest seconds there."""
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).floor()
 
 
@@ -124,7 +124,7 @@ def frontier(
     gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> list[Found]:
-    """Plans from all kept to the floor, at budgets in even steps; none adds more seconds than one of a smaller peak."""
+    """Plan from all kept to the floor, at budgets in even steps; none adds more seconds than one of a smaller peak."""
     return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
 
 
@@ -159,9 +159,9 @@ class Search:
         self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
         self.drops = len(self.flat.droppable)
-        largest = int(self.flat.bytes.max(initial=0)) // 4096
-        self.small = largest if self.use.small_values else 0
-        self.relaxation = Relaxation(self.flat, small=largest)
+        small = int(self.flat.bytes.max(initial=0)) // 4096
+        self.small = small if self.use.small_values else 0
+        self.relaxation = Relaxation(self.flat, small=small)
         self.lower_bound = self.relaxation.least.peak
         self.groups = repeated(self.flat, segments(self.flat, self.small)) if self.use.repeated else []
         self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
@@ -171,7 +171,7 @@ class Search:
         self._near: dict[tuple[int, int], Found] = {}
 
     def within(self, budget: int) -> Found | Infeasible:
-        """As `search`."""
+        """Search as `search` does."""
         if self.kept.peak <= budget:
             return self._found(self.kept, budget)
         if budget < self.lower_bound:
@@ -182,12 +182,12 @@ class Search:
         return self._infeasible() if state is None else self._found(state, budget)
 
     def floor(self) -> Found:
-        """As `floor`."""
+        """Search as `floor` does."""
         return self._found(self._cheapest, self._cheapest.peak)
 
     def nearest(self, budget: int, squared: int = EVEN) -> Found:
-        """What comes nearest to a budget that nothing keeps, over all positions; and of what is nowhere over it by more
-        than that, the fewest seconds found.
+        """Find what comes nearest to a budget that nothing keeps, over all positions; and of what is nowhere over it by
+        more than that, the fewest seconds.
 
         Where the peak of a step cannot be lower, this lowers what else there is: all that is high (``EVEN``), or the
         highest first (``STEEP``).
@@ -214,7 +214,7 @@ class Search:
         return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
 
     def frontier(self, points: int) -> list[Found]:
-        """As `frontier`."""
+        """Search as `frontier` does."""
         low, high = self._lowest.peak, self.kept.peak
         budgets = sorted({low + (high - low) * k // max(points - 1, 1) for k in range(points)} | {low, high})
         found, best = list[Found](), None
@@ -254,7 +254,7 @@ class Search:
 
     def _dynamic(self, budget: int) -> list[Column]:
         """What dynamic programming over segments chooses."""
-        chosen = choose(self._variants, self._segments, budget)
+        chosen = choose(self._variants, max(variant.stop for variant in self._variants), budget)
         if chosen is None:
             return []
         column = np.zeros(self.evaluator.rows, dtype=bool)
@@ -274,10 +274,6 @@ class Search:
     @cached_property
     def _variants(self) -> list[Variant]:
         return Variants(self.evaluator, small=self.small).all()
-
-    @property
-    def _segments(self) -> int:
-        return max(variant.stop for variant in self._variants)
 
     def _polished(self, budget: int, starts: Iterable[Column]) -> State | None:
         """The best of what repair and improvement make of the starts; None if none fits."""
@@ -321,7 +317,7 @@ class Search:
         return self._local(0).state(self.same_everywhere._lowest_column)
 
     def _repaired(self, budget: int, starts: Sequence[Column], squared: int) -> State:
-        """Of what the starts can be repaired to, the one with the least over the budget."""
+        """Repair each start, and return the one with the fewest bytes over the budget."""
         local = self._local(budget, squared)
         repaired = (local.repair(local.settled(local.state(start)), self.use.rounds) for start in starts)
         return min(repaired, key=lambda state: (state.excess, state.seconds))

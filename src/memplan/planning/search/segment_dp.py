@@ -27,7 +27,7 @@ class Chain:
     before: Chain | None = None
 
     def variants(self) -> list[Variant]:
-        """In reverse order."""
+        """Return the variants in reverse order."""
         found, chain = list[Variant](), self
         while chain.last is not None and chain.before is not None:
             found.append(chain.last)
@@ -36,7 +36,7 @@ class Chain:
 
 
 def choose(variants: Iterable[Variant], count: int, budget: int) -> list[Variant] | None:
-    """The variants of fewest seconds that cover all ``count`` segments within the budget; None if there are none."""
+    """Choose the variants of fewest seconds that cover all ``count`` segments within the budget; None if none do."""
     starting: list[list[Variant]] = [[] for _ in range(count)]
     for variant in variants:
         starting[variant.first].append(variant)

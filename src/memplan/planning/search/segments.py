@@ -86,7 +86,7 @@ def segments(flat: FlatGraph, small: int = 0) -> list[Segment]:
 
 
 def repeated(flat: FlatGraph, parts: Sequence[Segment]) -> list[list[int]]:
-    """Rows of the flat graph that correspond to each other in repeated segments; none that stands alone."""
+    """Group the rows of the flat graph that correspond to each other in repeated segments; none that stands alone."""
     kinds: dict[tuple[object, ...], list[Segment]] = {}
     for part in parts:
         kinds.setdefault(_signature(flat, part), []).append(part)
@@ -128,7 +128,7 @@ class Variants:
         self.before = np.concatenate([[0], np.cumsum(self.saved)])
 
     def all(self) -> list[Variant]:
-        """Every variant of every segment."""
+        """Evaluate every variant of every segment."""
         drafts = list[Draft]()
         for k in range(len(self.parts)):
             drafts += [(k, k + 1, *patch) for patch in self._own(k)]

@@ -17,7 +17,7 @@ ENDS = ("stored", "fetched")
 
 
 def check_copies(schedule: Schedule) -> None:
-    """Raises ScheduleError where a copy is not waited for."""
+    """Check that every copy is waited for. Raises ScheduleError."""
     copies = {form.kept: form for form in schedule.graph.forms if form.copy_seconds is not None}
     for phase, actions in (("forward", schedule.forward), ("backward", schedule.backward)):
         underway: dict[int, tuple[int, str]] = {}
