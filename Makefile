@@ -1,4 +1,4 @@
-# make demo | test | check | changelog
+# make demo | test | test-all | coverage | check | changelog
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -12,14 +12,24 @@ JOBS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) -e
 
-.PHONY: demo test check changelog clean
+.PHONY: demo test test-all coverage check changelog clean
 
 demo: $(VENV)/.examples
 	$(BIN)/memplan explain examples/resnet18.py:build $(DEMO_FLAGS)
 	$(BIN)/memplan explain examples/unet3d.py:build $(DEMO_FLAGS)
 
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=25
+
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
+
+# and what repeats the same in more places
+test-all: $(VENV)/.test
+	$(PYTEST) $(PYTEST_FLAGS)
+
+# branches, too; fails below the figure in pyproject.toml
+coverage: $(VENV)/.test
+	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered $(PYTEST_FLAGS)
 
 # pyright reads the tests too, so it needs what they import
 check: $(VENV)/.test $(VENV)/.check

@@ -58,7 +58,7 @@ def test_every_check_has_a_page_with_its_title() -> None:
 def test_every_switch_of_the_search_is_described() -> None:
     from dataclasses import fields
 
-    from memplan.planning.search.search import Heuristics
+    from memplan import Heuristics
 
     def shown(default: object) -> str:
         return "on" if default is True else str(default)
@@ -76,3 +76,12 @@ def test_the_examples_of_studies_run_and_print_what_they_show(name: str, capsys:
     shown = capsys.readouterr().out, "".join(re.findall(r"```text\n(.*?)```", text, re.S))
     one, other = (re.sub(r"fixed [\d.]+ KiB", "fixed", each) for each in shown)  # of oneDNN: another on each processor
     assert one == other
+
+
+@pytest.mark.parametrize(("page", "folder"), [("docs/architecture.md", "src/memplan"), ("CONTRIBUTING.md", "")])
+def test_the_files_that_a_map_names_exist(page: str, folder: str) -> None:
+    root = DOCS.parent
+    text = (root / page).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)+(?:[\w-]+\.\w+)?)`", text))
+    assert len(named) > 20
+    assert [path for path in sorted(named) if not any((root / at / path).exists() for at in (folder, ""))] == []

@@ -1,61 +1,34 @@
-"""The rules of the house that no linter knows: sizes, layers, private torch names, what an import costs."""
+"""The rules of the house that no linter knows: sizes, import cycles, private torch names, what an import costs, words.
+
+Each rule is one test that names every offender at once.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
-import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
+import networkx as nx
 import pytest
+from source_files import FILES, ROOT, SRC, module_name
+from wording import NOUNS, VERBS
 
-import memplan
-
-ROOT = Path(__file__).parent.parent
-SRC = ROOT / "src" / "memplan"
-FILES = sorted(SRC.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
-# What `from memplan import *` gives. Adding a name here is a promise to keep it.
-PUBLIC = [
-    "BudgetError",
-    "Comparison",
-    "Explanation",
-    "Finding",
-    "Fitted",
-    "MemplanError",
-    "Plan",
-    "Proof",
-    "Quantized",
-    "Replay",
-    "Sweep",
-    "Timeline",
-    "Trace",
-    "__version__",
-    "check",
-    "compare",
-    "explain",
-    "fit",
-    "largest",
-    "load_plan",
-    "load_trace",
-    "measure",
-    "plan",
-    "quantize",
-    "record",
-    "replay",
-    "save_plan",
-    "save_trace",
-    "simulate",
-    "spec",
-    "sweep",
-    "verify",
-    "with_loss",
-]
+FILE_LINES = 500
+CLASS_LINES = 250
+FUNCTION_LINES = 60
+FOLDER_FILES = 17
+# Folders in which one file a subject is the very idea.
+WIDE_FOLDERS = {"_torch": 24, "checks": 24, "reports": 24, "cli": 24}
 
 # Too slow to load for a command that only prints its help.
 HEAVY = {"torch", "numpy", "scipy", "loky", "plotly", "networkx", "monai", "transformers"}
@@ -63,12 +36,23 @@ HEAVY = {"torch", "numpy", "scipy", "loky", "plotly", "networkx", "monai", "tran
 # A name with one leading underscore: dunders such as torch.__version__ are public.
 PRIVATE_TORCH = re.compile(r"torch(\.\w+)*\._(?!_)\w")
 
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SRC.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+def shown(path: Path) -> str:
+    return str(path.relative_to(SRC))
+
+
+def definitions(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> Iterator[tuple[str, int]]:
+    """Place and number of lines of every class, or of every function and method."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef) if kind is ast.FunctionDef else (kind,)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, kinds):
+                yield f"{shown(path)}: {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -82,22 +66,72 @@ def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def test_the_public_names_are_these() -> None:
-    assert sorted(memplan.__all__) == sorted(PUBLIC)
-    assert [name for name in PUBLIC if not hasattr(memplan, name)] == []
+# Sizes
 
 
-@each_file
-def test_a_file_stays_under_500_lines(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 500
+def test_files_are_short() -> None:
+    lengths = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {path: lines for path, lines in lengths.items() if lines >= FILE_LINES} == {}
 
 
-@each_file
-def test_a_function_stays_under_60_lines(path: Path) -> None:
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
-    assert {name: lines for name, lines in lengths.items() if lines >= 60} == {}
+def test_classes_are_short() -> None:
+    assert {place: lines for place, lines in definitions(ast.ClassDef) if lines >= CLASS_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    assert {place: lines for place, lines in definitions(ast.FunctionDef) if lines >= FUNCTION_LINES} == {}
+
+
+def test_folders_hold_few_modules() -> None:
+    counts = Counter(str(path.parent.relative_to(SRC)) for path in FILES if path.name != "__init__.py")
+    assert {folder: n for folder, n in counts.items() if n > WIDE_FOLDERS.get(folder, FOLDER_FILES)} == {}
+
+
+# Imports
+
+
+def test_no_modules_import_each_other() -> None:
+    """Also not by way of others, within functions, or only for their types."""
+    found = grimp.build_graph("memplan", cache_dir=None)
+    imports = nx.DiGraph(
+        (name, other) for name in found.modules for other in found.find_modules_directly_imported_by(name)
+    )
+    assert imports.number_of_edges() > len(FILES)
+    assert [sorted(group) for group in nx.strongly_connected_components(imports) if len(group) > 1] == []
+
+
+def test_arrows_point_down_only() -> None:
+    code = "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_module_imports() -> None:
+    for path in FILES:
+        if path.name != "__main__.py":
+            importlib.import_module(module_name(path))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import memplan",
+        "import memplan.cli",
+        "from memplan.cli import main\nsys.argv = ['memplan', '--help']\nmain()",
+    ],
+    ids=["import memplan", "import memplan.cli", "memplan --help"],
+)
+def test_help_and_imports_load_nothing_heavy(code: str) -> None:
+    # --help leaves by SystemExit, so the modules are listed on the way out.
+    listing = "import atexit, sys\natexit.register(lambda: print('loaded:', *sys.modules))\n"
+    done = subprocess.run([sys.executable, "-c", listing + code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.rpartition("loaded:")[2].split())
+    assert "memplan" in loaded
+    assert loaded & HEAVY == set()
+
+
+# Private names of torch
 
 
 @pytest.mark.parametrize(
@@ -120,55 +154,72 @@ def test_private_torch_names_are_recognised(code: str, private: bool) -> None:
     assert any(PRIVATE_TORCH.match(name) for _, name in torch_names(ast.parse(code))) is private
 
 
-@each_file
-def test_private_torch_names_live_in_one_room(path: Path) -> None:
-    if SRC / "_torch" in path.parents:
-        return
-    names = torch_names(ast.parse(path.read_text(encoding="utf-8")))
-    assert [(line, name) for line, name in names if PRIVATE_TORCH.match(name)] == []
+def test_private_torch_names_live_in_one_room() -> None:
+    assert [
+        f"{shown(path)}:{line}: {name}"
+        for path in FILES
+        if SRC / "_torch" not in path.parents
+        for line, name in torch_names(tree_of(path))
+        if PRIVATE_TORCH.match(name)
+    ] == []
 
 
-@pytest.mark.parametrize("name", [module_name(path) for path in FILES if path.name != "__main__.py"])
-def test_every_module_imports(name: str) -> None:
-    importlib.import_module(name)
+# Tests
 
 
-def test_arrows_point_down_only() -> None:
-    if importlib.util.find_spec("importlinter") is None:
-        pytest.skip("import-linter is not installed: pip install 'memplan[check]'")
-    code = "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import memplan",
-        "import memplan.cli",
-        "from memplan.cli import main\nsys.argv = ['memplan', '--help']\nmain()",
-    ],
-    ids=["import memplan", "import memplan.cli", "memplan --help"],
-)
-def test_help_and_imports_load_nothing_heavy(code: str) -> None:
-    # --help leaves by SystemExit, so the modules are listed on the way out.
-    listing = "import atexit, sys\natexit.register(lambda: print('loaded:', *sys.modules))\n"
-    done = subprocess.run([sys.executable, "-c", listing + code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    loaded = set(done.stdout.rpartition("loaded:")[2].split())
-    assert "memplan" in loaded
-    assert loaded & HEAVY == set()
-
-
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
-def test_tests_mirror_the_source(path: Path) -> None:
-    """tests/room/test_x.py tests src/memplan/room/x.py; test_x_more.py may hold more of them."""
+def has_subject(path: Path) -> bool:
+    """Whether tests/room/test_x.py, or test_x_more.py, has a src/memplan/room/x.py, or is of the room as a whole."""
     room = path.parent.relative_to(ROOT / "tests")
-    if room in (Path(), Path("goldens")):  # the package as a whole, and held against real recordings
-        return
+    if room in (Path(), Path("goldens")):  # the package as a whole, and predictions beside real recordings
+        return True
     subject = path.stem.removeprefix("test_")
-    modules = {
-        room.name,
-        *(found.stem.strip("_") for found in (SRC / room).glob("*") if found.stem != "__init__"),
-    }
-    assert any(subject == module or subject.startswith(f"{module}_") for module in modules), sorted(modules)
+    modules = [room.name, *(found.stem.strip("_") for found in (SRC / room).glob("*") if found.stem != "__init__")]
+    return any(subject == module or subject.startswith(f"{module}_") for module in modules)
+
+
+def test_tests_mirror_the_source() -> None:
+    assert [str(path.relative_to(ROOT / "tests")) for path in TESTS if not has_subject(path)] == []
+
+
+# Words
+
+
+def public_functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Functions, and methods of classes, without an underscore; properties are values."""
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.Module) or (isinstance(scope, ast.ClassDef) and not scope.name.startswith("_")):
+            functions = [node for node in scope.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            for node in functions:
+                is_value = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+                if not node.name.startswith("_") and not is_value:
+                    yield node
+
+
+def opens_well(docstring: str) -> bool:
+    """Whether the first word is a verb, a noun of what is returned, or what a rule of the semantics is taken from."""
+    word = docstring.split()[0].rstrip(".,:;")
+    # what follows or stands in for a kernel or function of torch may open with its name, or with its file
+    return word.lower() in VERBS or word in NOUNS or re.match(r"`+\w|[\w/]+\.(cpp|cuh?|h)$|x64:", word) is not None
+
+
+def test_docstrings_open_with_a_verb() -> None:
+    offenders = [
+        f"{shown(path)}:{node.lineno}: {node.name}: {docstring.splitlines()[0]}"
+        for path in FILES
+        for node in public_functions(tree_of(path))
+        if (docstring := ast.get_docstring(node)) and not opens_well(docstring)
+    ]
+    assert not offenders, f"{len(offenders)} docstrings:\n" + "\n".join(offenders)
+
+
+def test_plain_words() -> None:
+    """What style.md replaces: "depends on" for this one."""
+    texts = [*FILES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    offenders = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts
+        if path.name != "CHANGELOG.md"  # as it was written then
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if re.search(r"\bhang(s|ing)? on\b", line)
+    ]
+    assert offenders == []

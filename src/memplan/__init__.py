@@ -12,12 +12,13 @@ from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
     from memplan.checks.check import check
-    from memplan.checks.model import Finding
+    from memplan.checks.finding import Finding
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
     from memplan.planning.plan.plan import Plan, load_plan, save_plan
+    from memplan.planning.search.search import Heuristics
     from memplan.simulation.replays.replay import replay
     from memplan.simulation.replays.replayed import Replay
     from memplan.simulation.simulate import simulate
@@ -41,8 +42,9 @@ __version__ = "0.1.0"
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",
     "Explanation": "memplan.explanation.model",
-    "Finding": "memplan.checks.model",
+    "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
+    "Heuristics": "memplan.planning.search.search",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
@@ -77,6 +79,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "Fitted",
+    "Heuristics",
     "MemplanError",
     "Plan",
     "Proof",

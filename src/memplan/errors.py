@@ -105,8 +105,8 @@ class BudgetError(UsageError):
         found: as in MemplanError, and so are `expected` and `do`.
         smallest_budget: the least that this step can be given, in bytes.
         timeline: bytes over time of the step in that budget, where it is known (a Timeline).
-        held_by: what is live at its peak, the largest first (planning.shortfall.Holder).
-        lower_by: what would lower it, and to how much (planning.shortfall.Way).
+        held_by: what is live at its peak, the largest first (planning.plan.budget_error.Holder).
+        lower_by: what would lower it, and to how much (planning.plan.budget_error.Way).
         precision: of the plan that takes the least, where lossy ones were allowed (planning.precision.Precision).
 
     Example:
@@ -132,6 +132,11 @@ class BudgetError(UsageError):
         self.timeline = timeline
         self.held_by = held_by
         self.lower_by = lower_by
+
+    def but(self, **changes: Any) -> BudgetError:
+        """Return this error with other values for some of its arguments."""
+        names = "found", "expected", "do", "smallest_budget", "timeline", "held_by", "lower_by", "precision"
+        return BudgetError(**{name: getattr(self, name) for name in names} | changes)
 
 
 class RecordingError(MemplanError, RuntimeError):

@@ -11,8 +11,8 @@ import torch
 
 import memplan
 from memplan.checks.border_patch import Fix, fix_of
+from memplan.checks.changed_step import Remaker
 from memplan.checks.check import check_trace, record_again
-from memplan.checks.mending import Remaker
 from memplan.cli.targets import resolve
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 import memplan
+from memplan.checks.finding import Finding
 from memplan.checks.ignores import Ignore, kept, located, parse_ignore
-from memplan.checks.model import Finding
 from memplan.errors import InputError
 
 ID = "border-erosion"

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.checks.attention.fused import Fusing
+from memplan.checks.changed_step import Remaker
 from memplan.checks.check import record_again
-from memplan.checks.mending import Remaker
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace

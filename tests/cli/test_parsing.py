@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from memplan.cli.parsing import check_arguments, keywords, literal, named, offer
+from memplan.cli.parsing import check_arguments, keywords, named, offer
 from memplan.errors import InputError
+from memplan.studies.axes.ranges import literal
 
 
 @pytest.mark.parametrize(

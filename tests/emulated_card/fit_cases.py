@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import memplan
 from memplan.errors import BudgetError, DeviceError
 from memplan.planning.cost import op_timing
-from memplan.verification.measurement import cuda_peak
+from memplan.verification.measurement import free_memory
 
 WIDTH, TOKENS, WORDS = 64, 128, 100
 KEPT_BUT = 0.15
@@ -236,7 +236,7 @@ def test_running_statistics_are_updated_once() -> None:
 def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = language_model(), words()
     budget = between(model, x, y, 0.5)
-    monkeypatch.setattr(cuda_peak, "available", lambda _: budget)
+    monkeypatch.setattr(free_memory, "available", lambda _: budget)
     fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, pairs=0)
     assert fitted.proof.same
     assert fitted.proof.cut is not None

@@ -4,13 +4,17 @@ shapes of networks that people train (residual, transformer, U-Net), with plausi
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Kind, Offload, Ref, Value
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Kind, Ref, Value
+from memplan.planning.levers.lever import GradientUse
 
 MB = 1_000_000
+
+EARLY, HELD = GradientUse(updates=True), GradientUse(adds=True)
+"""Parameters are updated in the backward pass; gradients are held when the step begins."""
 
 
 @dataclass
@@ -31,8 +35,7 @@ class Tape:
     outputs: list[int] = field(default_factory=list)
     gradients: list[tuple[int, int]] = field(default_factory=list)
     mutations: list[tuple[int, int]] = field(default_factory=list)
-    encodings: list[Encoding] = field(default_factory=list)
-    offloads: list[Offload] = field(default_factory=list)
+    forms: list[KeptForm] = field(default_factory=list)
     smooth: set[int] = field(default_factory=set)
     """Values that a gradient is wanted of."""
 
@@ -134,11 +137,14 @@ class Tape:
         seconds = size / 4e9
         some = size // 2 if scratch else 0
         codec = "bits" if whole else "sign"
-        self.encodings.append(Encoding(value, encoded, codec, seconds, seconds, some, some, whole, direct, some))
+        self.forms.append(
+            KeptForm("encode", value, encoded, codec, seconds, seconds, some, some, whole, direct, some)
+        )  # fmt: skip
 
     def away(self, value: int, copy_seconds: float, use_seconds: float = 0.0) -> None:
         """Let a value wait in host memory."""
-        self.offloads.append(Offload(value, self.value("host", 0), copy_seconds, use_seconds))
+        host = self.value("host", 0)
+        self.forms.append(KeptForm("offload", value, host, store_seconds=use_seconds, copy_seconds=copy_seconds))
 
     def _direct(self, value: int) -> tuple[int, ...]:
         maker = self.values[value].op
@@ -151,9 +157,8 @@ class Tape:
             tuple(self.outputs),
             tuple(self.gradients),
             tuple(self.mutations),
-            tuple(self.encodings),
+            tuple(self.forms),
             "2.13",
-            tuple(self.offloads),
         )
 
 
@@ -278,9 +283,10 @@ def unet(depth: int = 4, size: int = 32 * MB) -> JointGraph:
 # Random graphs
 
 
-def random_graph(seed: int, ops: int = 8, *, hooks: bool = False) -> JointGraph:
+def random_graph(seed: int, ops: int = 8, *, hooks: bool = False, more_forms: bool = False) -> JointGraph:
     """A small graph with everything that a graph can have: several results, masks, random ops, encodings, writes; with
-    ``hooks`` also parameters that may change as soon as their gradient is given."""
+    ``hooks`` also parameters that may change as soon as their gradient is given, and with ``more_forms`` values that a
+    second lever keeps a part of."""
     draw = random.Random(seed)
     tape = Tape()
     sizes = [64, 128, 256, 512]
@@ -313,11 +319,12 @@ def random_graph(seed: int, ops: int = 8, *, hooks: bool = False) -> JointGraph:
     _decorate(tape, draw, sizes)
     _remake(tape, random.Random(f"again {seed}"))
     written = {source for _, source in tape.mutations}
-    coded = {encoding.value for encoding in tape.encodings}
+    coded = {form.value for form in tape.forms}
     apart = random.Random(~seed)
     for value in [v.id for v in tape.values if v.op is not None and tape.ops[v.op].phase == "forward"]:
         if value not in written and apart.random() < (0.7 if value in coded else 0.3):
             tape.away(value, apart.choice([1e-4, 2e-3, 8e-3, 5e-2]), apart.choice([0.0, 1e-4]))
+    _keep_parts(tape, random.Random(f"parts {seed}") if more_forms else None)
     for parameter in parameters if hooks else ():
         tape.values[parameter] = replace(tape.values[parameter], hooked=draw.random() < 0.5)
     return tape.graph()
@@ -340,6 +347,20 @@ def _remake(tape: Tape, draw: random.Random) -> None:
             overwrites=over, scratch_into=draw.choice([None, None, 8]), seconds=op.seconds / draw.randint(2, 9),
         )  # fmt: skip
         tape.ops[op.index] = replace(op, again=again)
+
+
+def _keep_parts(tape: Tape, draw: random.Random | None) -> None:
+    """Forms of another lever that are fetched with some of what the value was made of."""
+    for op in tape.ops if draw is not None else ():
+        if op.phase == "backward" or len(op.makes) != 1 or draw.random() < 0.4:
+            continue
+        (value,) = op.makes
+        half = tape.value("encoded", max(tape.values[value].bytes // 2, 1))
+        also = tuple(sorted(draw.sample(op.reads, draw.randint(1, len(op.reads)))))
+        seconds, scratch = draw.randint(1, 5) * 1e-4, [draw.choice([0, 20, 300]) for _ in range(2)]
+        tape.forms.append(
+            KeptForm("part", value, half, "part", seconds, 3 * seconds, *scratch, also_reads=also)
+        )  # fmt: skip
 
 
 def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
@@ -366,8 +387,19 @@ def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:
         scratch = [draw.choice([0, 24, 200]) for _ in range(3)]
         seconds = [draw.randint(1, 3) * 1e-4 for _ in range(2)]
         codec = "bits" if whole else "sign"
-        tape.encodings.append(
-            Encoding(
-                value, encoded, codec, seconds[0], seconds[1], scratch[0], scratch[1], whole, direct, scratch[2]
+        tape.forms.append(
+            KeptForm(
+                "encode", value, encoded, codec, seconds[0], seconds[1], scratch[0], scratch[1], whole, direct,
+                scratch[2],
             )
         )  # fmt: skip
+
+
+def kept(**levers: Iterable[int]) -> frozenset[tuple[str, int]]:
+    """Values by the lever that keeps them, as `Choices.kept_as` has them."""
+    return frozenset((lever, value) for lever, values in levers.items() for value in values)
+
+
+def all_kept(graph: JointGraph, *levers: str) -> frozenset[tuple[str, int]]:
+    """Every form that these levers offer."""
+    return frozenset((form.lever, form.value) for form in graph.forms if form.lever in levers)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from memplan.planning.graph.joint_graph import Encoding, JointGraph, Value
+from memplan.planning.graph.joint_graph import JointGraph, KeptForm, Value
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.schedule.actions import Action, Choices
 from memplan.planning.schedule.scheduler import Schedule
@@ -25,7 +25,7 @@ class Machine:
         self.graph, self.plan, self.around = graph, plan, around
         self.memory: dict[int, Any] = {v.id: ("given", v.id) for v in graph.values if self.is_resident(v)}
         held = [math.prod(v.shape) * 4 for v in graph.values if v.id in dict(graph.gradients) and v.kind == "parameter"]
-        self.base = around.held_bytes + sum(held) * plan.choices.held
+        self.base = around.held_bytes + sum(held) * plan.choices.gradients.adds
         self.copies = self.peak = self.draws = 0
         self.effects: list[int] = []
         self.theirs: list[int] = []
@@ -34,6 +34,8 @@ class Machine:
         """By op with another that makes its first result again: what that is to read, and the result."""
         self.underway: dict[int, tuple[int, Any]] = {}
         """Copies, by where they go: from where, and what."""
+        self.operands: dict[int, Any] = dict(self.memory)
+        """What each forward value held when it was made."""
         self.count(0)
 
     @staticmethod
@@ -51,7 +53,7 @@ class Machine:
                     raise Wrong(f"{action}: {error!r}") from None
             if self.underway:
                 raise Wrong("a pass ends, and something is still copied")
-        self.count(0 if self.plan.choices.early else self.around.update)
+        self.count(0 if self.plan.choices.gradients.updates else self.around.update)
 
     def count(self, transient: int) -> None:
         live = sum(self.graph.values[value].bytes for value in self.memory)
@@ -68,15 +70,15 @@ class Machine:
         op = first = self.graph.ops[-1 if action.op is None else action.op]
         if action.recomputed and op.again is not None:
             op = op.again
-        seen = {value: self.memory[value] for value in op.reads if value != action.direct}
+        form = None if action.form is None else self.graph.form[action.form]
+        seen = {value: self.memory[value] for value in op.reads if form is None or value != form.value}
         in_place = action.into is not None and op.scratch_into is not None
         scratch = op.scratch_into if in_place else op.scratch
-        if action.direct is not None:
-            encoding = next(e for e in self.graph.encodings if e.value == action.direct)
-            scratch = encoding.direct_scratch
-            if op.index not in encoding.direct:
-                raise Wrong(f"{op.index} has no kernel for the encoded form")
-            seen[encoding.value] = self.decoded(encoding)
+        if form is not None:
+            scratch = form.direct_scratch
+            if op.index not in form.direct:
+                raise Wrong(f"{op.index} has no kernel for the kept form")
+            seen[form.value] = self.fetched(form)
         if op.random:
             self.draws += 1
         if op.once or op.random:
@@ -92,6 +94,8 @@ class Machine:
             if value in self.memory:
                 raise Wrong(f"{value} is there twice")
             self.memory[value] = hash((op.makes.index(value), symbol))
+            if not action.recomputed:
+                self.operands[value] = self.memory[value]
         if op is not first:
             operands, result = self.first[op.index]
             self.memory[op.makes[0]] = result if operands == list(seen.values()) else "something else"
@@ -100,40 +104,50 @@ class Machine:
             self.first[op.index] = [known[value] for value in op.again.reads], known[op.makes[0]]
         self.count((scratch or 0) + op.discarded + sum(self.size(v) for v in op.makes if v not in action.makes))
 
-    def decoded(self, encoding: Encoding) -> Any:
-        found = self.memory[encoding.encoded]
-        if found[0] != encoding.codec:
-            raise Wrong("these are no such bits")
+    def fetched(self, form: KeptForm) -> Any:
+        """What a kept form stands for."""
+        found = self.memory[form.kept]
+        if found[0] != form.how:
+            raise Wrong("this is no such form")
         return found[1]
 
-    def do_encode(self, action: Action) -> None:
-        encoding = next(e for e in self.graph.encodings if e.value == action.value)
-        if encoding.encoded in self.memory:
-            raise Wrong("encoded twice")
-        self.memory[encoding.encoded] = (encoding.codec, self.memory[encoding.value])
-        self.count(encoding.encode_scratch)
-
-    def do_decode(self, action: Action) -> None:
-        encoding = next(e for e in self.graph.encodings if e.value == action.value)
-        if not encoding.whole or encoding.value in self.memory:
-            raise Wrong("cannot be decoded")
-        self.memory[encoding.value] = self.decoded(encoding)
-        self.count(encoding.decode_scratch)
-
-    def moved(self, action: Action) -> tuple[int, int]:
-        """Where a copy comes from, and where it goes to."""
-        (found,) = (one for one in self.graph.offloads if one.value == action.value)
-        out = action.kind in ("store", "stored")
-        return (found.value, found.host) if out else (found.host, found.value)
+    def form(self, action: Action) -> KeptForm:
+        found = self.graph.form[-1 if action.form is None else action.form]
+        if found.value != action.value:
+            raise Wrong("a form of another value")
+        return found
 
     def do_store(self, action: Action) -> None:
-        source, target = self.moved(action)
+        form = self.form(action)
+        if form.is_copied:
+            return self.begin(form.value, form.kept)
+        if form.kept in self.memory:
+            raise Wrong("stored twice")
+        self.memory[form.kept] = (form.how, self.memory[form.value])
+        self.count(form.store_scratch)
+
+    def do_fetch(self, action: Action) -> None:
+        form = self.form(action)
+        if form.is_copied:
+            return self.begin(form.kept, form.value)
+        if not form.whole or form.value in self.memory:
+            raise Wrong("cannot be fetched")
+        if any(self.memory[value] != self.operands[value] for value in form.also_reads):
+            raise Wrong("fetched of other operands")
+        self.memory[form.value] = self.fetched(form)
+        self.count(form.fetch_scratch)
+
+    def begin(self, source: int, target: int) -> None:
+        """Begin a copy that runs beside the ops."""
         if target in self.memory or source in self.underway:
             raise Wrong("copied twice, or what is not there yet")
         self.memory[target], self.underway[target] = "nothing yet", (source, self.memory[source])
         self.count(0)
 
-    do_fetch = do_store
+    def moved(self, action: Action) -> tuple[int, int]:
+        """Where a copy comes from, and where it goes to."""
+        form = self.form(action)
+        return (form.value, form.kept) if action.kind == "stored" else (form.kept, form.value)
 
     def do_stored(self, action: Action) -> None:
         source, target = self.moved(action)
@@ -153,8 +167,8 @@ class Machine:
         if of.id in self.gradients:
             raise Wrong("given twice")
         self.gradients[of.id] = (action.source, self.memory[base])
-        early = self.plan.choices.early and of.kind == "parameter"
-        held = self.plan.choices.held and of.kind == "parameter"
+        early = self.plan.choices.gradients.updates and of.kind == "parameter"
+        held = self.plan.choices.gradients.adds and of.kind == "parameter"
         copy = math.prod(of.shape) * 4 if action.copies else 0
         self.count(copy + (self.around.update_of.get(of.id, 0) if early else 0))
         if early or of.hooked:
@@ -196,7 +210,7 @@ def interpreted(graph: JointGraph, plan: Schedule, around: Surroundings) -> int:
     machine.run()
     memory, gradients, effects = machine.results()
     wanted, right, once = straight(graph)
-    if plan.choices.early:
+    if plan.choices.gradients.updates:
         trained = {of for of, _ in graph.gradients if graph.values[of].kind == "parameter"}
         wanted = {value: symbol for value, symbol in wanted.items() if value not in trained}
     if memory != wanted or gradients != right or effects != once:

@@ -23,7 +23,7 @@ def plain_graph(seed: int, ops: int) -> JointGraph:
     """A random graph without what the program leaves out."""
     graph = random_graph(seed, ops)
     plain = [replace(op, again=op.again and replace(op.again, overwrites=()), overwrites=()) for op in graph.ops]
-    return replace(graph, ops=tuple(plain), encodings=(), offloads=(), mutations=())
+    return replace(graph, ops=tuple(plain), forms=(), mutations=())
 
 
 class Rules:

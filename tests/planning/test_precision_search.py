@@ -21,7 +21,7 @@ from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import EXACT, UNSCALED, Precision, Save
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION
 from memplan.planning.plan.precision_report import blocks
 from memplan.planning.planner import Planner
 from memplan.planning.search.search import Heuristics
@@ -52,20 +52,21 @@ def planned(budget: int | str, **options: Any) -> memplan.Plan:
 def test_the_fastest_of_all_kinds_is_taken() -> None:
     x, _ = given()
     call, model = call_of((x,), {}), net()
-    exact = Planner(model).planned(call, Settings(1 << 30, costs="roofline")).plan
+    exact = Planner(model).planned(call, Settings(costs="roofline"), 1 << 30).plan
     for share in (0.9, 0.6, 0.5):
-        settings = Settings(int(share * exact.peak), costs="roofline", heuristics=QUICK, allow="lossy")
-        took = Planner(model).planned(call, settings).plan
+        budget = int(share * exact.peak)
+        settings = Settings(costs="roofline", heuristics=QUICK, allow="lossy")
+        took = Planner(model).planned(call, settings, budget).plan
         times = list[float]()
         for precision in (EXACT, *(Precision(c, s) for c in ("", "bfloat16") for s in ("exact", "bfloat16", "int8"))):
             try:  # a planner of its own: nothing is shared
-                one = Planner(model).planned(call, replace(settings, precision=precision)).plan
+                one = Planner(model).planned(call, replace(settings, precision=precision), budget).plan
             except BudgetError:
                 continue
             assert one.total_seconds is not None
             times.append(one.total_seconds)
         assert took.total_seconds is not None
-        assert took.peak <= settings.budget
+        assert took.peak <= budget
         assert took.total_seconds <= min(times) / precision_search.WORTH_LOSING * 1.001
 
 
@@ -140,11 +141,11 @@ def test_a_card_without_bfloat16_computes_in_float16_and_says_what_that_needs() 
 
 
 def test_under_autocast_only_what_is_saved_is_left_to_lose() -> None:
-    settings = Settings(1 << 30, allow="lossy")
+    settings = Settings(allow="lossy")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert {one.compute for one in precision_search.tiers(net(), settings)} == {""}
     assert next(precision_search.tiers(net(), settings)) == EXACT
-    assert EXACT not in precision_search.tiers(net(), Settings(1, allow="lossy", without=(EXACT,)))
+    assert EXACT not in precision_search.tiers(net(), Settings(allow="lossy", without=(EXACT,)))
 
 
 def test_blocks_that_are_slower_in_fewer_bits_compute_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,9 +182,7 @@ class Block(nn.Module):
 
 
 def test_fused_kernels_have_the_same_kinds_to_choose_from() -> None:
-    kinds = {
-        engine: list(precision_search.tiers(net(), Settings(1, engine=engine, allow="lossy"))) for engine in ENGINES
-    }
+    kinds = {engine: list(precision_search.tiers(net(), Settings(engine=engine, allow="lossy"))) for engine in ENGINES}
     assert kinds["inductor"][:3] == [EXACT, Precision("bfloat16", whole=True), Precision("bfloat16")]
     assert {*kinds["inductor"]} - {*kinds["graph"]} == {*kinds["inductor"][1:3]}
 
@@ -195,38 +194,38 @@ def test_a_stem_runs_in_one_go_where_the_budget_allows_and_in_pieces_where_it_do
     stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False).requires_grad_(False)  # in bfloat16 it holds more than its result
     model, x = nn.Sequential(stem, nn.MaxPool2d(4), nn.Flatten(), nn.Linear(64 * 144, 4)), torch.randn(16, 3, 96, 96)
     planner, call = Planner(model), call_of((x,), {})
-    settings = Settings(1 << 30, engine=engine, costs="roofline", allow="lossy", without=(EXACT,), heuristics=QUICK)
-    wide = planner.planned(call, settings, key=0).plan
+    settings = Settings(engine=engine, costs="roofline", allow="lossy", without=(EXACT,), heuristics=QUICK)
+    wide = planner.planned(call, settings, 1 << 30, key=0).plan
     assert wide.precision.whole
     assert memplan.Plan.from_json(wide.to_json()) == wide
     pieces = planner.study(call, replace(settings, precision=replace(wide.precision, whole=False)), key=0)
     if not any(op.target == CHUNKED for op in pieces.captured.graph.ops):
         pytest.skip("what oneDNN holds beside a result is small here")
-    tight = planner.planned(call, replace(settings, budget=wide.floor - 1), key=0).plan
+    tight = planner.planned(call, settings, wide.floor - 1, key=0).plan
     assert not tight.precision.whole
     assert tight.peak < 0.9 * wide.floor
     budgets = (1, tight.floor // 2, tight.floor - 1)
-    assert {smallest(planner, call, replace(settings, budget=one)) for one in budgets} == {tight.floor}
+    assert {smallest(planner, call, settings, one) for one in budgets} == {tight.floor}
 
 
 def test_what_was_refused_is_not_planned_again_as_what_would_have_allowed_more() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(2))), torch.randn(64, 32)
     planner, call = Planner(model), call_of((x,), {})
-    settings = Settings(1 << 30, allow="lossy", costs="roofline", without=(EXACT,))
-    plan = planner.planned(call, settings, key=0).plan
+    settings = Settings(allow="lossy", costs="roofline", without=(EXACT,))
+    plan = planner.planned(call, settings, 1 << 30, key=0).plan
     assert plan.lost.save == "exact"
     assert plan.lost.compute
     refused = [replace(plan.lost, whole=whole) for whole in (False, True)]
     others = replace(settings, without=(EXACT, *refused))
     with pytest.raises(RecordingError, match="precisions that are left"):  # with so much room, nothing is encoded
-        planner.planned(call, others, key=0)
+        planner.planned(call, others, 1 << 30, key=0)
 
 
 def test_what_saves_in_fewer_bits_is_told_from_what_only_might() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)
-    settings = Settings(1, engine="inductor", allow="lossy", precision=Precision("", "bfloat16"), costs="roofline")
+    settings = Settings(engine="inductor", allow="lossy", precision=Precision("", "bfloat16"), costs="roofline")
     search = Planner(model).study(call_of((x,), {}), settings, key=0).search(settings)
     assert precision_search._saves(search, search.floor_peak)
     exact = replace(settings, precision=EXACT)
@@ -238,8 +237,8 @@ def test_what_saves_in_fewer_bits_is_told_from_what_only_might() -> None:
 def test_what_does_not_run_in_fewer_bits_is_told(engine: Engine) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(32, 64), Choosy(), nn.Linear(64, 32)), torch.randn(256, 32)
-    settings = Settings(1 << 30, engine=engine, allow="lossy", costs="roofline")
-    plan = Planner(model).planned(call_of((x,), {}), settings, key=0).plan
+    settings = Settings(engine=engine, allow="lossy", costs="roofline")
+    plan = Planner(model).planned(call_of((x,), {}), settings, 1 << 30, key=0).plan
     (note,) = [note for note in plan.notes if "left out" in note]
     assert note.startswith("computing in bfloat16")
     assert "float32 is wanted" in note
@@ -254,9 +253,9 @@ class Choosy(nn.Module):
         return x.relu()
 
 
-def smallest(planner: Planner, call: Call, settings: Settings) -> int:
+def smallest(planner: Planner, call: Call, settings: Settings, budget: int) -> int:
     with pytest.raises(BudgetError) as caught:
-        planner.planned(call, settings, key=0)
+        planner.planned(call, settings, budget, key=0)
     return caught.value.smallest_budget
 
 
@@ -264,10 +263,10 @@ def smallest(planner: Planner, call: Call, settings: Settings) -> int:
 def test_fused_kernels_save_in_fewer_bits(save: Save) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)
-    settings = Settings(1 << 30, engine="inductor", allow="lossy", precision=Precision("", save), costs="roofline")
+    settings = Settings(engine="inductor", allow="lossy", precision=Precision("", save), costs="roofline")
     planner, call = Planner(model), call_of((x,), {})
     floor = planner.study(call, settings, key=0).search(settings).floor_peak
-    plan = planner.planned(call, replace(settings, budget=int(1.01 * floor)), key=0).plan
+    plan = planner.planned(call, settings, int(1.01 * floor), key=0).plan
     assert plan.count("encode") > 0
     fitted = memplan.fit(model, x, budget=plan.peak + 64, plan=plan, engine="inductor", allow="lossy", pairs=0)
     assert fitted.proof.same
@@ -292,12 +291,12 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
             found = SimpleNamespace(choices=None)
             return SimpleNamespace(floor_peak=peak, graph=None, around=None, floor=lambda: found)
 
-        def planned(self, settings: Settings) -> Any:
+        def planned(self, settings: Settings, budget: int) -> Any:
             looked.append(self.precision)
             least = {"exact": 120, "bfloat16": 90, "int8": 80}[self.precision.save]
-            if settings.budget < least:
+            if budget < least:
                 raise BudgetError("too little", expected="more", do="Give it", smallest_budget=least)
-            again = 0.0 if settings.budget > 150 else 0.5
+            again = 0.0 if budget > 150 else 0.5
             plan = SimpleNamespace(total_seconds=1.0 + again, seconds=again, precision=EXACT, lost=EXACT)
             return SimpleNamespace(plan=plan)
 
@@ -309,7 +308,7 @@ def test_of_fused_kernels_what_saves_in_fewer_bits_is_looked_at_where_it_may_hel
     def asked(budget: int, engine: Engine) -> set[str]:
         looked.clear()
         study: Any = Study
-        precision_search.fastest(study, net(), Settings(budget, engine=engine, allow="lossy"))
+        precision_search.fastest(study, net(), Settings(engine=engine, allow="lossy"), budget)
         return {one.save for one in looked}
 
     saves = False
@@ -337,7 +336,7 @@ def test_nothing_is_lost_for_next_to_nothing(
             self.precision = settings.settled
             self.captured = SimpleNamespace(graph=None)
 
-        def planned(self, settings: Settings) -> Any:
+        def planned(self, settings: Settings, budget: int) -> Any:
             seconds = {"exact": 1.0, "bfloat16": bfloat16, "int8": int8}[self.precision.save]
             return SimpleNamespace(
                 plan=SimpleNamespace(
@@ -349,7 +348,7 @@ def test_nothing_is_lost_for_next_to_nothing(
     monkeypatch.setattr(precision_search, "lower_precision", lambda card, device: "")
     monkeypatch.setattr(precision_search._Contest, "mixed", lambda _: None)
     study: Any = Study
-    plan = precision_search.fastest(study, net(), Settings(1, allow="lossy")).plan
+    plan = precision_search.fastest(study, net(), Settings(allow="lossy"), 1).plan
     assert plan.precision.save == (taken or "exact")
 
 
@@ -365,9 +364,9 @@ def test_a_frontier_has_its_exact_plans_whatever_beats_them(monkeypatch: pytest.
 
     monkeypatch.setattr(precision_search, "step_seconds", lambda graph: graph)
     study: Any = Study
-    found = precision_search.frontier(study, net(), Settings(1, engine="inductor", allow="lossy"), 3)
+    found = precision_search.frontier(study, net(), Settings(engine="inductor", allow="lossy"), 3)
     assert [one.peak for one in found if not one.precision.lossy] == [200, 150, 120]
     assert [(one.peak, one.seconds) for one in found if one.precision.lossy] == [(100, -0.5), (60, -0.4)]
     assert [one.peak for one in found] == [200, 150, 120, 100, 60]
-    exact = precision_search.frontier(study, net(), Settings(1, engine="inductor"), 3)
+    exact = precision_search.frontier(study, net(), Settings(engine="inductor"), 3)
     assert [one.peak for one in exact] == [200, 150, 120]

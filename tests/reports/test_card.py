@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan._bytes import parse_bytes
-from memplan.reports.terminal import print_explanation
+from memplan.reports.explain import print_explanation
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from memplan.checks.model import Finding
+from memplan.checks.finding import Finding
 from memplan.reports.check import dumps, print_findings
 
 

@@ -13,6 +13,7 @@ from reports.outcomes import FRONTIER, MIB
 
 from memplan.errors import InputError, UsageError
 from memplan.reports import frontier
+from memplan.reports.chart import check_drawable, picture
 from memplan.reports.frontier import Frontier, Point
 from memplan.reports.output import print_parts
 
@@ -72,17 +73,17 @@ def test_units_follow_the_size(peak: int, unit: str) -> None:
 def test_a_picture_is_the_same_bytes_each_time(name: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib")
     odd = replace(FRONTIER, title="$x_{$ of net.py:make_\x1b")  # a title is text, not mathematics
-    first = frontier.picture(odd, name)
+    first = picture(lambda: frontier.draw(odd), name)
     assert first.startswith(begins)
-    assert frontier.picture(odd, name) == first != frontier.picture(FRONTIER, name)
+    assert picture(lambda: frontier.draw(odd), name) == first != picture(lambda: frontier.draw(FRONTIER), name)
 
 
 def test_a_name_that_no_picture_has() -> None:
     with pytest.raises(InputError, match=r"--frontier out\.txt\. Expected a name that ends in \.png, \.svg, \.pdf\."):
-        frontier.check_drawable("out.txt")
+        check_drawable("out.txt", "--frontier")
 
 
 def test_without_matplotlib_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"not installed.*pip install 'memplan\[charts\]'"):
-        frontier.check_drawable(str(tmp_path / "out.png"))
+        check_drawable(str(tmp_path / "out.png"), "--frontier")

@@ -42,7 +42,7 @@ def test_the_answer_and_every_recording() -> None:
 
 def test_a_card_has_a_context() -> None:
     text = printed(found("t4", "1 GiB", most=64))
-    assert "batch 64 fits in 1.0 GiB (NVIDIA T4), and is the most that was to be looked at" in text
+    assert "batch 64 fits in 1.0 GiB (NVIDIA T4), and is the largest value to try" in text
     assert "reserved, with context" in text
 
 

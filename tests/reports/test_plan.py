@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from memplan._bytes import format_bytes
-from memplan.planning.plan.plan import Decision, Lever, Plan, Scope
+from memplan.planning.plan.plan import Decision, Plan, Scope
 from memplan.planning.schedule.actions import Choices
-from memplan.reports.output import Page
-from memplan.reports.plan import print_plan, render
+from memplan.reports.output import Page, print_parts
+from memplan.reports.plan import render
 from memplan.simulation.timeline import StepPeak, Timeline
 
 MIB = 1 << 20
@@ -21,7 +21,7 @@ PEAK = StepPeak(0, 2, 252 * MIB, 252 * MIB, 2, 2)
 TIMELINE = Timeline("cpu", ((2, 252 * MIB, 252 * MIB),), PEAK, (), 252 * MIB, 252 * MIB, 2, 2)
 
 
-def value(name: str, lever: Lever, size: int, seconds: float = 0.0, layer: str = "layer1") -> Decision:
+def value(name: str, lever: str, size: int, seconds: float = 0.0, layer: str = "layer1") -> Decision:
     return Decision(lever, Scope("value", (name,)), "exact", size, seconds, layer, "net.py:3", REASON)
 
 
@@ -55,7 +55,7 @@ PLAN = Plan(
 
 def piped(plan: Plan, top: int = 12) -> str:
     file = io.StringIO()
-    print_plan(plan, file, top)
+    print_parts(lambda page: render(plan, page, top), file)
     return file.getvalue()
 
 

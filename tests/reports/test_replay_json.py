@@ -6,7 +6,7 @@ import json
 
 from simulation.histories import MIB, out_of_memory
 
-from memplan.reports.replay_json import dumps
+from memplan.reports.replay import dumps
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.replays.replay import replay
 from memplan.simulation.replays.side_by_side import cases

@@ -14,6 +14,7 @@ from memplan import _torch
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.rewriting.install import Installed, install
@@ -134,7 +135,7 @@ CHOICES: dict[str, Callable[[JointGraph], Choices]] = {
     "all kept": lambda _: Choices(),
     "half dropped": lambda graph: Choices(recompute=half(graph)),
     "all dropped": lambda graph: Choices(recompute=recomputable(graph)),
-    "encoded": lambda graph: Choices(encode=frozenset(e.value for e in graph.encodings)),
+    "encoded": lambda graph: Choices(kept_as=frozenset((form.lever, form.value) for form in graph.forms)),
 }
 
 
@@ -148,7 +149,9 @@ class Planned:
 def planner_of(model: nn.Module, choose: Callable[[JointGraph], Choices]) -> Callable[[Call, bool], Planned]:
     def planned(call: Call, held: bool) -> Planned:
         captured = capture(model, call)
-        return Planned(captured, schedule(captured.graph, replace(choose(captured.graph), held=held)))
+        return Planned(
+            captured, schedule(captured.graph, replace(choose(captured.graph), gradients=GradientUse(adds=held)))
+        )
 
     return planned
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from memplan.planning.capture.capture import capture
-from memplan.planning.capture.flat_call import call_of
+from memplan.planning.capture.capture import Captured, capture
+from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph.joint_graph import recomputable
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
 from memplan.rewriting.engine import Engine
@@ -61,15 +63,21 @@ def step_of(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return with_loss(GPT(), F.cross_entropy), (torch.randint(0, 500, (4, 128)), torch.randint(0, 500, (512,)))
 
 
+@functools.cache
+def captured_step(name: str) -> tuple[nn.Module, Call, Captured]:
+    step, inputs = step_of(name)
+    call = call_of(inputs, {})
+    return step, call, capture(step, call)
+
+
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", ["resnet18", "gpt", "gpt in one vector"])
 def test_measured_is_predicted(name: str, choice: str, held: bool) -> None:
-    step, inputs = step_of(name)
-    call = call_of(inputs, {})
-    captured = capture(step, call)
+    step, call, captured = captured_step(name)
+    step.zero_grad()
     graph = captured.graph
-    made = schedule(graph, replace(CHOICES[choice](graph), held=held))
+    made = schedule(graph, replace(CHOICES[choice](graph), gradients=GradientUse(adds=held)))
     engine = Engine(captured, made)
 
     def run() -> None:

@@ -14,7 +14,9 @@ from memplan.devices import find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph.joint_graph import recomputable
-from memplan.planning.levers.offload import with_offloads
+from memplan.planning.levers.lever import GradientUse, Situation
+from memplan.planning.levers.offload import Offload
+from memplan.planning.levers.registry import offered
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.validation.validate import validate
@@ -27,9 +29,9 @@ def offloaded(model: nn.Module) -> list[int]:
 
     def planned(call: Call, held: bool) -> Any:
         captured = capture(model, call)
-        graph = with_offloads(captured.graph, find("rtx4090"), least=64)
-        away = frozenset(one.value for one in graph.offloads[::2])
-        made = schedule(graph, Choices(recomputable(graph), held=held, offload=away))
+        graph = offered(captured.graph, Situation(card=find("rtx4090")), [Offload(least=64)])
+        away = frozenset((one.lever, one.value) for one in graph.forms_by("offload")[::2])
+        made = schedule(graph, Choices(recomputable(graph), away, GradientUse(adds=held)))
         validate(graph, made)
         counts.append(sum(action.kind == "fetch" for action in made.backward))
         return Planned(captured, made)

@@ -1,4 +1,4 @@
-"""Autocast's cache of casts while a step is traced, and a caller's own autocast left for a while.
+"""Control autocast's cache of casts while a step is traced, and leave a caller's own autocast for a while.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch.clear_autocast_cache`` is looked up each time that an outermost autocast
 ends, which ``torch.autocast_decrement_nesting`` tells by 0, and ``torch.set_autocast_cache_enabled`` is what tracing
@@ -46,7 +46,7 @@ def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
 
 @contextlib.contextmanager
 def outside_autocast() -> Iterator[None]:
-    """As if the caller had entered no autocast: also an autocast in here is an outermost one, whose casts of parameters
+    """Run as if the caller had entered no autocast: an autocast in here is an outermost one, whose casts of parameters
     go when it ends. Else they would outlive an update of what was cast."""
     on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     torch.autocast_increment_nesting()

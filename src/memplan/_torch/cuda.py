@@ -1,4 +1,4 @@
-"""Where torch looks for a CUDA device, in Python and below: replaced while a step for a card is recorded.
+"""Replace the places where torch looks for a CUDA device, in Python and below, while a step for a card is recorded.
 
 Everything here was seen in torch 2.11, 2.13 and 2.15.
 """
@@ -25,7 +25,7 @@ _HOMES = (torch, torch.fft, torch.nested)
 def tensors_that_tell(
     device: Callable[[torch.Tensor], torch.device | None], inside: Callable[[], bool]
 ) -> Iterator[None]:
-    """``tensor.device`` answers what ``device`` says, if anything, to all but the ops being dispatched."""
+    """Make ``tensor.device`` answer what ``device`` says, if anything, to all but the ops being dispatched."""
     plain, fake = torch.Tensor.device, FakeTensor.device
 
     def tells(own: Any) -> property:
@@ -53,13 +53,13 @@ def tensors_that_tell(
 
 
 def copied(tensor: torch.Tensor, dtype: torch.dtype, layout: torch.memory_format) -> torch.Tensor:
-    """A new tensor with the same elements: what a move between devices is, below autograd."""
+    """Return a new tensor with the same elements: what a move between devices is, below autograd."""
     return torch.ops.aten._to_copy.default(tensor, dtype=dtype, memory_format=layout)
 
 
 @contextlib.contextmanager
 def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Every function that makes a tensor on a device, replaced by ``made(function)``."""
+    """Replace every function that makes a tensor on a device by ``made(function)``."""
     functions = {id(f) for f in default_device._device_constructors()}
     functions |= {id(getattr(torch, f"{name}_like")) for name in _LIKE} | {id(torch.normal)}
     builtins = torchscript._get_builtin_table()
@@ -77,7 +77,8 @@ def factories_replaced(made: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 @contextlib.contextmanager
 def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """``with torch.device("cuda")`` and `torch.set_default_device` make on the CPU what ``going`` says is elsewhere."""
+    """Make ``with torch.device("cuda")`` and `torch.set_default_device` create on the CPU what ``going`` says is
+    elsewhere."""
     real = default_device.DeviceContext.__torch_function__
 
     def on_card(self: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,12 +95,12 @@ def default_device_replaced(going: Callable[[torch.device], contextlib.AbstractC
 
 
 def checkpoints_for_cuda() -> contextlib.AbstractContextManager[None]:
-    """`torch.utils.checkpoint` restores CUDA's autocast also where no argument is on the card."""
+    """Make `torch.utils.checkpoint` restore CUDA's autocast also where no argument is on the card."""
     return patched(torch.utils.checkpoint.DefaultDeviceType, _default_device_type="cuda")
 
 
 def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextlib.AbstractContextManager[None]:
-    """The history of the caching allocator: switching it on does nothing, asking for it stops."""
+    """Return the history of the caching allocator: switching it on does nothing, asking for it stops."""
     return patched(
         torch.cuda.memory,
         _record_memory_history=lambda *_, **__: None,
@@ -109,5 +110,5 @@ def histories_replaced(refusal: Callable[[str], Callable[..., Any]]) -> contextl
 
 
 def clear_cublas_workspaces() -> None:
-    """What cuBLAS keeps to work in goes back to the allocator; the next product takes it anew."""
+    """Give cuBLAS's workspaces back to the allocator; the next product allocates new ones."""
     torch._C._cuda_clearCublasWorkspaces()

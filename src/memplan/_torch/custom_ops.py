@@ -1,4 +1,4 @@
-"""How ops of the namespace ``memplan`` are made."""
+"""Register ops of the namespace ``memplan``."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def define(
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
+    """Return the elements of a dense tensor in the order in which they lie in memory."""
     return tensor.as_strided((tensor.numel(),), (1,))

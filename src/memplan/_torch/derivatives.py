@@ -18,7 +18,7 @@ from memplan._torch.scheduled import mark_of
 
 _DERIVATIVE = torch.ops.aten.convolution_backward.default
 _MASK = 10
-"""Where among its arguments is said which results are wanted: the input's, the weight's, the bias's."""
+"""Position of the argument that says which results are wanted: the input's, the weight's, the bias's."""
 
 
 def join(of: Traced, pairs: Mapping[int, int]) -> None:

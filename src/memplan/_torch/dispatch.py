@@ -16,14 +16,14 @@ Kernel = Callable[..., Any]
 
 AUTOGRAD_CPU = "AutogradCPU"
 ATTENTION_ORDER = [1, 2, 0, 3, 4]
-"""What torch starts with: flash, memory-efficient, math, cuDNN, a backend's own."""
+"""torch's order at the start: flash, memory-efficient, math, cuDNN, a backend's own."""
 _FORMULA = DispatchKey.Autograd
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 @contextlib.contextmanager
 def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
-    """Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
+    """Register Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
 
     Args:
         kernels: name of the op without its namespace, with its overload ("dropout", "softmax.int") -> kernel. A
@@ -51,7 +51,7 @@ def whole(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def attention_order(order: tuple[int, ...]) -> Iterator[None]:
-    """The order in which `scaled_dot_product_attention` tries its kernels, unless the user has set one already."""
+    """Set the order in which `scaled_dot_product_attention` tries its kernels, unless the user has set one already."""
     before = torch._C._get_sdp_priority_order()
     if before == ATTENTION_ORDER:
         torch._C._set_sdp_priority_order([*order, *(n for n in before if n not in order)])
@@ -62,7 +62,7 @@ def attention_order(order: tuple[int, ...]) -> Iterator[None]:
 
 
 def tried_in_order() -> list[int]:
-    """Values of `torch.nn.attention.SDPBackend` in the order in which attention tries them."""
+    """Return the values of `torch.nn.attention.SDPBackend` in the order in which attention tries them."""
     return torch._C._get_sdp_priority_order()
 
 
@@ -94,7 +94,7 @@ def _autocast_on(on: bool) -> None:
 
 
 def below_autocast() -> contextlib.AbstractContextManager[Any]:
-    """A context in which the kernels of `autocast_like_cuda` are passed by."""
+    """Return a context in which the kernels of `autocast_like_cuda` are passed by."""
     return torch._C._ExcludeDispatchKeyGuard(_UNUSED_SET)
 
 
@@ -110,7 +110,8 @@ def above_autocast() -> Iterator[None]:
 
 
 def autocast_ops() -> list[str]:
-    """Names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers them."""
+    """Return the names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers
+    them."""
     return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 
 
@@ -120,12 +121,12 @@ def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a view of another."""
+    """Return whether autograd knows a tensor as a view of another."""
     return tensor._is_view()
 
 
 def has_cpu_kernel(name: str) -> bool:
-    """Whether an op ("torchao::da8w4_linear_cpu") is there and has a kernel for the CPU."""
+    """Return whether an op ("torchao::da8w4_linear_cpu") is there and has a kernel for the CPU."""
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(name, DispatchKey.CPU)
     except RuntimeError:  # no such op

@@ -1,4 +1,4 @@
-"""What Dynamo says of the graphs that it hands to a backend.
+"""Read what Dynamo reports of the graphs that it hands to a backend.
 
 Seen in torch 2.11, 2.13 and 2.15: the attribute ``compile_subgraph_reason`` of its graph modules, with ``graph_break``,
 ``reason`` and ``user_stack``.
@@ -20,7 +20,7 @@ class GraphBreak:
 
 
 def graph_break(graph: Any) -> GraphBreak | None:
-    """The break that ends this graph; None where it goes on to the function's end."""
+    """Return the break that ends this graph; None where it goes on to the function's end."""
     found = getattr(graph, "compile_subgraph_reason", None)
     if found is None or not found.graph_break or not found.user_stack:
         return None

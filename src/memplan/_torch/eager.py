@@ -22,7 +22,7 @@ MARK = "memplan#"
 
 
 def is_composite(func: Any) -> bool:
-    """Whether an op is made of others. In inference mode it reaches a dispatch mode whole, else in its parts."""
+    """Return whether an op is made of others. In inference mode it reaches a dispatch mode whole, else in its parts."""
     return isinstance(func, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     )
@@ -48,19 +48,19 @@ class EagerMode(TorchDispatchMode):
 
 
 def no_modes() -> contextlib.AbstractContextManager[None]:
-    """A context in which no dispatch mode sees what runs."""
+    """Return a context in which no dispatch mode sees what runs."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()  # pyright: ignore[reportReturnType]  # an untyped generator context
 
 
 def marker(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A named range in the profiler's record of this thread."""
+    """Return a named range in the profiler's record of this thread."""
     return _RecordFunctionFast(MARK + name)
 
 
 def memory_profile() -> Any:
-    """torch's profiler, as a context: what it saw is for `Profile`.
+    """Return torch's profiler, as a context: `Profile` reads what it saw.
 
     Of the two that torch has, `torch.profiler.profile` warns in 2.11 that events end with a cycle, and where it is told
     to keep them, it makes an object of each at once, which takes seconds for a large step.
@@ -88,7 +88,7 @@ _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 class Profile:
-    """What a `memory_profile` that has ended saw of the CPU allocator, and of the ranges that `marker` opened.
+    """Record of what a `memory_profile` saw of the CPU allocator, and of the ranges that `marker` opened.
 
     ``events``: (address, bytes (negative: released), time in ns, innermost marker or ""), in order of time.
     ``ranges``: marker -> (start, end) in ns.

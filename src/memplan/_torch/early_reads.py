@@ -1,4 +1,4 @@
-"""What is computed before it is read, because what it is made of would take more memory until then.
+"""Find ops to compute before they are read, because their operands would take more memory until then.
 
 Inductor writes pointwise ops into the kernel that reads them. Where that runs much later, what they read stays until
 then: of a gradient that is a part of a larger one, as concatenating and slicing leave them, the whole of that.
@@ -29,8 +29,8 @@ SMALL = 1 << 20
 
 
 def to_compute_first(graph: fx.Graph, freed: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Pointwise ops that are to be computed before a kernel of torch's, since they are read after it and free more than
-    they take.
+    """Find pointwise ops to compute before a kernel of torch's, since they are read after it and free more than they
+    take.
 
     Args:
         graph: core ops in the order of a schedule.
@@ -54,7 +54,7 @@ class _Places:
 
     nodes: Sequence[fx.Node]
     arguments: frozenset[fx.Node]
-    """Those that can be freed."""
+    """Arguments that can be freed."""
 
     @cached_property
     def place(self) -> Mapping[fx.Node, int]:
@@ -66,7 +66,7 @@ class _Places:
 
     @cached_property
     def roots(self) -> Mapping[fx.Node, frozenset[int]]:
-        """By op, the memory that is read for it, where views and pointwise ops are written into what reads them."""
+        """Memory that is read for each op, where views and pointwise ops are fused into what reads them."""
         found = dict[fx.Node, frozenset[int]]()
         for node in self.nodes:
             through = _is_view(node) or (_is_pointwise(node) and not _is_written(node))
@@ -79,7 +79,7 @@ class _Places:
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[fx.Node]]:
-        """By memory, the ops that read it, themselves or through others."""
+        """Ops that read each memory, themselves or through others."""
         found = dict[int, list[fx.Node]]()
         for node in self.nodes:
             for memory in self._read_by(node, self.roots):
@@ -99,7 +99,7 @@ class _Places:
 
     @cached_property
     def needed(self) -> Mapping[fx.Node, int]:
-        """By op, the places of all that it is computed from, as bits."""
+        """Places of everything that each op is computed from, as bits."""
         found = dict[fx.Node, int]()
         for node in self.nodes:
             found[node] = 0
@@ -108,12 +108,13 @@ class _Places:
         return found
 
     def kernels_before_use(self, node: fx.Node) -> list[int]:
-        """Places of the kernels after an op that all that reads it needs: what these wait for is no part of that."""
+        """Return the places of the kernels after an op that everything that reads it needs: what these wait for is no
+        part of that."""
         common = reduce(and_, (self.needed[user] for user in _users(node)), -1)
         return [at for at in self.kernels if at > self.place[node] and common >> at & 1]
 
     def let_go(self, node: fx.Node, at: int) -> int:
-        """Bytes of what, from a place on, is read for this op's sake alone."""
+        """Return the bytes of memory that, from a place on, is read only for this op's sake."""
         own = {node, *_through(node)}
 
         def is_free(memory: int) -> bool:
@@ -124,7 +125,7 @@ class _Places:
 
 
 def _through(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads an op, itself or through pointwise ops and views."""
+    """Yield what reads an op, itself or through pointwise ops and views."""
     found, stack = set[fx.Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -136,7 +137,7 @@ def _through(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads an op, itself or by a view."""
+    """Yield what reads an op, itself or by a view."""
     for user in node.users:
         if _is_view(user):
             yield from _users(user)
@@ -149,7 +150,7 @@ def _is_kernel(node: fx.Node) -> bool:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether the result of a pointwise op has memory of its own in any case."""
+    """Return whether the result of a pointwise op has memory of its own in any case."""
     return any(user.op == "output" or _is_kernel(user) for user in _users(node))
 
 

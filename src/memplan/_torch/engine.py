@@ -1,4 +1,4 @@
-"""What a planned step needs of autograd's engine and of modules.
+"""Access to autograd's engine and to modules that a planned step needs.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch._C._DisableAutocast``, ``torch._C._will_engine_execute_node``,
 ``torch._C._autograd._get_current_graph_task_keep_graph``, ``torch._C._functorch.peek_interpreter_stack``,
@@ -29,37 +29,37 @@ _BOOKKEEPING = frozenset({*vars(nn.Module()), _CALL})
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """A context in which ops take their arguments as they are."""
+    """Return a context in which ops take their arguments as they are."""
     return torch._C._DisableAutocast()
 
 
 def keeps_graph() -> bool:
-    """In backward: whether it was asked to keep the graph (``retain_graph=True``)."""
+    """Return whether the running backward pass was asked to keep the graph (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def will_run(node: Any) -> bool:
-    """In backward: whether a node of the autograd graph is still to run in it."""
+    """Return whether a node of the autograd graph is still to run in the present backward pass."""
     return torch._C._will_engine_execute_node(node)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was changed in place."""
+    """Return how often the tensor's memory was changed in place."""
     return tensor._version
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks run once the parameter's gradient was added to ``.grad``."""
+    """Return whether hooks run once the parameter's gradient was added to ``.grad``."""
     return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
 
 def backward_pass() -> int:
-    """In backward: a number that tells this pass from others; -1 outside."""
+    """Return a number that identifies the running backward pass; -1 outside of any."""
     return torch._C._current_graph_task_id()
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is at work."""
+    """Return whether a transform of torch.func (vmap, grad) is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -67,36 +67,36 @@ def is_transformed() -> bool:
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module:
-    """A module's own submodule."""
+    """Return a module's own submodule."""
     found = module._modules[name]
     assert found is not None
     return found
 
 
 def own_tensor(module: nn.Module, name: str, kind: str) -> torch.Tensor:
-    """A module's own parameter or buffer."""
+    """Return a module's own parameter or buffer."""
     found = (module._parameters if kind == "parameter" else module._buffers)[name]
     assert found is not None
     return found
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own submodules: the very dict."""
+    """Return a module's own submodules: the very dict."""
     return module._modules
 
 
 def own_tensors(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters and buffers: the very dicts."""
+    """Return a module's own parameters and buffers: the very dicts."""
     return module._parameters, module._buffers
 
 
 def own_hooks(module: nn.Module) -> tuple[int, ...]:
-    """What tells a module's own hooks: their ids in it."""
+    """Return the ids of a module's own hooks."""
     return tuple([key for name in _HOOKS for key in getattr(module, name)])
 
 
 def attribute_names(own: Mapping[str, Any]) -> list[str]:
-    """Of what is in a module's ``__dict__``: what is no bookkeeping of torch's."""
+    """Return the names in a module's ``__dict__`` that are no bookkeeping of torch's."""
     return [name for name in own if name not in _BOOKKEEPING]
 
 
@@ -122,17 +122,17 @@ def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
 
 
 def call_of_module(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module(...)`` calls instead of its own call, if anything."""
+    """Return what ``module(...)`` calls instead of its own call, if anything."""
     return getattr(module, _CALL)
 
 
 def original_call(module: nn.Module) -> Callable[..., Any]:
-    """What ``module(...)`` would call had nothing replaced it."""
+    """Return what ``module(...)`` would call had nothing replaced it."""
     return module._call_impl
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs hooks, its own or global ones."""
+    """Return whether a call of the module runs hooks, its own or global ones."""
     return any(getattr(module, name) for name in _HOOKS) or any(
         getattr(nn.modules.module, f"_global{name}") for name in _HOOKS
     )

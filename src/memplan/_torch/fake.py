@@ -28,7 +28,7 @@ from memplan._torch.patches import patched
 from memplan._torch.tensors import storage_key
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
-"""What a fake tensor raises where an output's shape, or a branch, depends on values."""
+"""Exceptions that a fake tensor raises where an output's shape, or a branch, depends on values."""
 
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
@@ -78,7 +78,7 @@ _CONSTANT_NUMEL = 64
 
 
 class NoFakeTensor:
-    """What `torch._subclasses.FakeTensor` is to the user's code while it is recorded.
+    """Stand-in for `torch._subclasses.FakeTensor` in the user's code while it is recorded.
 
     Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
     but the path to record is the one that really runs.
@@ -118,7 +118,7 @@ def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an op writes its first argument in place without any change that a fake tensor could show."""
+    """Return whether an op writes its first argument in place without any change that a fake tensor could show."""
     if func._schema.name not in _IN_PLACE or kwargs.get("generator") is not None:
         return False
     target = args[0]
@@ -137,7 +137,7 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 def _key_of(value: Any) -> Any:
-    """A hashable stand-in for an argument: all of it that the metadata of a result can depend on.
+    """Return a hashable stand-in for an argument: all of it that the metadata of a result can depend on.
 
     Raises:
         TypeError: an argument that this is not sure of.
@@ -241,7 +241,7 @@ class Replacements(Protocol):
 
     @property
     def instead(self) -> Mapping[Any, Callable[..., Any]]:
-        """What to call instead of taking an op apart."""
+        """Return what to call instead of decomposing an op."""
         ...
 
     @property
@@ -337,7 +337,7 @@ class FakeMode(FakeTensorMode):
 
 @contextlib.contextmanager
 def modules_converted_as_real() -> Iterator[None]:
-    """`Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
+    """Make `Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
 
     For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees.
     """
@@ -356,7 +356,7 @@ def modules_converted_as_real() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Tensors that are made are fake, of one mode: for a model that is only to be captured."""
+    """Make all new tensors fake, of one mode: for a model that is only captured."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 

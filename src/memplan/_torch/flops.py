@@ -19,7 +19,7 @@ _SAME_FORMULA = {
 
 
 def flop_formula(target: str) -> Callable[..., int] | None:
-    """The formula of an op such as ``aten.mm.default``: called as the op is, with tensors and ``out_val``.
+    """Return the formula of an op such as ``aten.mm.default``: called as the op is, with tensors and ``out_val``.
 
     Returns:
         None where torch counts none for it: it is bound by memory.

@@ -64,7 +64,7 @@ class Lowerable:
 
     graph: fx.GraphModule
     examples: tuple[Tensor, ...]
-    """What it is called with, without data."""
+    """Arguments without data."""
     mode: Any
     """The fake mode of the examples."""
     backward: bool
@@ -72,7 +72,7 @@ class Lowerable:
 
     @cached_property
     def code(self) -> Code:
-        """What Inductor writes for it: lowering takes seconds, and planning and running both need it."""
+        """Code that Inductor writes for it, kept: lowering takes seconds, and planning and running both need it."""
         return _written(self)
 
 
@@ -87,7 +87,8 @@ class Traced:
 
 
 def fake_mode() -> Any:
-    """A mode in which tensors have no data. It can have symbols, and has none: without, Inductor caches nothing."""
+    """Return a mode in which tensors have no data. It can have symbols, and has none: without, Inductor caches
+    nothing."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -97,7 +98,8 @@ def fake_mode() -> Any:
 def fake_tensor(
     shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, mode: Any, place: str = "cpu"
 ) -> Tensor:
-    """A tensor without data. On a card it takes a torch that has one: other builds abort once it needs a gradient."""
+    """Return a tensor without data. On a card it takes a torch that has one: other builds abort once it needs a
+    gradient."""
     with mode:
         return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=place)
 
@@ -138,7 +140,7 @@ def traced(
 
 
 def decomposition(op: Any) -> Callable[..., Any] | None:
-    """What Inductor traces in the place of an op; None where it takes the op itself."""
+    """Return what Inductor traces in place of an op; None where it takes the op itself."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table().get(op)
@@ -151,7 +153,7 @@ def mark(number: int) -> None:
 
 
 def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
-    """Arguments, ops, and results with what is to be copied after them."""
+    """Return the arguments, the ops, and the results with what is copied after them."""
     nodes = list(of.graph.graph.nodes)
     results: Any = nodes[-1].args[0]
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -159,13 +161,13 @@ def taken_apart(of: Traced) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]
 
 
 def read_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What nodes read that is none of them, in the order of its first use."""
+    """Return the nodes outside of some nodes that these read, in the order of their first use."""
     own = set(nodes)
     return list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in own))
 
 
 def readers(nodes: Sequence[fx.Node], of: Collection[fx.Node]) -> list[fx.Node]:
-    """Those of the ops that read memory of one of some arguments, themselves or by a view, with what takes their
+    """Return those of the ops that read memory of one of some arguments, themselves or by a view, with what takes their
     results apart."""
     memory = {_memory(one) for one in of}
     found = [node for node in nodes if any(_memory(one) in memory for one in node.all_input_nodes)]
@@ -180,7 +182,7 @@ def _memory(node: fx.Node) -> int | None:
 def lowerable(
     of: Traced, nodes: Sequence[fx.Node], makes: Sequence[fx.Node], freed: Collection[fx.Node] = (), *, backward: bool
 ) -> Lowerable:
-    """Some ops of a traced function as a function of what they read of others (`read_by`).
+    """Turn some ops of a traced function into a function of the nodes outside of them that they read (`read_by`).
 
     Args:
         of: the function.
@@ -225,16 +227,16 @@ def _keep_order(module: fx.GraphModule, first: Mapping[fx.Node, Sequence[fx.Node
 
 @dataclass(frozen=True)
 class Code:
-    """What Inductor writes for a function."""
+    """Code that Inductor writes for a function."""
 
     text: str
     """The Python code that calls its kernels, and their sources. Empty where there is nothing to compute."""
     kernels: tuple[Kernel, ...] | None
-    """What it calls, in order; None where this version of Inductor calls what tells so by other names."""
+    """Kernels that it calls, in order; None where this version of Inductor names the records of them otherwise."""
     function: Boxed
-    """It runs the kernels."""
+    """Function that runs the kernels."""
     later: tuple[_Later, ...]
-    """What is still to be compiled for that."""
+    """Kernels that are still to be compiled."""
 
 
 class _Later:
@@ -246,8 +248,8 @@ class _Later:
         self._function: Boxed | None = None
 
     def compiled(self) -> Boxed:
-        """The code as a function. Kernels that were compiled before, in whatever process, are found in Inductor's
-        cache."""
+        """Return the code as a function. Kernels that were compiled before, in whatever process, are found in
+        Inductor's cache."""
         from torch._inductor.codecache import PyCodeCache
 
         found = self._function
@@ -262,7 +264,7 @@ class _Later:
 
 
 def code_of(part: Lowerable) -> Code:
-    """The code of a function, which is written once; none of its kernels is compiled."""
+    """Return the code of a function, which is written once; none of its kernels is compiled."""
     with _one_at_a_time:
         return part.code
 
@@ -346,17 +348,18 @@ def _uncached() -> Iterator[None]:
 
 
 def is_of_compiler(error: Exception) -> bool:
-    """Whether Triton, or what Inductor puts around its kernels, failed to make one that runs on this card."""
+    """Return whether Triton, or what Inductor puts around its kernels, failed to make one that runs on this card."""
     return type(error).__module__.startswith(("triton.", "torch._inductor."))
 
 
 def is_of_other_layout(error: AssertionError) -> bool:
-    """Whether the code found that an op returned something else than what it was written for."""
+    """Return whether the code found that an op returned something else than what it was written for."""
     return "expected size" in str(error)  # as assert_size_stride says it
 
 
 def without_kernels(part: Lowerable, code: str) -> Boxed:
-    """What `code_of` wrote, to be run on tensors without data: it allocates and frees, its own kernels do nothing."""
+    """Return the code that `code_of` wrote, for tensors without data: it allocates and frees, its own kernels do
+    nothing."""
     if not code:
         return lambda given: part.graph(*given)
     found = _read_without_kernels(code)
@@ -394,7 +397,7 @@ def _allocated(place: str, size: Sequence[int], stride: Sequence[int], dtype: to
 
 
 class _Idle:
-    """In the place of a kernel, called itself or by its ``run``, and of what compiles kernels: nothing is done."""
+    """Stand-in for a kernel, called itself or by its ``run``, and for what compiles kernels: it does nothing."""
 
     def __call__(self, *_: Any, **__: Any) -> _Idle:
         return self
@@ -410,7 +413,7 @@ _NOT_CALLED = {
     "triton": SimpleNamespace(language=_Idle()),
     "triton.language": SimpleNamespace(language=_Idle()),
 }
-"""What the code imports to run its kernels, none of which it has to find then: by module."""
+"""Names that the code imports to run its kernels, by module; none of them has to exist then."""
 
 
 def _import_without_kernels(name: str, *rest: Any, **more: Any) -> Any:
@@ -431,8 +434,8 @@ _numbers = itertools.count()
 
 
 def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under `torch.compile` as it is, in the layouts of its choice, but for random numbers: drawn as in
-    eager mode. (In torch 2.11 that takes the layouts of eager mode, too.)"""
+    """Return the function under `torch.compile` as it is, in the layouts of its choice, but for random numbers: drawn
+    as in eager mode. (In torch 2.11 that takes the layouts of eager mode, too.)"""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -450,7 +453,7 @@ def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _untold() -> Iterator[None]:
-    """What fake tensors refuse is raised, and not logged besides."""
+    """Silence torch's log of what fake tensors refuse, which is raised as well."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -460,7 +463,7 @@ def _untold() -> Iterator[None]:
 
 
 def card_compiler_misses(place: str) -> str | None:
-    """What Inductor's compiler for cards, Triton, does not find for one of them; None where it works.
+    """Return what Triton, Inductor's compiler for cards, lacks for a card; None where it works.
 
     ``place``: as torch calls the card.
     """
@@ -478,7 +481,7 @@ _TRITON_SINCE = 7
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor would call; None where there is none."""
+    """Return the C++ compiler that Inductor would call; None where there is none."""
     from torch._inductor import exc
     from torch._inductor.cpp_builder import get_cpp_compiler
 

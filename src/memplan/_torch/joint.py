@@ -37,7 +37,7 @@ _CALL = "memplan_call"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an input or output of the joint graph is.
+    """Role of an input or output of the joint graph.
 
     ``kind``: parameter, buffer, input, tangent, output, mutation (of what is handed in), gradient, token (of effects,
     without data) or unknown. ``name`` of a parameter or buffer, or of what is unknown; ``index`` of an input, or of the
@@ -68,8 +68,8 @@ Instead = Mapping[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]]
 def corrected_mode(
     results: Results, instead: Instead, values: Values | None = None, mode: FakeTensorMode | None = None
 ) -> FakeTensorMode:
-    """Fake tensors as the device's kernels make them, with the values that are known; of a mode that there is, or a
-    new one.
+    """Return a mode whose fake tensors are as the device's kernels make them, with the values that are known: a given
+    mode, or a new one.
 
     An instance changed, and no class of its own: ops that take functions know the class FakeTensorMode only.
     """
@@ -184,7 +184,7 @@ def _joint(graph: torch.fx.GraphModule, values: Values) -> Joint:
 
 
 def _mode_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> FakeTensorMode | None:
-    """The mode of a model that is fake itself: its tensors go with no other."""
+    """Return the mode of a model that is fake itself: its tensors go with no other."""
     tensors = (*module.parameters(), *module.buffers(), *inputs)
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
 
@@ -285,7 +285,7 @@ def _own_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What goes wrong is said once, by an exception: torch would log the traceback of a fake kernel, too."""
+    """Silence torch's log of tracebacks of fake kernels: what fails is raised as an exception."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -353,13 +353,13 @@ def say_place(place: tuple[str, str | None], call: tuple[int, int | None]) -> No
 
 
 def place_of(node: torch.fx.Node) -> tuple[str, str | None]:
-    """Layer and line that were said when a node was traced; ("", None) where none were."""
+    """Return the layer and the line that were noted when a node was traced; ("", None) where none were."""
     return (node.meta.get("custom") or {}).get(_PLACE, ("", None))
 
 
 def cast_in(node: torch.fx.Node) -> int | None:
-    """The region of autocast that keeps what a node computes, if that is a cast that autocast made for the op of the
-    same call. A cast that the user's code asked for is the call's result."""
+    """Return the region of autocast that keeps what a node computes, if that is a cast that autocast made for the op of
+    the same call. A cast that the user's code asked for is the call's result."""
     call, region = _call_of(node)
     return region if any(_call_of(user)[0] == call for user in node.users) else None
 
@@ -369,17 +369,17 @@ def _call_of(node: torch.fx.Node) -> tuple[int | None, int | None]:
 
 
 def sequence_of(node: torch.fx.Node) -> int | None:
-    """What a forward node and the nodes of its derivative formula have in common."""
+    """Return the number that a forward node and the nodes of its derivative formula share."""
     return node.meta.get("seq_nr")
 
 
 def is_backward(node: torch.fx.Node) -> bool:
-    """Whether a node was traced in the backward pass."""
+    """Return whether a node was traced in the backward pass."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def effect_of(node: torch.fx.Node) -> Any:
-    """The op that a node runs for its effect, after a token and before its results; None for any other node."""
+    """Return the op that a node runs for its effect, after a token and before its results; None for any other node."""
     return node.args[1] if node.target is torch.ops.higher_order.with_effects else None
 
 
@@ -387,7 +387,7 @@ def effect_of(node: torch.fx.Node) -> Any:
 
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that no joint graph is made of; None for a dense tensor with data."""
+    """Return why no joint graph can be made of a tensor; None for a dense tensor with data."""
     if is_lazy(tensor):
         return "not there yet: a lazy layer makes it in its first call"
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
@@ -402,14 +402,15 @@ def peculiarity(tensor: torch.Tensor) -> str | None:
 
 
 def view_strides(tensor: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a view of this shape, as torch's own kernel says."""
+    """Return the strides of a view of this shape, as torch's own kernel says."""
     with no_dispatch(), torch._C._DisablePythonDispatcher():
         plain = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return plain.view(shape).stride()
 
 
 def function_of_functions(error: BaseException) -> str | None:
-    """What takes functions, not only tensors (a branch, a loop), where an error came from one: its name."""
+    """Return the name of the op that takes functions (a branch, a loop) which an error came from; None for any
+    other."""
     trace = error.__traceback__
     while trace is not None:
         head, name = os.path.split(trace.tb_frame.f_code.co_filename)
@@ -420,5 +421,5 @@ def function_of_functions(error: BaseException) -> str | None:
 
 
 def is_op(target: Any) -> bool:
-    """Whether a node calls an op of tensors, rather than a function that takes functions (a branch, a loop)."""
+    """Return whether a node calls an op of tensors, rather than a function that takes functions (a branch, a loop)."""
     return isinstance(target, torch._ops.OpOverload)

@@ -1,4 +1,4 @@
-"""What a module holds itself.
+"""Read and replace what a module holds itself.
 
 Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters``, ``._buffers`` and ``._modules`` in the module's own
 ``__dict__``, as plain dicts.
@@ -17,17 +17,17 @@ _FIXED = (*_TENSORS, "_modules")
 
 @dataclass(frozen=True, slots=True)
 class OwnState:
-    """What one module holds: parameters and buffers by name, and every other attribute, submodules aside."""
+    """Contents of one module: parameters and buffers by name, and every other attribute, submodules aside."""
 
     parameters: dict[str, Any]
     buffers: dict[str, Any]
     attributes: dict[str, Any]
     hooks: dict[str, dict[int, Any]]
-    """By table, which stays where it is: handles that remove hooks refer to it."""
+    """Hooks by table. The tables stay where they are: handles that remove hooks refer to them."""
 
 
 def pre_hooks(module: nn.Module) -> list[Any]:
-    """A module's own forward pre-hooks. Seen in torch 2.11 and 2.13: ``_forward_pre_hooks``."""
+    """Return a module's own forward pre-hooks. Seen in torch 2.11 and 2.13: ``_forward_pre_hooks``."""
     return list(module._forward_pre_hooks.values())
 
 
@@ -44,7 +44,7 @@ _HOOKS = (
 
 
 def count_hooks(module: nn.Module) -> int:
-    """How many hooks of a module's own run in a step, before or after its forward or backward pass."""
+    """Count how many hooks of a module's own run in a step, before or after its forward or backward pass."""
     return sum(len(getattr(module, name)) for name in _HOOKS if not name.endswith(("_with_kwargs", "_always_called")))
 
 
@@ -56,7 +56,7 @@ def copy_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def own_state(module: nn.Module) -> OwnState:
-    """What a module holds now."""
+    """Return what a module holds now."""
     own = vars(module)
     attributes = {name: value for name, value in own.items() if name not in _FIXED}
     hooks = {name: dict(own[name]) for name in _HOOKS}

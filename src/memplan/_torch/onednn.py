@@ -1,4 +1,4 @@
-"""What torch asks of oneDNN. Seen in torch 2.13."""
+"""Ask whether torch uses oneDNN. Seen in torch 2.13."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memplan._torch.eager import no_modes
 
 @functools.cache
 def onednn_computes_in(dtype: torch.dtype) -> bool:
-    """Whether torch gives convolutions of this type, and products of bfloat16, to oneDNN on this processor.
+    """Return whether torch gives convolutions of this type, and products of bfloat16, to oneDNN on this processor.
 
     Source: aten/src/ATen/native/mkldnn/Utils.h, `mkldnn_bf16_device_check` and `mkldnn_fp16_device_check`.
     """

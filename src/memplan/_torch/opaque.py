@@ -41,7 +41,7 @@ def define_opaque(call: Kernel, fake_call: Kernel, backward: Kernel, fake_backwa
 
 
 class _Entry(torch.autograd.Function):
-    """Where a derivative ends: its node holds nothing of what goes through."""
+    """Node where a derivative ends, which holds nothing of what goes through."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -71,7 +71,7 @@ class Recorded:
         self.results = [result.detach() for result in results]
 
     def gradients(self, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> list[torch.Tensor | None]:
-        """Of the tensors that need one. The graph is used up, unless it is to be kept."""
+        """Return the gradients of the tensors that need one. The graph is used up, unless it is to be kept."""
         given = [
             (edge, one) for edge, one in zip(self._out, gradients, strict=True) if edge is not None and one is not None
         ]
@@ -83,18 +83,19 @@ class Recorded:
 
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
-    """A context in which ops do what they do where nothing traces: a dropout, say, is taken apart in C++."""
+    """Run ops as they do where nothing traces: a dropout, say, is decomposed in C++."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher():
         yield
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch is at work: a second one would break its record."""
+    """Return whether a profiler of torch is at work: a second one would break its record."""
     return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def culprit(error: BaseException) -> Any:
-    """The autograd Function, or the op, in which tracing failed; None where it is neither, or one of torch's own."""
+    """Return the autograd Function, or the op, in which tracing failed; None where it is neither, or one of torch's
+    own."""
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
@@ -113,8 +114,8 @@ def culprit(error: BaseException) -> Any:
 
 
 def _function_of(frame: Any) -> Any:
-    """The autograd Function of which a frame runs something: up to 2.13 torch calls it from Python, in 2.15 it does
-    not, and its forward and backward have the context first."""
+    """Return the autograd Function of which a frame runs something: up to 2.13 torch calls it from Python, in 2.15 it
+    does not, and its forward and backward have the context first."""
     code, given = frame.f_code, frame.f_locals
     if code.co_filename == functions.__file__ and code.co_name == "apply":
         return given.get("cls") or getattr(given.get("self"), "_forward_cls", None)
@@ -123,7 +124,8 @@ def _function_of(frame: Any) -> Any:
 
 
 def _op_of_formula(name: str) -> Any:
-    """The op whose derivative is the function of that name: namespace, name and overload, which may all have a "_"."""
+    """Return the op whose derivative is the function of that name: namespace, name and overload, which may all have a
+    "_"."""
     if not name.startswith(_GENERATED):
         return None
     parts = name.removeprefix(_GENERATED).split("_")
@@ -144,7 +146,7 @@ def _op(namespace: str, name: str) -> Any:
 
 
 def calls_op(function: Any, packet: Any) -> bool:
-    """Whether a function that is called is an op, or one of its overloads."""
+    """Return whether a function that is called is an op, or one of its overloads."""
     return function is packet or getattr(function, "overloadpacket", None) is packet
 
 
@@ -152,7 +154,7 @@ _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchK
 
 
 def autocast_of_now() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What puts autocast as it is now, also where it is off or passed by."""
+    """Return a context that restores the present state of autocast, also where it is off or bypassed."""
     on = {device: torch.get_autocast_dtype(device) for device in _AUTOCAST if torch.is_autocast_enabled(device)}
     return lambda: _autocast(on) if on else contextlib.nullcontext()
 

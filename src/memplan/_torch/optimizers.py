@@ -1,4 +1,4 @@
-"""What goes on between a backward pass and an optimizer's update.
+"""Observe what happens between a backward pass and an optimizer's update.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch.nn.utils.clip_grad._clip_grads_with_norm_``, which ``clip_grad_norm_`` calls
 with the parameters and ``torch.nn.utils`` calls ``clip_grads_with_norm_``, and the methods of optimizers' ``step`` that
@@ -25,7 +25,7 @@ _CLIPPING = {
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's update without the hooks around it."""
+    """Return the optimizer's update without the hooks around it."""
     step = type(optimizer).step
     found = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     return lambda: found(optimizer)
@@ -33,7 +33,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def clipping_seen(seen: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this with the function's name and the parameters whenever gradients are clipped."""
+    """Call this with the function's name and the parameters whenever gradients are clipped, while open."""
 
     def watched(name: str, original: Any) -> Callable[..., Any]:
         def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def _replaced(name: str, make: Callable[[Any], Callable[..., Any]]) -> Iterator[
 
 @contextlib.contextmanager
 def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this with the losses whenever an enabled GradScaler scales some."""
+    """Call this with the losses whenever an enabled GradScaler scales some, while open."""
     original: Any = torch.amp.GradScaler.scale
 
     def scale(self: Any, outputs: Any) -> Any:
@@ -85,7 +85,7 @@ def scaling_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def backward_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
-    """While open, call this before each backward pass with the leaves that it gives gradients to."""
+    """Call this before each backward pass with the leaves that it gives gradients to, while open."""
     original: Any = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def backward_seen(seen: Callable[[list[torch.Tensor]], None]) -> Iterator[None]:
 
 
 def leaves_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors that backward from these outputs would give gradients to."""
+    """Yield the tensors that backward from these outputs would give gradients to."""
     stack, met = [node for node in map(_node_of, outputs) if node is not None], set[Any]()
     while stack:
         node = stack.pop()
@@ -112,7 +112,7 @@ def leaves_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _leaves(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Of what a backward pass was asked for, the leaves."""
+    """Yield the leaves among what a backward pass was asked for."""
     for one in inputs:
         found = one if isinstance(one, torch.Tensor) else getattr(one.node, "variable", None)
         if isinstance(found, torch.Tensor) and found.is_leaf:
@@ -120,7 +120,7 @@ def _leaves(inputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _node_of(output: Any) -> Any:
-    """The node of the autograd graph that made a tensor, or that a gradient edge leads to."""
+    """Return the node of the autograd graph that made a tensor, or that a gradient edge leads to."""
     return output.grad_fn if isinstance(output, torch.Tensor) else output.node
 
 

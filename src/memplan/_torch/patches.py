@@ -17,7 +17,7 @@ import torch
 
 @contextlib.contextmanager
 def patched(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Attributes of a class or module replaced for a while."""
+    """Replace attributes of a class or module for a while."""
     absent = object()
     before = {name: owner.__dict__.get(name, absent) for name in attributes}
     try:
@@ -33,7 +33,7 @@ def patched(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is to be `patched` in for this thread: others, in which the user may compile, call the function itself."""
+    """Limit a replacement to this thread: others, in which the user may compile, call the function itself."""
     here = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,7 @@ def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Cal
 
 @contextlib.contextmanager
 def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
-    """Compiled modules and functions run eagerly; ``said`` is called when something is compiled or runs compiled."""
+    """Run compiled modules and functions eagerly; ``said`` is called when something is compiled or runs compiled."""
     from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
     compile_, call = torch.compile, eval_frame.OptimizedModule.__call__

@@ -1,4 +1,4 @@
-"""How much `torch.compile` may keep from forward to backward.
+"""Bound how much `torch.compile` keeps from forward to backward.
 
 Seen in torch 2.11, 2.13 and 2.15: ``torch._functorch.config.activation_memory_budget``, and ``patch`` of that module.
 """
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def memory_budget(share: float) -> Iterator[None]:
-    """What is compiled in here keeps at most this share (1: all that it would) of the bytes for backward."""
+    """Compile in this context with at most this share (1: all that it would) of the bytes kept for backward."""
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=share):

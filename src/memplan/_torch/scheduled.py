@@ -26,7 +26,7 @@ from memplan._torch.flops import flop_formula
 from memplan._torch.patches import here_alone, patched
 
 MARK = "memplan "
-"""What the stack trace of a marked node begins with; a number follows."""
+"""Beginning of the stack trace of a marked node; a number follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Origin:
     mark: int | None
     """None for what Inductor put there by itself."""
     flops: int
-    """As `torch.utils.flop_counter` counts them."""
+    """FLOPs as `torch.utils.flop_counter` counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Kernel:
     """One call of a kernel."""
 
     name: str
-    """Of one that Inductor wrote its name there, of one of torch's that of the op."""
+    """Name in Inductor's code of a kernel that Inductor wrote; name of the op of one of torch's."""
     fused: bool
     """Whether Inductor wrote it."""
     bytes: int
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def kernels(self) -> tuple[Kernel, ...] | None:
-        """All of them in the order of their calls; None where Inductor's names are others than those known here."""
+        """Kernels in the order of their calls; None where Inductor's names are others than those known here."""
         if self._found is None:
             return None
         called = {one.name for kernel in self._found if not kernel.fused for one in kernel.origins}
@@ -73,7 +73,7 @@ class Record:
         self._found = None
 
     def wrote(self, name: str, nodes: Iterable[Any]) -> None:
-        """A kernel was written."""
+        """Record a kernel that was written."""
         self._add(lambda: _fused(name, nodes))
 
     def calls(self, node: Any) -> None:
@@ -137,8 +137,8 @@ def _record_called(record: Record, patches: ExitStack) -> None:
 
 
 def _record_second_passes(record: Record, patches: ExitStack) -> None:
-    """A kernel of Triton's that reduces along both dimensions leaves one of the two in parts, in a workspace: torch's
-    kernels add these up, by lines that are written without a node of the scheduler's."""
+    """Record the kernels of torch's that sum partial results: a kernel of Triton's that reduces along both dimensions
+    leaves one of the two in parts, in a workspace, and the lines that add these up have no node of the scheduler's."""
     from torch._inductor.codegen.simd import SIMDScheduling
 
     generate = getattr(SIMDScheduling, "_generate_kernel_code_for_mix_order_reduction", None)
@@ -179,19 +179,21 @@ def _second_pass(kernel: Any, reduction: str) -> Kernel:
 
 
 def _without(kernel: Kernel, called: set[str]) -> Kernel:
-    """What one of torch's kernels computes no other does: one that lays out its operand for it bears its name, too."""
+    """Return a kernel without the origins that one of torch's kernels computes: a kernel that only lays out its operand
+    bears its name, too."""
     return replace(kernel, origins=tuple(one for one in kernel.origins if one.name not in called))
 
 
 def _fused(name: str, nodes: Iterable[Any]) -> Kernel:
-    """One that Inductor wrote: one or more loops, one after the other, each of what was fused."""
+    """Build the record of a kernel that Inductor wrote: one or more loops, one after the other, each of what was
+    fused."""
     nodes = [node for node in nodes if hasattr(node, "scheduler")]  # between them are signs for the backend
     loops = dict.fromkeys(node.scheduler.name_to_fused_node[node.get_name()] for node in nodes)
     return Kernel(name, True, sum(map(_moved, loops)), _as_origins(_computed(nodes)))
 
 
 def _moved(node: Any) -> int:
-    """Bytes that are read and written, at best. What only has to come before it is read by nobody."""
+    """Return the bytes that are read and written, at best. What only has to come before it is read by nobody."""
     from torch._inductor.dependencies import WeakDep
 
     sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
@@ -212,7 +214,7 @@ def _torchs(node: Any) -> Kernel | None:
 
 
 def _made(node: fx.Node) -> int:
-    """Bytes of an op's several results, those among them that nobody reads; 0 for an op of one."""
+    """Return the bytes of an op's several results, those among them that nobody reads; 0 for an op of one."""
     made = node.meta.get("val")
     if not isinstance(made, (tuple, list)):
         return 0
@@ -225,8 +227,8 @@ def _made_and_read(node: Any) -> int:
 
 
 def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
-    """What is computed. What Inductor names as origins has, besides, what was computed into memory by other kernels
-    that this one reads: it is not looked behind that."""
+    """Return the ops that a kernel computes. Inductor's origins also name what other kernels computed into memory that
+    this one reads: these are left out."""
     from torch._inductor.virtualized import V
 
     buffers: Mapping[str, Any] = V.graph.name_to_buffer
@@ -244,7 +246,7 @@ def _computed(nodes: Sequence[Any]) -> set[fx.Node]:
 
 
 def _results(of: Any) -> list[fx.Node]:
-    """The ops whose results are what is made."""
+    """Return the nodes whose results a buffer holds."""
     if of.origin_node is not None:
         return [of.origin_node]
     used = {one for node in of.origins for one in node.all_input_nodes}
@@ -253,7 +255,7 @@ def _results(of: Any) -> list[fx.Node]:
 
 
 def _is_one_of_several(node: fx.Node) -> bool:
-    """Whether it is one of the results of an op: Inductor does not name it as an origin."""
+    """Return whether it is one of the results of an op: Inductor does not name it as an origin."""
     return node.target is operator.getitem
 
 
@@ -267,7 +269,7 @@ def _origin(node: fx.Node) -> Origin:
 
 
 def mark_of(node: fx.Node) -> int | None:
-    """What an op is marked with; None for what was not traced between marks."""
+    """Return the mark of an op; None for what was not traced between marks."""
     kind, _, number = (node.stack_trace or "").partition(MARK)
     return int(number) if number and not kind else None
 

@@ -25,7 +25,7 @@ class NotSymbolicError(Exception):
 
 
 def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int], name: str) -> torch.Tensor:
-    """A fake tensor with symbols for the sizes of these dimensions; equal sizes get the same symbol."""
+    """Return a fake tensor with symbols for the sizes of these dimensions; equal sizes get the same symbol."""
     # imported here, because they bring Dynamo and sympy
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
@@ -36,12 +36,12 @@ def with_symbols(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection
 
 
 def is_symbol(value: object) -> bool:
-    """Whether a number is a symbol, or follows from one."""
+    """Return whether a number is a symbol, or follows from one."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def symbolic_mode() -> FakeTensorMode:
-    """A mode whose fake tensors may have symbols for sizes."""
+    """Return a mode whose fake tensors may have symbols for sizes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -49,7 +49,7 @@ def symbolic_mode() -> FakeTensorMode:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """In the arguments of a call: where a number is in the table."""
+    """Place of a number in the table, among the arguments of a call."""
 
     at: int
 
@@ -76,10 +76,10 @@ class Symbolic:
         """
         self._joint, self._environment = joint, _environment(joint)
         self._places: dict[Any, int] = {}
-        """Where a number or expression is in the table."""
+        """Place of each number or expression in the table."""
         self._storages: dict[int, int] = {}
         self._sizes: list[int] = []
-        """By storage: where the number of its bytes is in the table."""
+        """Place in the table of the number of each storage's bytes."""
         self._kept: list[Any] = []
         self._metas: list[tuple[Any, Any]] = []
         """Nodes, and forms of their values."""
@@ -94,7 +94,7 @@ class Symbolic:
         self._symbols, self._table, self._holds = self._compiled()
 
     def at(self, inputs: Sequence[torch.Tensor]) -> Joint | None:
-        """The graph for inputs of these sizes, its tensors without data; None where it is another one.
+        """Return the graph for inputs of these sizes, its tensors without data; None where it is another one.
 
         It shares the nodes with this object: what is to stay is to be read out before the next call.
         """
@@ -202,7 +202,7 @@ class Symbolic:
     # -- for given sizes
 
     def _bound(self, inputs: Sequence[torch.Tensor]) -> list[int] | None:
-        """The symbols' values; None where the inputs do not tell."""
+        """Return the symbols' values; None where the inputs do not tell."""
         expressions = list(self._places)
         values: dict[Any, int] = {}
         for at, node in self._inputs.items():

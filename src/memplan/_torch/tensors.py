@@ -1,4 +1,4 @@
-"""What torch tells of a tensor, of an op and of the autograd engine, by private names.
+"""Read private facts of a tensor, of an op and of the autograd engine.
 
 Everything here was seen in torch 2.11 and 2.13.
 """
@@ -39,32 +39,32 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running on this thread."""
+    """Return whether the autograd engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_node() -> Any:
-    """The autograd node that the engine is running, or None."""
+    """Return the autograd node that the engine is running, or None."""
     return torch._C._current_autograd_node()
 
 
 def node_sequence(node: Any) -> int:
-    """The sequence number that a node got when its forward op ran (2**64 - 1 for gradient accumulation)."""
+    """Return the sequence number that a node got when its forward op ran (2**64 - 1 for gradient accumulation)."""
     return node._sequence_nr()
 
 
 def sequence_number() -> int:
-    """Sequence number of the autograd node made last on this thread, -1 before the first."""
+    """Return the sequence number of the autograd node made last on this thread, -1 before the first."""
     return torch._C._autograd._get_sequence_nr() - 1  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A key that is unique among live storages."""
+    """Return a key that is unique among live storages."""
     return storage._cdata
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The dense tensors that a sparse one is made of, its values last."""
+    """Return the dense tensors that a sparse one is made of, its values last."""
     with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
         if tensor.layout == torch.sparse_coo:
             return [tensor._indices(), tensor._values()]
@@ -76,8 +76,8 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plain tensors that a tensor subclass made of others holds, as a quantized weight does, by the names of its
-    attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.11, 2.13 and 2.15:
+    """Return the plain tensors that a tensor subclass made of others holds, as a quantized weight does, by the names of
+    its attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.11, 2.13 and 2.15:
     ``torch.utils._python_dispatch.is_traceable_wrapper_subclass``."""
     if not is_traceable_wrapper_subclass(tensor):
         return {"": tensor}
@@ -90,25 +90,25 @@ def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside of what `torch.func` wraps around it."""
+    """Return the tensor inside of what `torch.func` wraps around it."""
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 
 def use_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """C++ reference counts of the tensor and of its storage."""
+    """Return the C++ reference counts of the tensor and of its storage."""
     counts = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count(), counts  # pyright: ignore[reportAttributeAccessIssue]  # no stub
 
 
 def called_by_engine() -> bool:
-    """Whether the autograd engine calls the op that is dispatched, rather than a backward written in Python."""
+    """Return whether the autograd engine calls the op that is dispatched, rather than a backward written in Python."""
     return _caller() == "_engine_run_backward"
 
 
 def called_for_the_loss() -> bool:
-    """Whether the op that is dispatched makes the gradient of the loss itself, before the engine starts."""
+    """Return whether the op that is dispatched makes the gradient of the loss itself, before the engine starts."""
     return _caller() == "_make_grads"
 
 
@@ -128,22 +128,22 @@ def _caller() -> str:
 
 
 def tensor_arguments(func: Any) -> list[tuple[int, str]]:
-    """Position and name of each argument of an op that takes tensors."""
+    """Return position and name of each argument of an op that takes tensors."""
     return [(i, a.name) for i, a in enumerate(func._schema.arguments) if "Tensor" in str(a.type)]
 
 
 def arguments(func: Any) -> list[Any]:
-    """The arguments of an op's schema: each has a name, a default_value and kwarg_only."""
+    """Return the arguments of an op's schema: each has a name, a default_value and kwarg_only."""
     return func._schema.arguments
 
 
 def schema_of(func: Any) -> str:
-    """What an op takes and gives: ``aten::relu(Tensor self) -> Tensor``."""
+    """Return the schema of an op: ``aten::relu(Tensor self) -> Tensor``."""
     return str(func._schema)
 
 
 def op_named(name: str) -> Any:
-    """The op of a name that a dispatch mode saw ("aten.add.Tensor"); None where this torch has none of it."""
+    """Return the op of a name that a dispatch mode saw ("aten.add.Tensor"); None where this torch has none of it."""
     parts = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
@@ -152,18 +152,18 @@ def op_named(name: str) -> Any:
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a view looks into, as autograd knows it; else the tensor itself. Seen in torch 2.11 and 2.13:
-    ``_base``."""
+    """Return the tensor that a view looks into, as autograd knows it; else the tensor itself. Seen in torch 2.11 and
+    2.13: ``_base``."""
     return tensor if tensor._base is None else tensor._base
 
 
 def is_mutable(func: Any) -> bool:
-    """Whether an op writes one of its arguments."""
+    """Return whether an op writes one of its arguments."""
     return func._schema.is_mutable
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
+    """Return whether a call of an op draws random numbers. Attention is tagged so whether it has a dropout or not."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = [argument.name for argument in arguments(func)]

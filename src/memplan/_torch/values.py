@@ -37,7 +37,7 @@ class Known:
     position: int | None = None
 
     def anew(self, inputs: Sequence[torch.Tensor], memo: dict[int, Any]) -> torch.Tensor:
-        """The values with other inputs."""
+        """Return the values with other inputs."""
         if id(self) not in memo:
             memo[id(self)] = self._computed(inputs, memo)
         return memo[id(self)]
@@ -60,7 +60,7 @@ class Condition:
     input: int
 
     def holds(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the number is the same for these inputs."""
+        """Return whether the number is the same for these inputs."""
         with torch.no_grad():
             return bool(self.known.anew(inputs, {}).item() == self.value)
 
@@ -71,16 +71,16 @@ class Values:
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
         self.conditions: list[Condition] = []
-        """What was read and depends on an input."""
+        """Conditions that were read and depend on an input."""
 
     def take(self, fake: Any, number: int, real: torch.Tensor) -> None:
-        """An input whose values are known, where it has any and is a small one of integers or flags."""
+        """Return an input whose values are known, where it has any and is a small one of integers or flags."""
         whole = not real.is_floating_point() and not real.is_complex()
         if whole and real.numel() <= LARGEST and not isinstance(real, FakeTensor):
             self._known[fake] = Known(real.detach(), input=number)
 
     def read(self, func: Any, args: Any) -> Any:
-        """The number that is read; None where it is not known."""
+        """Return the number that is read; None where it is not known."""
         known = self._known.get(args[0]) if func is READ_SCALAR and isinstance(args[0], FakeTensor) else None
         if known is None:
             return None
@@ -137,7 +137,7 @@ def _is_small(made: FakeTensor) -> bool:
 
 
 def _has_symbols(arguments: Any) -> bool:
-    """Whether a size is a symbol: a computation would turn it into a number."""
+    """Return whether a size is a symbol: a computation would turn it into a number."""
     return any(
         isinstance(one, torch.SymInt) or (isinstance(one, FakeTensor) and one._has_symbolic_sizes_strides)
         for one in tree_leaves(arguments)
@@ -150,7 +150,7 @@ def _follows(func: Any) -> bool:
 
 
 def _recipe(func: Any, args: Any, kwargs: Any) -> Callable[[list[Any]], Any]:
-    """The call as a function of its tensors; it keeps none of them."""
+    """Return the call as a function of its tensors; it keeps none of them."""
     places = iter(range(1 << 30))
     args, kwargs = tree_map(lambda one: _Place(next(places)) if isinstance(one, torch.Tensor) else one, (args, kwargs))
 
@@ -167,7 +167,7 @@ class _Place:
 
 
 def _input_of(known: Known) -> int | None:
-    """An input that it depends on."""
+    """Return an input that it depends on."""
     stack, seen = [known], set[int]()
     while stack:
         one = stack.pop()

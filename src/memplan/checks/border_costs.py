@@ -12,11 +12,11 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
 from memplan.checks.border_fix import Padding, padded, same_padding
+from memplan.checks.changed_step import Remaker, Unmendable, Unmended
 from memplan.checks.fields.rules import kernel_of
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
-from memplan.checks.mending import Remaker, Unmendable, Unmended
+from memplan.checks.finding import Subject, number
 from memplan.checks.mirror import Mirror, Mirrored, mirrored
-from memplan.checks.model import Subject, number
 from memplan.checks.rerun.aligned import changed
 from memplan.checks.savings import peak_of
 from memplan.planning.plan.plan import Plan
@@ -25,10 +25,10 @@ from memplan.trace.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What it takes to keep the border, in bytes at the peak."""
+    """Bytes at the peak that it takes to keep the border."""
 
     sentence: str
-    """What padding inside of the model takes, or why nobody knows."""
+    """Bytes that padding inside of the model takes, or why they are unknown, in words."""
     saved: int | None = None
     """Bytes less at the peak without the padding; None where they are not known."""
     mirrored: int | None = None
@@ -37,10 +37,10 @@ class Costs:
 
 
 def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence[str]) -> Costs:
-    """What it costs to keep the border that these layers lose.
+    """Return the cost of keeping the border that these layers lose.
 
     The model is padded and its step recorded. Where there is only the step, or a model that does not run with padding,
-    the ops of the step are run again with padding: that tells the bytes just as exactly, but nothing of plans.
+    the ops of the step are run again with padding: that gives the bytes just as exactly, but no plan.
     """
     remaker = subject.remaker
     if remaker is None:
@@ -53,7 +53,7 @@ def costs(subject: Subject, output: Output, followed: Followed, layers: Sequence
 
 
 def _with_mirror(found: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
-    """And what it takes to mirror-pad the input, recorded on a model that is wrapped so."""
+    """Add the cost of mirror-padding the input, recorded on a model that is wrapped so."""
     wrapped: list[Mirrored] = []
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -80,7 +80,7 @@ def _with_mirror(found: Costs, remaker: Remaker, mirror: Mirror) -> Costs:
 
 
 def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | Unmended:
-    """From a recording of the padded model."""
+    """Record the padded model, and return its cost."""
     padding = Padding()
     change = padded(layers, padding)
     mended = remaker.record(change)
@@ -114,7 +114,7 @@ def _recorded(trace: Trace, remaker: Remaker, layers: Sequence[str]) -> Costs | 
 
 
 def _has_kernel(trace: Trace, layer: str) -> bool:
-    """Whether a layer itself runs a convolution or a pool."""
+    """Return whether a layer itself runs a convolution or a pool."""
     ops = trace.ops
     return any(ops[f.op].layer == layer and kernel_of(base_name(ops[f.op].name), f) is not None for f in trace.forms)
 
@@ -124,7 +124,7 @@ def _more(before: int, after: int) -> str:
 
 
 def _worked_out(trace: Trace, layers: Sequence[str], unmended: Unmended | None) -> Costs:
-    """From the ops of the step, run again with padding."""
+    """Run the ops of the step again with padding, and return its cost."""
     try:
         found = changed(trace, _paddings(trace, layers))
     except Unmendable as error:
@@ -140,7 +140,7 @@ def _worked_out(trace: Trace, layers: Sequence[str], unmended: Unmended | None) 
 
 
 def _paddings(trace: Trace, layers: Sequence[str]) -> dict[int, dict[str, tuple[int, ...]]]:
-    """The padding that the ops of layers would need, by the op.
+    """Return the padding that the ops of layers would need, by the op.
 
     Raises:
         Unmendable: there is none, or one side would need more than the other.

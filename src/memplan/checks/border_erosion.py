@@ -10,9 +10,9 @@ from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan.checks.border_costs import Costs, costs
-from memplan.checks.fields.tensors import Field, Loss
+from memplan.checks.fields.tensor_fields import Field, Loss
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
-from memplan.checks.model import Finding, Subject, number
+from memplan.checks.finding import Finding, Subject, number
 from memplan.trace.trace import Trace
 
 ID = "border-erosion"
@@ -31,17 +31,17 @@ class Row:
 
     @property
     def most(self) -> Fraction:
-        """Of all its sides."""
+        """Largest of all its sides."""
         return max(abs(side) for sides in self.lost for side in sides)
 
     @property
     def total(self) -> Fraction:
-        """Over both sides of all dimensions."""
+        """Sum over both sides of all dimensions."""
         return sum((side for sides in self.lost for side in sides), Fraction(0))
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One finding for the model's output that loses the most, none where no output loses anything.
+    """Return a finding for the model's output that loses the most; none where no output loses anything.
 
     Where the path to the outputs ends on the way, what is lost up to there.
     """
@@ -64,17 +64,17 @@ def _eroding(outputs: list[Output]) -> list[Output]:
 
 
 def lost(output: Output) -> list[Sides]:
-    """Positions of the input lost before and after, for each spatial dimension; never below 0."""
+    """Return the positions of the input lost before and after, for each spatial dimension; never below 0."""
     return [tuple(max(Fraction(0), side) for side in field.lost(size)) for size, field in output.spatial]  # pyright: ignore[reportReturnType]  # two sides
 
 
 def _net(output: Output) -> Fraction:
-    """What is lost at one side and not covered at the other, in the dimension where that is most."""
+    """Return what is lost at one side and not covered at the other, in the dimension where that is most."""
     return max(sum(field.lost(size), Fraction(0)) for size, field in output.spatial)
 
 
 def layer_rows(trace: Trace, output: Output) -> list[Row]:
-    """What each layer takes from the border, on the path that decides the field, in the order of the path."""
+    """Return what each layer takes from the border, in the order of the path that decides the field."""
     spatial = output.spatial
     found: dict[tuple[str, str | None], list[list[Fraction]]] = {}
     for place, (_, field) in enumerate(spatial):
@@ -88,7 +88,7 @@ def layer_rows(trace: Trace, output: Output) -> list[Row]:
 
 
 def chain(field: Field) -> list[Loss]:
-    """What each op took, in the order of the path."""
+    """Return what each op took, in the order of the path."""
     found: list[Loss] = []
     loss = field.losses
     while loss is not None:
@@ -98,7 +98,7 @@ def chain(field: Field) -> list[Loss]:
 
 
 def touching(output: Output) -> Fraction:
-    """Share of the outputs whose field reaches beyond the input's border, where padding stands."""
+    """Return the share of the outputs whose field reaches beyond the input's border, where padding stands."""
     inside = Fraction(1)
     for size, field in output.spatial:
         clean = sum(
@@ -130,12 +130,12 @@ def _eroded(subject: Subject, output: Output, followed: Followed, rows: list[Row
 
 
 def _beginning(output: Output, followed: Followed) -> int | None:
-    """The op that made what the output is followed from; None where that is an input of the step."""
+    """Return the op that made what the output is followed from; None where that is an input of the step."""
     return followed.sources[output.spatial[0][1].source].op
 
 
 def _end(output: Output, followed: Followed) -> int | None:
-    """The op at which the path ends; None where it ends with an output of the model."""
+    """Return the op at which the path ends; None where it ends with an output of the model."""
     return next((op for op, one in followed.ended.items() if one is output), None)
 
 
@@ -147,7 +147,7 @@ def _place(subject: Subject, index: int | None) -> dict[str, Any] | None:
 
 
 def _extent(ends: dict[str, dict[str, Any] | None]) -> str:
-    """What covers what: the output the input, as far as the path between them can be followed."""
+    """Say what covers what: the output the input, as far as the path between them can be followed."""
     begin, end = ends["from"], ends["to"]
     seen = "the input" if begin is None else f"what {_named(begin)} makes"
     by = "the output" if end is None else f"what goes into {_named(end)}"
@@ -160,7 +160,8 @@ def _named(place: dict[str, Any]) -> str:
 
 
 def _shifted(output: Output, rows: list[Row]) -> Finding:
-    """Nothing is lost in sum: the outputs' fields lie to one side, as after a strided convolution of odd kernel."""
+    """Report outputs whose fields lie to one side, with nothing lost in sum, as after a strided convolution of odd
+    kernel."""
     sides = lost(output)
     main = max(rows, key=lambda row: row.most, default=Row("", None, ()))
     message = (
@@ -193,8 +194,8 @@ def _details(output: Output, rows: list[Row]) -> dict[str, Any]:
 
 
 def _effective(field: Field) -> float:
-    """Pixels within two deviations of the centre, where Luo et al. 2016 (arXiv:1701.04128) find 95 % of what an output
-    answers to; for equal weights."""
+    """Return the pixels within two deviations of the centre, where Luo et al. 2016 (arXiv:1701.04128) find 95 % of what
+    an output answers to; for equal weights."""
     return round(min(float(field.width), 4 * math.sqrt(field.variance) + 1), 1)
 
 
@@ -207,7 +208,7 @@ def _saved(found: Costs) -> str:
 def _advice(sides: list[Sides], found: Costs) -> list[str]:
     inside = f"pad inside of the model (--fix prints the change, where it can): {found.sentence}"
     pads = found.details.get("mirror_pad") or [[math.ceil(a), math.ceil(b)] for a, b in sides]
-    mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior stays as it is"
+    mirror = f"or mirror-pad the input once, by {_widths(pads)}: the interior does not change"
     if found.mirrored is not None:
         mirror += f"; the peak is {format_bytes(found.mirrored)} then"
     most = math.ceil(max(side for pair in sides for side in pair))
@@ -216,7 +217,7 @@ def _advice(sides: list[Sides], found: Costs) -> list[str]:
 
 
 def _sides(sides: list[Sides]) -> str:
-    """``50 pixels on each side``, or for each dimension."""
+    """Write ``50 pixels on each side``, or for each dimension."""
     if len({side for pair in sides for side in pair}) == 1:
         value = number(sides[0][0])
         return f"{value:g} pixel{'' if value == 1 else 's'} on each side, {2 * value:g} per dimension"
@@ -224,7 +225,7 @@ def _sides(sides: list[Sides]) -> str:
 
 
 def _widths(pairs: Sequence[Sequence[Fraction | int]]) -> str:
-    """In front and behind, of all dimensions where they are alike, else of each."""
+    """Write the widths in front and behind, of all dimensions where they are alike, else of each."""
     found = [(f"{number(a):g}", f"{number(b):g}") for a, b in pairs]
     if all(a == b for a, b in found):
         return f"{' x '.join(a for a, _ in found) if len(set(found)) > 1 else found[0][0]} pixels on each side"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from memplan.checks.mending import Change, Unmendable, module_at
+from memplan.checks.changed_step import Change, Unmendable, module_at
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
@@ -22,7 +22,7 @@ class Padding:
 
 
 def same_padding(kernel: int, stride: int, dilation: int) -> int:
-    """Padding on each side that keeps the border: as many outputs as the stride fits into the input.
+    """Return the padding on each side that keeps the border: as many outputs as the stride fits into the input.
 
     A kernel of ``(kernel - 1) * dilation + 1`` pixels reaches over its own stride by their difference, half of it on
     each side; rounded up where the two sides differ.
@@ -31,7 +31,8 @@ def same_padding(kernel: int, stride: int, dilation: int) -> int:
 
 
 def padded(layers: Sequence[str], done: Padding) -> Change:
-    """A change that pads the convolutions and pools among these layers, and writes down in ``done`` what it set."""
+    """Return a change that pads the convolutions and pools among these layers, and writes down in ``done`` what it
+    set."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         done.changes.clear()

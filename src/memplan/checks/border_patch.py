@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memplan.checks.finding import Finding
 from memplan.checks.ignores import located
-from memplan.checks.model import Finding
 from memplan.trace.trace import Trace
 
 
@@ -30,7 +30,7 @@ class Fix:
 
 
 def fix_of(finding: Finding, trace: Trace) -> Fix:
-    """How to keep the border that a finding of border erosion names."""
+    """Return the change that keeps the border that a finding of border erosion names."""
     padding: Mapping[str, Any] = finding.details.get("padding", {})
     made = {layer.name: layer.made for layer in trace.layers}
     wanted = {layer: (made.get(layer), amount) for layer, amount in padding.items()}
@@ -57,14 +57,14 @@ def _proof(output: Sequence[int] | None, size: Sequence[int], stride: Sequence[f
 
 
 def _patch(wanted: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
-    """The diff, and why there is none."""
+    """Return the diff, and why there is none."""
     if not wanted:
         return "", "no convolution or pool of the model can be padded from here"
     edits: dict[str, dict[int, Any]] = {}
     for layer, (where, amount) in wanted.items():
         path, line = located(where)
         if not path:
-            return "", f"nothing tells where {layer} was made: it was there already, or its source is no file"
+            return "", f"it is not known where {layer} was made: it existed before, or its source is no file"
         if "site-packages" in path or "dist-packages" in path or not os.access(path, os.W_OK):
             return "", f"{layer} is made at {where}, which is not yours to change"
         if edits.setdefault(path, {}).setdefault(line, amount) != amount:
@@ -83,7 +83,7 @@ def _patch(wanted: Mapping[str, tuple[str | None, Any]]) -> tuple[str, str]:
 
 
 def _edited(source: str, lines: Mapping[int, Any]) -> str | None:
-    """The source with a padding argument in the calls at these lines; None where one of them is no such call."""
+    """Return the source with a padding argument in the calls at these lines; None where one of them is no such call."""
     text = source.splitlines(keepends=True)
     changes: list[tuple[int, int, int, str]] = []
     for line, amount in lines.items():
@@ -111,7 +111,7 @@ def _edited(source: str, lines: Mapping[int, Any]) -> str | None:
 
 
 def _end(node: ast.expr) -> tuple[int, int]:
-    """Line and column behind an expression that was parsed from text."""
+    """Return line and column behind an expression that was parsed from text."""
     return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
 
 
@@ -140,7 +140,7 @@ def _wrapper(finding: Finding, why: str) -> Fix:
 
 
 def _class(details: Mapping[str, Any]) -> str:
-    """Source of a module that pads what the model is given, and crops what it returns."""
+    """Return the source of a module that pads what the model is given, and crops what it returns."""
     mode = "reflect" if details["mirror_reflects"] else "replicate"
     amounts = ", ".join(f"{side}" for pair in reversed(details["mirror_pad"]) for side in pair)
     pad = f"torch.nn.functional.pad({{}}, ({amounts}), mode={mode!r})"

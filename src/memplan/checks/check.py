@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from memplan.checks.changed_step import Remaker
+from memplan.checks.finding import SEVERITIES, Finding, Subject
 from memplan.checks.ignores import Ignore, kept, parse_ignore
-from memplan.checks.mending import Remaker
-from memplan.checks.model import SEVERITIES, Finding, Subject
 from memplan.checks.registry import CHECKS, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError
@@ -44,7 +44,7 @@ def check(
         inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`.
         context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
             overlap): a border lost up to that is no finding.
-        ignore: findings not to be told of: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
+        ignore: findings to leave out: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
             ``# memplan: ignore[border-erosion]`` does it for the line that makes or calls a layer.
 
     Returns:
@@ -59,7 +59,7 @@ def check(
         >>> memplan.check(stack, "1x1x128x128")[0].details["lost"]
         [(50, 50), (50, 50)]
     """
-    options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
+    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     ignores = [parse_ignore(text, IDS) for text in ((ignore,) if isinstance(ignore, str) else ignore)]
     if isinstance(what, Trace):
         if replace(options, train=True) != StepOptions():
@@ -74,7 +74,7 @@ def check(
 
 
 def record_again(remaker: Remaker) -> Trace:
-    """The step as it is described."""
+    """Record the step as described, without a change."""
     on_card = remaker.target.card is not None
     return record_for(build_of(remaker.what, remaker.options, on_card=on_card), remaker.target)
 
@@ -88,7 +88,7 @@ def check_trace(
         trace: the step.
         remaker: makes it again after a change; without one, costs are those that follow from the trace.
         context: as for `check`.
-        ignores: what not to tell of.
+        ignores: findings to leave out.
     """
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
         raise InputError(f"context {context!r}", expected="a whole number of pixels, 0 or more", do="Give that")
@@ -104,7 +104,3 @@ def check_trace(
     found = [finding for one in CHECKS for finding in one.find(subject)]
     made = {layer.name: layer.made for layer in trace.layers}
     return sorted(kept(found, ignores, made), key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -11,10 +11,10 @@ import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.checks.fields.tensors import resolved, size_of
+from memplan.checks.changed_step import Change, Unmendable, module_at
+from memplan.checks.fields.tensor_fields import resolved, size_of
 from memplan.checks.fields.walk import Followed, base_name, follow
-from memplan.checks.mending import Change, Unmendable, module_at
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.checks.savings import peak_of
 from memplan.explanation.layers import fullest
 from memplan.simulation.simulate import live_at
@@ -37,7 +37,7 @@ class _Layer:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One note where a long run of layers works at the input's own resolution, and most saved bytes are theirs."""
+    """Return a note where a long run of layers works at the input's own resolution, and most saved bytes are theirs."""
     trace, followed = subject.trace, follow(subject.trace)
     run = _longest_run(trace, followed)
     kernels = [layer for layer in run if layer.kernel]
@@ -60,7 +60,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _longest_run(trace: Trace, followed: Followed) -> list[_Layer]:
-    """The longest stretch of forward ops whose results are at the input's resolution, as layers."""
+    """Return the longest stretch of forward ops whose results are at the input's resolution, as layers."""
     best: list[_Layer] = []
     run: list[_Layer] = []
     for form in trace.forms:
@@ -82,7 +82,7 @@ def _kernels(run: Sequence[_Layer]) -> int:
 
 
 def _strides(followed: Followed, op: int) -> list[Any]:
-    """Of the spatial dimensions of an op's first result; none where it has none."""
+    """Return the strides of the spatial dimensions of an op's first result; none where it has none."""
     results = followed.results.get(op, ())
     if not results:
         return []
@@ -117,7 +117,7 @@ def _finding(
 
 
 def strided(first: str, last: str) -> Change:
-    """A change that halves the resolution from one convolution on, and doubles it again before another."""
+    """Return a change that halves the resolution from one convolution on, and doubles it again before another."""
 
     def change(modules: dict[str, nn.Module]) -> None:
         begin, end = module_at(modules, first), module_at(modules, last)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import after_last_read, peak_of, rows_of, saving, without_saving
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.savings import after_last_read, matters, rows_of, saving, without_saving
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "held-graph"
 TITLE = "A graph is held that no backward pass will read"
 
-_LEAST = 0.02
-"""Share of the peak below which it is not worth a word."""
 _OWN = ("weight", "buffer", "optimizer_state", "parameter_gradient", "workspace")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """What is held past its last use by the graph, by a step's end, and by evaluation with grad."""
+    """Find what the graph, a step's end, or evaluation with grad holds past its last use."""
     trace = subject.trace
     return [*_growing(trace), *_retained(trace), *_without_backward(trace)]
 
@@ -29,7 +28,7 @@ def _bounds(trace: Trace, step: int) -> tuple[int, int]:
 
 
 def _growing(trace: Trace) -> list[Finding]:
-    """Each step leaves tensors of its forward pass behind."""
+    """Find tensors of the forward pass that each step leaves behind."""
     if len(trace.steps) < 2:
         return []
     left: list[list[Storage]] = []
@@ -40,22 +39,20 @@ def _growing(trace: Trace) -> list[Finding]:
     sizes = [sum(storage.bytes for storage in storages) for storages in left]
     stays = [s for s in left[0] if s.died is None or s.died > _bounds(trace, 1)[1]]
     size = sum(storage.bytes for storage in stays)
-    if not size or size < _LEAST * peak_of(trace) or 2 * min(sizes[1:]) < size:  # a cache is filled once
+    if not matters(trace, size) or 2 * min(sizes[1:]) < size:  # a cache is filled once
         return []
     blame = {storage.id: storage.op or 0 for storage in stays}
     rows = rows_of(trace, stays, blame)
-    first = rows[0]
     message = (
         f"every step leaves {format_bytes(size)} of its forward pass behind: its graph is held by something that "
         "outlives it, as a loss that is added up with its graph (total += loss)"
     )
     advice = ("Add numbers up instead: total += loss.item(), or loss.detach(); evaluate under torch.no_grad()",)
-    details = {"kind": "growing", "bytes_per_step": sizes, "layers": rows}
-    return [_finding(first, size, message, advice, details)]
+    return [_finding(rows, size, message, advice, kind="growing", bytes_per_step=sizes)]
 
 
 def _retained(trace: Trace) -> list[Finding]:
-    """Saved tensors that outlive the backward pass of their step, as retain_graph=True has it."""
+    """Find saved tensors that outlive the backward pass of their step, as with retain_graph=True."""
     found: list[Storage] = []
     passed: list[Storage] = []
     for step in range(len(trace.steps)):
@@ -74,13 +71,13 @@ def _retained(trace: Trace) -> list[Finding]:
     rows = rows_of(trace, held, {s.id: s.op or 0 for s in held})
     if not rows:
         return []
-    kept = sum(int(str(row["bytes"])) for row in rows)
+    kept = sum(row["bytes"] for row in rows)
     message = (
         f"the graph lives on when its backward pass is over ({format_bytes(kept)} of saved tensors, "
         f"{format_bytes(size)} at the peak), and nothing reads it again: retain_graph=True, or create_graph=True"
     )
     advice = ("Leave retain_graph out of the last backward(); add losses that share a graph, and call backward once",)
-    return [_finding(rows[0], size, message, advice, {"kind": "retained", "kept": kept, "layers": rows})]
+    return [_finding(rows, size, message, advice, kind="retained", kept=kept)]
 
 
 def _late(storage: Storage, tick: int) -> bool:
@@ -88,7 +85,7 @@ def _late(storage: Storage, tick: int) -> bool:
 
 
 def _without_backward(trace: Trace) -> list[Finding]:
-    """A model that runs with grad, and no backward pass reads any of it."""
+    """Return a model that runs with grad, and no backward pass reads any of it."""
     used = {op.gradient_of for op in trace.ops if op.gradient_of is not None}
     idle: list[Op] = []
     begin = 0
@@ -112,7 +109,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
         and not any(sharer.op in used for sharer in s.sharers)
     ]  # fmt: skip
     size = saving(trace, without_saving(trace, storages))
-    if size <= 0 or size < _LEAST * peak_of(trace):
+    if not matters(trace, size):
         return []
     rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
     message = (
@@ -120,18 +117,15 @@ def _without_backward(trace: Trace) -> list[Finding]:
         f"follows: its graph holds {format_bytes(size)} at the peak"
     )
     advice = ("Run it under torch.no_grad() (or torch.inference_mode()); model.eval() alone does not do that",)
-    return [_finding(rows[0], size, message, advice, {"kind": "no backward", "layers": rows})]
+    return [_finding(rows, size, message, advice, kind="no backward")]
 
 
 def _in_graph(trace: Trace, op: Op) -> bool:
-    """Whether an op reads a result that requires a gradient: under no_grad only the weights themselves do."""
+    """Return whether an op reads a result that requires a gradient: under no_grad only the weights themselves do."""
     needed = [trace.storages[r.storage] for r in op.reads if r.name in op.needs_grad]
     return any(storage.cause != "weight" and storage.op is not None for storage in needed)
 
 
-def _finding(
-    first: dict[str, object], size: int, message: str, advice: tuple[str, ...], details: dict[str, object]
-) -> Finding:
-    where = first["where"]
-    return Finding(ID, "warning", str(first["layer"]), where if isinstance(where, str) else None, size, message, advice,
-                   details)  # fmt: skip
+def _finding(rows: list[dict[str, Any]], size: int, message: str, advice: tuple[str, ...], **details: Any) -> Finding:
+    first = rows[0]
+    return Finding(ID, "warning", first["layer"], first["where"], size, message, advice, {**details, "layers": rows})

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak_of, saving
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.savings import matters, saving
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
 
 ID = "idle-state"
 TITLE = "Gradients are zeroed instead of freed, or states are held that nothing updates"
 
-_LEAST = 0.02
 _ZEROING = ("zero", "_foreach_zero", "zeros_like", "fill")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Gradients that are zeroed in place between steps; optimizer states that no step touches."""
+    """Find gradients that are zeroed in place between steps, and optimizer states that no step touches."""
     return [*_zeroed(subject.trace), *_untouched(subject.trace)]
 
 
@@ -39,7 +38,7 @@ def _zeroed(trace: Trace) -> list[Finding]:
         changed[number], added = parts[0], [*added, *parts[1:]]
     size = saving(trace, changed, added)
     held = sum(trace.storages[number].bytes for number in zeroed)
-    if size < _LEAST * peak_of(trace):
+    if not matters(trace, size):
         return []
     op = trace.ops[min(zeroed.values())]
     message = (
@@ -51,7 +50,7 @@ def _zeroed(trace: Trace) -> list[Finding]:
 
 
 def _freed_between(trace: Trace, storage: Storage) -> list[Storage]:
-    """The lives of a gradient that is freed where it was zeroed, and born again where backward writes it."""
+    """Return the lives of a gradient that is freed where it was zeroed, and born again where backward writes it."""
     lives: list[Storage] = []
     born: int | None = storage.born
     last = storage.born
@@ -72,14 +71,14 @@ def _freed_between(trace: Trace, storage: Storage) -> list[Storage]:
 
 
 def _untouched(trace: Trace) -> list[Finding]:
-    """States that no op of any step reads or writes: of parameters that get no gradient any more."""
+    """Find states that no op of any step reads or writes: of parameters that get no gradient any more."""
     touched: set[int] = set()
     for op in trace.ops:
         if op.step >= 0:
             touched.update((*(operand.storage for operand in op.reads), *op.writes))
     idle = [s for s in trace.counted if s.cause == "optimizer_state" and s.id not in touched and s.died is None]
     size = saving(trace, {storage.id: None for storage in idle})
-    if not idle or size < _LEAST * peak_of(trace):
+    if not matters(trace, size):
         return []
     message = f"the optimizer holds {format_bytes(size)} of state that no step updates: its parameters get no gradient"
     advice = (

@@ -1,4 +1,4 @@
-"""What the user has looked at and does not want to be told of: by layer, or by a comment on the line."""
+"""Findings to leave out: by layer, or by a comment on the line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from memplan.checks.model import Finding
+from memplan.checks.finding import Finding
 from memplan.errors import InputError
 
 _COMMENT = re.compile(r"#\s*memplan:\s*ignore(?:\[([\w\s,-]*)\])?")
@@ -25,7 +25,7 @@ class Ignore:
 
 
 def parse_ignore(text: str, ids: Sequence[str]) -> Ignore:
-    """An ignore from ``ID`` or ``ID:layer-pattern``.
+    """Return an ignore from ``ID`` or ``ID:layer-pattern``.
 
     Raises:
         InputError: no such check.
@@ -45,7 +45,7 @@ def parse_ignore(text: str, ids: Sequence[str]) -> Ignore:
 
 
 def kept(findings: Iterable[Finding], ignores: Sequence[Ignore], made: Mapping[str, str | None]) -> list[Finding]:
-    """The findings that are not to be ignored.
+    """Leave out the findings to be ignored.
 
     A finding that is about several layers (``details["layers"]``) is ignored once each of them is.
 
@@ -68,19 +68,19 @@ def _is_ignored(finding: Finding, ignores: Sequence[Ignore], made: Mapping[str, 
 
 
 def _says_so(where: str | None, check: str) -> bool:
-    """Whether a line carries a comment that ignores a check (or all of them)."""
+    """Return whether a line carries a comment that ignores a check (or all of them)."""
     match = _COMMENT.search(source_line(where))
     return match is not None and (match[1] is None or check in {name.strip() for name in match[1].split(",")})
 
 
 def source_line(where: str | None) -> str:
-    """The text of a ``file:line``; "" where there is none."""
+    """Return the text of a ``file:line``; "" where there is none."""
     path, number = located(where)
     return linecache.getline(path, number) if path else ""
 
 
 def located(where: str | None) -> tuple[str, int]:
-    """The file and the line of a ``file:line``, whose file may be relative to anything on ``sys.path``."""
+    """Return the file and the line of a ``file:line``, whose file may be relative to anything on ``sys.path``."""
     path, _, number = (where or "").rpartition(":")
     if not path or not number.isdigit():
         return "", 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.checks.savings import rows_of
 from memplan.trace.trace import Trace
 
@@ -14,7 +14,7 @@ _CLONING = ("silu_", "hardswish_", "hardtanh_", "relu6_", "mish_", "gelu_", "sof
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One note for all such activations of a step."""
+    """Return one note for all such activations of a step."""
     trace = subject.trace
     clones = [storage for storage in trace.counted if storage.op is not None and _is_clone(trace, storage.op)]
     if not clones:
@@ -28,13 +28,13 @@ def find(subject: Subject) -> list[Finding]:
     advice = (
         "Leave inplace=True out, or take an activation that reads its result: ReLU, LeakyReLU and ELU do in place",
     )
-    where = rows[0]["where"] if rows else None
-    layer = str(rows[0]["layer"]) if rows else ""
-    return [Finding(ID, "info", layer, where if isinstance(where, str) else None, 0, message, advice, {"layers": rows})]
+    layer, where = (rows[0]["layer"], rows[0]["where"]) if rows else ("", None)
+    return [Finding(ID, "info", layer, where, 0, message, advice, {"layers": rows})]
 
 
 def _is_clone(trace: Trace, index: int) -> bool:
-    """Whether an op is the clone that autograd makes before an op in place that follows at once in the same layer."""
+    """Return whether an op is the clone that autograd makes before an op in place that follows at once in the same
+    layer."""
     op = trace.ops[index]
     if op.phase != "forward" or not op.name.startswith("aten.clone") or index + 1 >= len(trace.ops):
         return False

@@ -7,18 +7,15 @@ from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.checks.own_copies import RELU, Copies, copies, is_dropout
-from memplan.checks.savings import forms_of_all_steps, peak_of, rows_of, saving, without_saving
+from memplan.checks.savings import forms_of_all_steps, matters, readers_of, rows_of, saving, without_saving
 from memplan.explanation.layers import Keeper, gradients_needing, keepers_of
-from memplan.trace.records import Form, Op, Storage
+from memplan.trace.records import Form, Storage
 from memplan.trace.trace import Trace
 
 ID = "kept-for-nothing"
 TITLE = "Tensors are kept for the backward pass that no gradient reads"
-
-_LEAST = 0.02
-"""Share of the peak below which it is not worth a word."""
 
 _SHAPE_ALONE = frozenset({
     "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "reflection_pad1d", "reflection_pad2d",
@@ -64,7 +61,7 @@ _NOTES = ("relu",)
 
 
 def find(subject: Subject) -> list[Finding]:
-    """A finding for each way of keeping for nothing that costs bytes at the peak."""
+    """Return a finding for each way of keeping for nothing that costs bytes at the peak."""
     trace = subject.trace
     forms = forms_of_all_steps(trace)
     readers = _first_readers(trace)
@@ -87,34 +84,28 @@ def _copies_of(trace: Trace, kind: str, storages: Sequence[Storage]) -> Copies:
 
 
 def _dropouts(trace: Trace) -> set[int]:
-    readers: dict[int, list[Op]] = {}
-    for op in trace.ops:
-        if op.phase == "forward":
-            for storage in {operand.storage for operand in op.reads}:
-                readers.setdefault(storage, []).append(op)
-    return {op.index for op in trace.ops if op.phase == "forward" and is_dropout(op, readers)}
+    forward = [op for op in trace.ops if op.phase == "forward"]
+    readers = readers_of(forward)
+    return {op.index for op in forward if is_dropout(op, readers)}
 
 
 def _finding(trace: Trace, way: Copies) -> list[Finding]:
     kind, storages = way.kind, way.storages
     size = saving(trace, way.changed, way.added)
     rows = rows_of(trace, storages, {storage.id: storage.sharers[0].op for storage in storages})
-    if not rows or size <= 0 or size < _LEAST * peak_of(trace):
+    if not rows or not matters(trace, size):
         return []
     what, advice = _TEXTS[kind]
-    kept = sum(int(str(row["bytes"])) for row in rows)
+    kept = sum(row["bytes"] for row in rows)
     message = f"{what}: {format_bytes(kept)} in all, {format_bytes(size)} of it at the peak"
-    first = rows[0]
-    where = first["where"]
     details = {"kind": kind, "kept": kept, "layers": rows}
     severity = "info" if kind in _NOTES else "warning"
-    return [Finding(ID, severity, str(first["layer"]), where if isinstance(where, str) else None, size, message,
-                    (advice,), details)]  # fmt: skip
+    return [Finding(ID, severity, rows[0]["layer"], rows[0]["where"], size, message, (advice,), details)]
 
 
 def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storage | None]:
-    """What dropout makes of the results of ReLUs, as it would live if the ReLU came last: until its gradient is done,
-    which takes the place of dropout's."""
+    """Return the results of dropout as they would live if the ReLU came last: until its gradient is done, which takes
+    the place of dropout's."""
     readers = _first_readers(trace)
     dropouts = {readers[storage.id]: trace.ops[readers[storage.id]] for storage in storages}
     ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of in dropouts}
@@ -129,7 +120,7 @@ def _read_by_relu(trace: Trace, storages: Sequence[Storage]) -> dict[int, Storag
 def _kind(
     trace: Trace, storage: Storage, forms: Mapping[int, Form], readers: Mapping[int, int], dropouts: Set[int]
 ) -> str | None:
-    """In which of the ways a storage is kept for nothing; None where a gradient needs it."""
+    """Return in which of the ways a storage is kept for nothing; None where a gradient needs it."""
     keepers = keepers_of(storage)
     if not keepers:
         return None
@@ -158,7 +149,7 @@ def _reads_nothing(trace: Trace, keeper: Keeper, forms: Mapping[int, Form]) -> b
 
 
 def _first_readers(trace: Trace) -> dict[int, int]:
-    """Storage -> the first op of the graph behind its maker that reads it and is no view."""
+    """Map a storage to the first op of the graph behind its maker that reads it and is no view."""
     graded = {op.gradient_of for op in trace.ops}
     found: dict[int, int] = {}
     for op in trace.ops:

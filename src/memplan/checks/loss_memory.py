@@ -13,8 +13,8 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
-from memplan.checks.savings import peak_of, saving
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.savings import matters, saving
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record
 from memplan.trace.records import Op, Storage
@@ -25,12 +25,11 @@ TITLE = "The loss holds logits of vocabulary size several times"
 
 _CLASSES = 4096
 """Classes from which on they are a vocabulary."""
-_LEAST = 0.05
 _PRODUCTS = ("mm", "addmm", "linear")
 
 
 def find(subject: Subject) -> list[Finding]:
-    """One finding for the largest softmax over a vocabulary."""
+    """Return one finding for the largest softmax over a vocabulary."""
     trace = subject.trace
     softmaxes = [op for op in trace.ops if op.phase == "forward" and base_name(op.name) == "_log_softmax" and op.writes]
     wide = [op for op in softmaxes if trace.storages[op.writes[0]].shape[-1:] >= (_CLASSES,)]
@@ -49,7 +48,7 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
     window = [s for s in copies if s.died is not None]
     added = [] if chunk is None or not window else _chunks(trace, window, chunk)
     size = saving(trace, {storage.id: None for storage in copies}, added)
-    if size < _LEAST * peak_of(trace):
+    if not matters(trace, size, 0.05):
         return []
     at_once = _most_at_once(trace, copies)
     dtypes = sorted({storage.dtype for storage in copies})
@@ -72,7 +71,7 @@ def _finding(trace: Trace, op: Op) -> list[Finding]:
 
 
 def _guessed(chunk: int | None, dtypes: list[str]) -> str:
-    """Why the bytes are an estimate; "" where they are those of the recorded step with torch's chunked loss."""
+    """Say why the bytes are an estimate; "" where they are those of the recorded step with torch's chunked loss."""
     if chunk is None:
         return "no linear layer makes them, or this torch has no loss in chunks: its chunks are not counted"
     return "in mixed precision the chunks' own copies are not counted" if len(dtypes) > 1 else ""
@@ -83,7 +82,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _is_copy(storage: Storage, rows: int, classes: int) -> bool:
-    """Whether a storage made in the step holds one number for each row and class."""
+    """Return whether a storage made in the step holds one number for each row and class."""
     if storage.shape[-1:] != (classes,) or storage.cause in (
         "weight",
         "buffer",
@@ -95,7 +94,7 @@ def _is_copy(storage: Storage, rows: int, classes: int) -> bool:
 
 
 def _width(trace: Trace, rows: int, classes: int) -> int | None:
-    """The size of the hidden states that a linear layer makes the logits of; None where none does."""
+    """Return the size of the hidden states that a linear layer makes the logits of; None where none does."""
     for op in trace.ops:
         if op.phase == "forward" and base_name(op.name) in _PRODUCTS and op.writes:
             shape = trace.storages[op.writes[0]].shape
@@ -108,7 +107,7 @@ def _width(trace: Trace, rows: int, classes: int) -> int | None:
 
 
 def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
-    """Bytes that torch's chunked loss takes beyond its inputs and their gradients; None where torch has none."""
+    """Return bytes that torch's chunked loss takes beyond its inputs and their gradients; None where torch has none."""
     if not hasattr(F, "linear_cross_entropy"):
         return None
     kind = getattr(torch, dtype)
@@ -129,7 +128,7 @@ def chunked_peak(rows: int, classes: int, width: int, dtype: str) -> int | None:
 
 
 def _chunks(trace: Trace, window: list[Storage], size: int) -> list[Storage]:
-    """A storage for the chunks in each step, alive from the first to the last of the logits there."""
+    """Return a storage for the chunks in each step, alive from the first to the last of the logits there."""
     found: list[Storage] = []
     bounds = [*trace.steps, trace.end + 1]
     for begin, end in itertools.pairwise(bounds):

@@ -9,18 +9,16 @@ from memplan._bytes import format_bytes
 from memplan.checks.attention.fitted import heads_fitted
 from memplan.checks.attention.fused import Fusing
 from memplan.checks.attention.written import INSIDE_OF_TORCH, Attention, attentions
+from memplan.checks.changed_step import Unmended
 from memplan.checks.fields.walk import base_name
-from memplan.checks.mending import Unmended
-from memplan.checks.model import Finding, Severity, Subject
-from memplan.checks.savings import live_at_peak, peak_of, rows_of
+from memplan.checks.finding import Finding, Severity, Subject
+from memplan.checks.savings import live_at_peak, matters, peak_of, rows_of
 from memplan.trace.records import HOST, Storage
 from memplan.trace.trace import Trace
 
 ID = "math-attention"
 TITLE = "Attention holds its L x L matrices"
 
-_LEAST = 0.02
-"""Share of the peak below which it is not worth a word."""
 _CHOICE = "scaled_dot_product_attention: math: "
 _CALL = "torch.nn.functional.scaled_dot_product_attention(q, k, v)"
 _FOR_A_CARD = "Nothing for the CPU; to look at the step on a card, name it: --device h100"
@@ -30,7 +28,7 @@ _OWN = ("weight", "buffer", "input", "parameter_gradient", "optimizer_state")
 
 @dataclass(frozen=True, slots=True)
 class _Mended:
-    """What the fused call spares, in bytes at the peak; or why it spares nothing, or nobody knows how much."""
+    """Bytes at the peak that the fused call saves; or why it saves none, or how much is unknown."""
 
     saved: int | None = None
     why: str = ""
@@ -39,7 +37,8 @@ class _Mended:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """A finding for all attention of a step that is written out, and one for what falls back to the math path."""
+    """Return a finding for all attention of a step that is written out, and one for what falls back to the math
+    path."""
     found = attentions(subject.trace)
     return [
         *_written_out(subject, [one for one in found if not one.inside_of_sdpa]),
@@ -50,7 +49,7 @@ def find(subject: Subject) -> list[Finding]:
 def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
     held = _held(trace, found)
-    if not found or held < _LEAST * peak_of(trace):
+    if not matters(trace, held):
         return []
     inside = any(_in_torch(trace, one) for one in found)
     mended = _fused(subject, found, "need_weights=False" if inside else _CALL)
@@ -59,7 +58,7 @@ def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     if mended.saved is None:
         message = f"{what}: {format_bytes(held)} at the peak; {mended.why}"
         return [_finding(trace, found, mended.severity, 0, message, mended.advice, "written out", held)]
-    if mended.saved < _LEAST * peak_of(trace):
+    if not matters(trace, mended.saved):
         return []
     message = f"{what}: {format_bytes(mended.saved)} more at the peak than with the fused call"
     return [_finding(trace, found, "warning", mended.saved, message, mended.advice, "written out", held)]
@@ -68,7 +67,7 @@ def _written_out(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
 def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     trace = subject.trace
     held = _held(trace, found)
-    if not found or held < _LEAST * peak_of(trace):
+    if not matters(trace, held):
         return []
     because = _reasons(trace, found)
     message = f"attention holds its matrices of {_shown(found)}, because of {because}: {format_bytes(held)} at the peak"
@@ -81,7 +80,7 @@ def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
         with heads_fitted() as done:
             fitted = subject.remaker.record()
         saved = 0 if isinstance(fitted, Unmended) else peak_of(trace) - peak_of(fitted)
-        if saved >= _LEAST * peak_of(trace):
+        if matters(trace, saved):
             size = saved
             how = ", and ".join(sorted(done))
             advice = f"{how[:1].upper()}{how[1:]}: {format_bytes(saved)} less at the peak, and the result is the same"
@@ -89,7 +88,7 @@ def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
 
 
 def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
-    """The step with the fused call, recorded."""
+    """Return the step with the fused call, recorded."""
     trace, remaker = subject.trace, subject.remaker
     written = [one for one in found if not _in_torch(trace, one)]
     wanted = _wanted(written) or _wanted_of_layers(trace, [one for one in found if one not in written])
@@ -116,7 +115,7 @@ def _fused(subject: Subject, found: Sequence[Attention], call: str) -> _Mended:
 
 
 def _wanted(found: Sequence[Attention]) -> str:
-    """Who needs the matrices themselves; "" if nobody."""
+    """Name the op that needs the matrices themselves; "" if none does."""
     used = next((one.otherwise for one in found if one.otherwise is not None), None)
     if used is not None:
         return f"{base_name(used.name)}{f' at {used.where}' if used.where else ''} reads them, too"
@@ -124,7 +123,7 @@ def _wanted(found: Sequence[Attention]) -> str:
 
 
 def _wanted_of_layers(trace: Trace, found: Sequence[Attention]) -> str:
-    """Who reads the weights that torch's own layers give back: these, or their mean over the heads."""
+    """Name the op that reads the weights that torch's own layers return: these, or their mean over the heads."""
     for one in found:
         given = {*one.matrices, *(one.otherwise.writes if one.otherwise is not None else ())}
         if any(view.storage in given for returned in trace.returned for view in returned.tensors):
@@ -141,12 +140,12 @@ def _in_torch(trace: Trace, one: Attention) -> bool:
 
 
 def _held(trace: Trace, found: Sequence[Attention]) -> int:
-    """Bytes of the matrices and their gradients at the step's peak."""
+    """Return bytes of the matrices and their gradients at the step's peak."""
     return sum(storage.bytes for storage in live_at_peak(trace) if _is_matrix(trace, storage, found))
 
 
 def _is_matrix(trace: Trace, storage: Storage, found: Sequence[Attention]) -> bool:
-    """Whether a storage has the shape of the matrices, and is made by an op that makes or derives them."""
+    """Return whether a storage has the shape of the matrices, and is made by an op that makes or derives them."""
     if storage.op is None or storage.cause in _OWN or storage.shape[-2:] not in {one.sizes for one in found}:
         return False
     op = trace.ops[storage.op]
@@ -154,10 +153,10 @@ def _is_matrix(trace: Trace, storage: Storage, found: Sequence[Attention]) -> bo
 
 
 def _reasons(trace: Trace, found: Sequence[Attention]) -> str:
-    """Why the math path was taken: on a card as the recording has it, else what the CPU's fused kernel refuses."""
-    told = [a.text.split(_CHOICE, 1)[1] for a in trace.assumptions if a.kind == "kernel" and _CHOICE in a.text]
-    if told:
-        return "; ".join(dict.fromkeys(told))
+    """Say why the math path was taken: on a card as the recording has it, else what the CPU's fused kernel refuses."""
+    recorded = [a.text.split(_CHOICE, 1)[1] for a in trace.assumptions if a.kind == "kernel" and _CHOICE in a.text]
+    if recorded:
+        return "; ".join(dict.fromkeys(recorded))
     if any(one.dropped for one in found):
         return "dropout, which the CPU's fused kernel does not take (those of CUDA do)"
     return "a shape or a mask that the CPU's fused kernel does not take"

@@ -1,4 +1,4 @@
-"""Mirror-pad the input once by the border that a model loses: the interior of its output stays as it is."""
+"""Mirror-pad the input once by the border that a model loses: the interior of its output does not change."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Mirror:
 
 
 def mirrored(trace: Trace, output: Output, followed: Followed) -> Mirror | None:
-    """How to pad for an output of a model; None where the outputs cannot stand on the input's pixels (a stride that is
-    no whole number, a path that ends on the way).
+    """Return how to pad for an output of a model; None where the outputs cannot stand on the input's pixels (a stride
+    that is no whole number, a path that ends on the way).
 
     The padding is a whole number of the largest stride inside, so that every pixel falls on the same place of every
     stride as before.
@@ -63,7 +63,7 @@ def mirrored(trace: Trace, output: Output, followed: Followed) -> Mirror | None:
 
 
 def _returned_with(trace: Trace, output: Output, followed: Followed) -> list[Output | None]:
-    """What the model returned together with an output, in order; None for what was not followed."""
+    """Return the outputs that the model returned together with one, in order; None for what was not followed."""
     known: dict[View, Output] = {shown(one.view): one for one in followed.outputs if one.spatial}
     for returned in trace.returned:
         views = [shown(view) for view in returned.tensors]
@@ -77,7 +77,7 @@ def _sources(output: Output) -> list[int]:
 
 
 def _crop(output: Output, pads: list[tuple[int, int]]) -> Crop:
-    """The positions that stand on the image itself."""
+    """Return the positions that stand on the image itself."""
     found: list[tuple[int, int]] = []
     for (front, _), (size, field) in zip(pads, output.spatial, strict=True):
         stride = field.stride(size)
@@ -123,7 +123,7 @@ class Mirrored(nn.Module):
         """Which arguments were padded last: positions, or names."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """As the model's, with padded images."""
+        """Run the model with padded images, and crop its outputs."""
         given = {**{str(number): value for number, value in enumerate(inputs)}, **named}
         self.padded = tuple(name for name, value in given.items() if any(map(self._is_image, _tensors(value))))
         inputs = tuple(_mapped(value, self._pad) for value in inputs)
@@ -144,7 +144,7 @@ class Mirrored(nn.Module):
 
 
 def _kind(output: Any) -> tuple[Kind, tuple[str, ...]]:
-    """What an output is, and where its tensors stand in it: positions, or names."""
+    """Return the kind of an output, and where its tensors stand in it: positions, or names."""
     kinds: dict[type, Kind] = {tuple: "tuple", list: "list", dict: "dict"}
     if isinstance(output, torch.Tensor) or type(output) not in kinds:
         return ("tensor" if isinstance(output, torch.Tensor) else "other"), ()
@@ -161,7 +161,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value with its tensors changed, in lists, tuples, mappings and dataclasses, in order."""
+    """Return a value with its tensors changed, in lists, tuples, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from memplan.checks.fields.walk import base_name
-from memplan.checks.savings import without_saving
+from memplan.checks.savings import readers_of, without_saving
 from memplan.explanation.layers import keepers_of
 from memplan.trace.records import Form, Op, Storage, View
 from memplan.trace.trace import Trace
@@ -31,7 +31,7 @@ class Copies:
 
 
 def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
-    """The ways in which activations of a step keep a tensor of their own."""
+    """Return the ways in which activations of a step keep a tensor of their own."""
     seen = _Seen(trace, forms)
     return [found for found in (seen.overwritable(), *seen.results_of_relu()) if found.storages]
 
@@ -39,24 +39,22 @@ def copies(trace: Trace, forms: Mapping[int, Form]) -> list[Copies]:
 class _Seen:
     def __init__(self, trace: Trace, forms: Mapping[int, Form]) -> None:
         self._trace, self._forms = trace, forms
-        self._readers: dict[int, list[Op]] = {}
         self._of_views = _reading_views(trace)
-        for op in trace.ops:
-            if op.phase == "forward" and base_name(op.name) not in (*_VIEWS, "_unsafe_view"):
-                for storage in {operand.storage for operand in op.reads}:
-                    self._readers.setdefault(storage, []).append(op)
+        kernels = (op for op in trace.ops if base_name(op.name) not in (*_VIEWS, "_unsafe_view"))
+        self._readers = readers_of(op for op in kernels if op.phase == "forward")
         self._returned = {view.storage for one in trace.returned for view in one.tensors}
         self._ends = {op.gradient_of: op.end for op in trace.ops if op.gradient_of is not None}
 
     def _saved(self) -> Iterator[tuple[Storage, Op, str]]:
-        """What a single op keeps: the storage, the op, and in which role."""
+        """Yield what a single op keeps: the storage, the op, and in which role."""
         for storage in self._trace.counted:
             keepers = keepers_of(storage) if storage.cause == "saved" else []
             if len(keepers) == 1 and len(keepers[0]) == 1:
                 yield storage, self._trace.ops[keepers[0][0].op], keepers[0][0].role
 
     def overwritable(self) -> Copies:
-        """Inputs that an activation keeps alone, and whose result is kept, too: in place it keeps the result alone."""
+        """Find inputs that an activation keeps alone, and whose result is kept, too: in place it keeps the result
+        alone."""
         changed: dict[int, Storage | None] = {}
         found: list[Storage] = []
         added: list[Storage] = []
@@ -70,15 +68,15 @@ class _Seen:
         return Copies("in place", tuple(found), changed, tuple(added))
 
     def _through_a_view(self, op: Op, storage: Storage) -> list[Storage]:
-        """What the gradient of an op in place takes besides, where its input is a view (as an instance norm's result
-        is): a gradient of the whole, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
+        """Return what the gradient of an op in place takes besides, where its input is a view (as an instance norm's
+        result is): a gradient of the whole, and a copy of the view's part of it (CopySlices, torch/csrc/autograd)."""
         if self._forms[op.index].op not in self._of_views:
             return []
         ends = [(one.start, one.end) for one in self._trace.ops if one.gradient_of == op.index][:1]
         return [replace(storage, born=start + 1, died=end + 1) for start, end in ends for _ in range(2)]
 
     def _kept_by(self, op: Op, storage: Storage, died: int | None) -> Storage:
-        """A storage that dies at a time, but not before the gradient of an op is done."""
+        """Return a storage that dies at a time, but not before the gradient of an op is done."""
         return replace(storage, died=None if died is None else max(died, self._ends.get(op.index, 0) + 1))
 
     def _can_overwrite(self, storage: Storage, op: Op, result: Storage) -> bool:
@@ -95,7 +93,7 @@ class _Seen:
         return whole and made and not later and storage.bytes == result.bytes
 
     def results_of_relu(self) -> Iterator[Copies]:
-        """Results that ReLU keeps alone: a cat of them would be kept anyway, and of others the sign is enough."""
+        """Find results that ReLU keeps alone: a cat of them would be kept anyway, and of others the sign is enough."""
         joined: dict[Op, list[Storage]] = {}
         alone: list[Storage] = []
         masks: list[Storage] = []
@@ -116,7 +114,8 @@ class _Seen:
         yield Copies("relu", tuple(alone), without_saving(self._trace, alone), tuple(masks))
 
     def _cat_of(self, storage: Storage) -> Op | None:
-        """The cat of such results that is all that reads a ReLU's result, where somebody keeps the cat anyway."""
+        """Return the cat of such results that is all that reads a ReLU's result, where somebody keeps the cat
+        anyway."""
         readers = [op for op in self._readers.get(storage.id, ()) if storage.id not in op.writes]
         if len(readers) != 1 or base_name(readers[0].name) != "cat" or not readers[0].writes:
             return None
@@ -127,7 +126,7 @@ class _Seen:
     def _with_relu_last(
         self, cat: Op, relus: Set[int], changed: dict[int, Storage | None], added: list[Storage]
     ) -> None:
-        """What changes in the backward pass: ReLU reads the cat, and makes one gradient, of the cat."""
+        """Change the backward pass: ReLU reads the cat, and makes one gradient, of the cat."""
         gradients = [op for op in self._trace.ops if op.gradient_of in relus and op.writes]
         if not gradients:
             return
@@ -153,7 +152,7 @@ class _Seen:
 
 
 def _reading_views(trace: Trace) -> set[int]:
-    """The ops of the first step whose first operand is a view, as autograd sees it: by their index."""
+    """Return the ops of the first step whose first operand is a view, as autograd sees it: by their index."""
     makers: dict[View, str] = {}
     found: set[int] = set()
     for form in trace.forms:
@@ -168,7 +167,8 @@ def _reading_views(trace: Trace) -> set[int]:
 
 
 def is_dropout(op: Op, readers: Mapping[int, Iterable[Op]]) -> bool:
-    """Whether an op scales elements by 0 or a constant at random: dropout, of single elements or whole channels."""
+    """Return whether an op scales elements by 0 or a constant at random: dropout, of single elements or whole
+    channels."""
     name = base_name(op.name)
     if name == "native_dropout":
         return True

@@ -1,4 +1,4 @@
-"""The checks there are: one file a trap, in the order in which their findings are told."""
+"""All checks, one file a trap, in the order of their findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplan.checks import (
     uneven_arithmetic,
     workspace_surprise,
 )
-from memplan.checks.model import Check
+from memplan.checks.finding import Check
 
 _FILES = (
     border_erosion,

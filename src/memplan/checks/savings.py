@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.records import Form, Op, Storage
@@ -11,7 +12,7 @@ from memplan.trace.trace import Trace, at_least
 
 
 def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[Storage] = ()) -> int:
-    """Bytes less at the peak with storages changed, left out (None) and added; 0 where the peak is elsewhere."""
+    """Return bytes less at the peak with storages changed, left out (None) and added; 0 where the peak is elsewhere."""
     storages = [changed.get(storage.id, storage) for storage in trace.storages]
     kept = [*(storage for storage in storages if storage is not None), *added]
     numbered = tuple(replace(storage, id=number) for number, storage in enumerate(kept))
@@ -19,23 +20,30 @@ def saving(trace: Trace, changed: Mapping[int, Storage | None], added: Iterable[
 
 
 def peak_of(trace: Trace) -> int:
-    """The allocated peak as `memplan.explain` has it: on a card in the allocator's blocks, with the least workspace."""
+    """Return the allocated peak as `memplan.explain` has it: on a card in the allocator's blocks, with the least
+    workspace."""
     return simulate(trace, workspace="low").peak_allocated
 
 
+def matters(trace: Trace, size: int, share: float = 0.02) -> bool:
+    """Return whether bytes are a share of the peak that is worth a finding."""
+    return size > 0 and size >= share * peak_of(trace)
+
+
 def live_at_peak(trace: Trace) -> list[Storage]:
-    """What is allocated when the most is."""
+    """Return the storages that are allocated at the peak."""
     low = at_least(trace)
     return live_at(low, simulate(low).peak_tick)
 
 
 def without_saving(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
-    """The storages as they would be if nothing kept them for the backward pass: each dies after its last forward op."""
+    """Return the storages as they would be if nothing kept them for the backward pass: each dies after its last forward
+    op."""
     return _dying_after(trace, storages, forward_only=True)
 
 
 def after_last_read(trace: Trace, storages: Iterable[Storage]) -> dict[int, Storage | None]:
-    """The storages as they would be if each died after the last op that reads or writes it."""
+    """Return the storages as they would be if each died after the last op that reads or writes it."""
     return _dying_after(trace, storages, forward_only=False)
 
 
@@ -56,8 +64,18 @@ def _dying_after(trace: Trace, storages: Iterable[Storage], *, forward_only: boo
     }
 
 
+def readers_of(ops: Iterable[Op]) -> dict[int, list[Op]]:
+    """Map each storage to the ops among these that read it, in order."""
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        for storage in {operand.storage for operand in op.reads}:
+            found.setdefault(storage, []).append(op)
+    return found
+
+
 def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
-    """The form of every forward op; of later steps that of the same op in the first, where they run the same ops."""
+    """Return the form of every forward op; of later steps that of the same op in the first, where they run the same
+    ops."""
     first = {form.op: form for form in trace.forms}
     found = dict(first)
     by_step: dict[int, list[Op]] = {}
@@ -71,8 +89,9 @@ def forms_of_all_steps(trace: Trace) -> dict[int, Form]:
     return found
 
 
-def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, object]]:
-    """Bytes by layer and line of the first step's storages, the most first; ``op_of`` is the op to blame for each."""
+def rows_of(trace: Trace, storages: Iterable[Storage], op_of: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Return bytes by layer and line of the first step's storages, the most first; ``op_of`` is the op to blame for
+    each."""
     found: dict[tuple[str, str | None], int] = {}
     for storage in storages:
         op = trace.ops[op_of[storage.id]]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from memplan.checks.fields.rules import kernel_of
-from memplan.checks.fields.tensors import Field, resolved, size_of
+from memplan.checks.fields.tensor_fields import Field, resolved, size_of
 from memplan.checks.fields.walk import Followed, base_name, follow
-from memplan.checks.model import Finding, Subject, number
+from memplan.checks.finding import Finding, Subject, number
 from memplan.trace.records import Form, Op
 from memplan.trace.trace import Trace
 
@@ -29,7 +29,7 @@ class _Size:
 
 
 def find(subject: Subject) -> list[Finding]:
-    """Every op whose stride drops rows that it could read, every upsampling that misses the size it came from, and
+    """Find every op whose stride drops rows that it could read, every upsampling that misses the size it came from, and
     every crop of a path before it meets another."""
     trace, followed = subject.trace, follow(subject.trace)
     dense = any(output.spatial for output in followed.outputs)
@@ -44,7 +44,7 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _sizes(trace: Trace, followed: Followed) -> dict[tuple[int, int], list[_Size]]:
-    """By storage and by op: the sizes along dimensions that a kernel slides along, in the input's order."""
+    """Return the sizes along dimensions that a kernel slides along, in the input's order, by op and storage."""
     found: dict[tuple[int, int], list[_Size]] = {}
     for form in trace.forms:
         for view, fields in zip(form.writes, followed.results.get(form.op, ()), strict=False):
@@ -57,7 +57,7 @@ def _sizes(trace: Trace, followed: Followed) -> dict[tuple[int, int], list[_Size
 def _rows_dropped(
     form: Form, op: Op, sizes: dict[tuple[int, int], list[_Size]]
 ) -> Iterator[tuple[list[int], list[int], list[Field]]]:
-    """Rows behind the last window, beyond the gap that a stride larger than its kernel leaves anyway."""
+    """Yield rows behind the last window, beyond the gap that a stride larger than its kernel leaves anyway."""
     window = kernel_of(base_name(op.name), form)
     if window is None or not form.writes:
         return
@@ -100,8 +100,8 @@ def _in_pixels(pixels: list[Fraction]) -> str:
 
 
 def _missed(form: Form, op: Op, sizes: dict[tuple[int, int], list[_Size]]) -> Iterator[tuple[list[int], list[int]]]:
-    """An upsampling that comes back to a stride that there was on the way down, at another size: what it gave, what
-    there was. A difference of a whole step or more is the border that unpadded kernels lost, and no arithmetic."""
+    """Yield an upsampling that comes back to a stride that there was on the way down, at another size: what it gave,
+    what there was. A difference of a whole step or more is the border that unpadded kernels lost, and no arithmetic."""
     if not form.option("transposed", False) or not form.writes:
         return
     own = sizes.get((form.op, form.writes[0].storage), [])
@@ -129,20 +129,12 @@ def _not_back(op: Op, given: list[int], there: list[int]) -> Finding:
         f"output_padding={tuple(max(0, gap) for gap in short)}, or output_size=the other's size when it is called, or "
         "inputs that the product of all strides divides",
     )
-    return Finding(
-        ID,
-        "warning",
-        op.layer,
-        op.where,
-        0,
-        message,
-        advice,
-        {"kind": "size not back", "size": given, "expected": there},
-    )
+    details = {"kind": "size not back", "size": given, "expected": there}
+    return Finding(ID, "warning", op.layer, op.where, 0, message, advice, details)
 
 
 def _crop(trace: Trace, form: Form, op: Op, sizes: dict[tuple[int, int], list[_Size]]) -> list[Finding]:
-    """A crop whose result meets another path, as skip connections of unpadded networks do."""
+    """Return a crop whose result meets another path, as skip connections of unpadded networks do."""
     if base_name(op.name) not in ("slice", "narrow") or not form.writes or not form.reads:
         return []
     place = int(form.option("dim", 0)) % len(form.writes[0].shape)
@@ -174,7 +166,7 @@ def _crop(trace: Trace, form: Form, op: Op, sizes: dict[tuple[int, int], list[_S
 
 
 def _once(findings: list[Finding]) -> list[Finding]:
-    """One finding for each layer and line: of the crops of a line the one that takes most, the others in a word."""
+    """Keep one finding for each layer and line: of the crops of a line the one that takes most, and name the others."""
     found: dict[tuple[str, str | None, str], list[Finding]] = {}
     for finding in findings:
         found.setdefault((finding.layer, finding.where, finding.details["kind"]), []).append(finding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
-from memplan.checks.model import Finding, Subject
+from memplan.checks.finding import Finding, Subject
 from memplan.simulation.simulate import simulate
 from memplan.trace.records import Op
 from memplan.trace.trace import Trace
@@ -18,7 +18,7 @@ a card have some, and those of 3D convolutions are the ones that surprise."""
 
 
 def find(subject: Subject) -> list[Finding]:
-    """What cuDNN may take on a card: an interval, told as one."""
+    """Report the interval of workspaces that cuDNN may take on a card."""
     if subject.card is None:
         return []
     return [*_larger(subject.trace), *_changing(subject.trace)]
@@ -62,7 +62,8 @@ def _larger(trace: Trace) -> list[Finding]:
 
 
 def _changing(trace: Trace) -> list[Finding]:
-    """With cudnn.benchmark, every new shape of an input tries all algorithms anew, each with its workspace."""
+    """Report shapes that change under cudnn.benchmark: every new one tries all algorithms anew, each with its
+    workspace."""
     if not any("cudnn.benchmark = True" in note for note in trace.notes):
         return []
     shapes: dict[int, set[tuple[tuple[int, ...], str]]] = {}
@@ -92,7 +93,7 @@ def _changing(trace: Trace) -> list[Finding]:
 
 
 def _most_workspace(trace: Trace, convolutions: set[int]) -> int:
-    """Bytes that the largest workspace of these or their gradients can take."""
+    """Return bytes that the largest workspace of these or their gradients can take."""
     ours = [s for s in trace.counted if s.cause == "workspace" and s.low is not None and s.op is not None]
     ops = {s.id: trace.ops[s.op or 0] for s in ours}
     return max((s.bytes for s in ours if {ops[s.id].index, ops[s.id].gradient_of} & convolutions), default=0)

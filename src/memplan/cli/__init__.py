@@ -46,11 +46,11 @@ class Commands(click.Group):
     """A group that imports a command when it is asked for, and answers every error with one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of `COMMANDS`."""
+        """Return the names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name, imported now; None where there is none."""
+        """Return the command of a name, imported now; None where there is none."""
         if cmd_name not in COMMANDS:
             return None
         return importlib.import_module(f"memplan.cli.{cmd_name}").command
@@ -58,7 +58,7 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest names where a command is unknown."""
+        """Find a command as click does; offer the nearest names where it is unknown."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             from memplan.cli.parsing import offer
 
@@ -66,12 +66,12 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in the help, without importing any command."""
+        """Write the list in the help, without importing any command."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click does; a reader that has seen enough of the output ends it without a word."""
+        """Run a command as click does; end without a message where the reader of a pipe has gone."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -129,7 +129,7 @@ def _innermost(error: BaseException) -> str:
 
 
 def _flushed(code: int) -> int:
-    """The exit code, after flushing: a pipe that broke late must not make the interpreter complain."""
+    """Return the exit code, after flushing: a pipe that broke late must not make the interpreter complain."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -140,7 +140,7 @@ def _flushed(code: int) -> int:
 
 
 def _silence() -> None:
-    """Send what is left for stdout nowhere, else the interpreter complains of it at its end."""
+    """Send the rest of stdout nowhere, else the interpreter complains of it at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import StepArguments, advised, describe, step_options
+from memplan.cli.options import StepArguments, advised, describe, json_option, recorded, step_options, top_option
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
-from memplan.errors import InputError, StepError, TargetError
+from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
+    from memplan.checks.finding import Finding
     from memplan.checks.ignores import Ignore
-    from memplan.checks.model import Finding
     from memplan.trace.trace import Trace
 
 HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
@@ -40,22 +40,19 @@ usage, or a step that cannot be recorded.
 @step_options
 @click.option(
     "--fail-on", type=click.Choice(("info", "warning", "never")), default="warning", show_default=True,
-    help="The least severity that makes the exit code 1.",
+    help="Lowest severity that makes the exit code 1.",
 )  # fmt: skip
 @click.option(
     "--ignore", "ignored", multiple=True, metavar="ID[:LAYERS]",
-    help="Do not tell of a check, or not of these layers: border-erosion:encoder.*",
+    help="Leave out the findings of a check, or those of these layers: border-erosion:encoder.*",
 )  # fmt: skip
 @click.option(
     "--context", type=click.IntRange(min=0), default=0, metavar="N",
     help="Pixels that the input brings along on each side: a border lost up to that is no finding.",
 )  # fmt: skip
 @click.option("--fix", is_flag=True, help="Print the change of the source that keeps the border, or a wrapper.")
-@click.option(
-    "--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
-    help="Layers to list for a finding; 0 for all.",
-)  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write the findings as JSON, too; - for stdout alone.")
+@top_option(12, "Layers")
+@json_option("the findings")
 def command(
     fail_on: str,
     ignored: tuple[str, ...],
@@ -66,8 +63,8 @@ def command(
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
+    from memplan.checks.finding import SEVERITIES
     from memplan.checks.ignores import parse_ignore
-    from memplan.checks.model import SEVERITIES
     from memplan.checks.registry import IDS
     from memplan.reports.check import dumps, print_findings
 
@@ -94,29 +91,17 @@ def command(
 
 
 def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tuple[Trace, list[Finding]]:
+    from memplan.checks.changed_step import Remaker
     from memplan.checks.check import check_trace, record_again
-    from memplan.checks.mending import Remaker
     from memplan.trace.recording.session import choose_target
-    from memplan.trace.trace import load_trace
 
     if given.settings:
-        raise InputError("--settings for check", expected="no such option: nothing here hangs on it", do="Leave it out")
+        raise InputError(
+            "--settings for check", expected="no such option: check does not use allocator settings", do="Leave it out"
+        )
     if is_trace(given.target):
-        if given.given():
-            raise InputError(
-                f"{given.target} is a trace, and {', '.join(given.given())} was given, too",
-                expected="a trace alone: its step is already recorded",
-                do="Leave the options out, or name a callable",
-            )
-        try:
-            trace = load_trace(given.target)
-            return trace, check_trace(trace, context=context, ignores=ignores)
-        except OSError as error:
-            raise TargetError(
-                f"{given.target} cannot be read ({error.strerror})",
-                expected="a trace that memplan explain --trace wrote",
-                do="Check the path",
-            ) from error
+        trace = recorded(given)
+        return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {given.target}"), contained(given.target):
         described = describe(given)
         remaker = Remaker(described.what, described.options, choose_target(given.device))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import StepArguments, describe
+from memplan.cli.options import StepArguments, describe, json_option, top_option
+from memplan.cli.pair_options import for_one, pair_options
 from memplan.cli.progress import progress
-from memplan.cli.sides import for_one, pair_options
 from memplan.cli.targets import contained
 from memplan.errors import InputError, TargetError
 
@@ -49,11 +49,8 @@ Exit code: 0 done; 2 bad usage, or a step that cannot be recorded.
 @click.argument("b", required=False)
 @pair_options
 @click.option("--measure", "really", is_flag=True, help="Really run both here, instead of predicting them.")
-@click.option(
-    "--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
-    help="Layers to list; 0 for all.",
-)  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write the comparison as JSON, too; - for stdout alone.")
+@top_option(12, "Layers")
+@json_option("the comparison")
 def command(a: str, b: str | None, really: bool, top: int, json_file: str | None, **given: Any) -> int:
     """Run the command and return its exit code."""
     check_writable(json_file, "--json")
@@ -78,7 +75,7 @@ def command(a: str, b: str | None, really: bool, top: int, json_file: str | None
 
 
 def _titles(sides: list[StepArguments]) -> list[str]:
-    """Each target, with its options where the other's differ."""
+    """Return each target, with its options where the other's differ."""
     one, other = sides
     return [_title(one, other), _title(other, one)]
 
@@ -117,7 +114,7 @@ def _given(side: StepArguments, title: str) -> Given:
 
 
 def _check_file(path: str) -> None:
-    """Raises TargetError: there is no such file."""
+    """Check that there is such a file. Raises TargetError."""
     from memplan.studies.comparisons.sides import split_point
 
     path = split_point(path)[0]
@@ -129,7 +126,7 @@ def _check_file(path: str) -> None:
 
 
 def _is_file(target: str) -> bool:
-    """Whether a target is what memplan wrote, or a point in it, rather than code."""
+    """Return whether a target is what memplan wrote, or a point in it, rather than code."""
     from memplan.studies.comparisons.sides import split_point
 
     target = split_point(target)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import DEBUG
+from memplan.cli.options import debug_option, json_option
 
 HELP = """List the cards that memplan knows, or show one with the source of each figure.
 
@@ -25,14 +25,8 @@ Exit code: 0 done; 2 no such card.
 
 @click.command("devices", help=HELP)
 @click.argument("name", required=False)
-@click.option("--json", "json_file", metavar="FILE", help="Write the figures as JSON, too; - for stdout alone.")
-@click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    help="Show the traceback of an error.",
-    callback=lambda context, _, value: context.meta.update({DEBUG: value}),
-)
+@json_option("the figures")
+@debug_option
 def command(name: str | None, json_file: str | None) -> int:
     """Run the command and return its exit code."""
     from memplan.devices import catalogue, find

@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.options import (
+    Described,
+    StepArguments,
+    advised,
+    describe,
+    json_option,
+    recorded,
+    step_options,
+    top_option,
+)
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
-from memplan.errors import DataDependentError, InputError, MemplanError, StepError, TargetError
+from memplan.errors import DataDependentError, InputError, MemplanError, StepError
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
@@ -36,7 +45,7 @@ a copy, runs both here and says what it saves and how far the output is off.
 
 \b
 Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
-usage, a step that cannot be recorded, or one whose path hangs on a value that
+usage, a step that cannot be recorded, or one whose path depends on a value that
 a recording does not have.
 """
 
@@ -44,14 +53,7 @@ a recording does not have.
 @click.command("explain", help=HELP)
 @step_options
 @click.option("--measure", "really", is_flag=True, help="Really run the step here, instead of predicting it.")
-@click.option(
-    "--top",
-    type=click.IntRange(min=0),
-    default=12,
-    show_default=True,
-    metavar="N",
-    help="Layers to list; 0 for all.",
-)
+@top_option(12, "Layers")
 @click.option(
     "--weights", type=click.Choice(("int8", "int4")),
     help="With --infer: quantize the weights by torchao, too, and run both here.",
@@ -59,7 +61,7 @@ a recording does not have.
 @click.option(
     "--activations", type=click.Choice(("int8",)), help="With --weights: the inputs of quantized layers, too."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the explanation as JSON, too; - for stdout alone.")
+@json_option("the explanation")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
 @click.option(
     "--snapshot", "snapshot_file", metavar="FILE",
@@ -91,8 +93,7 @@ def command(
     for option, path in (("--json", json_file), ("--trace", trace_file), ("--snapshot", snapshot_file)):
         check_writable(path, option)
     trace, explanation = _explain(arguments, really)
-    from memplan.reports.json import dumps
-    from memplan.reports.terminal import print_explanation
+    from memplan.reports.explain import dumps, print_explanation
 
     if trace_file is not None:
         write(trace_file, trace.to_json())
@@ -159,29 +160,14 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
 def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
     """Explain a step that was recorded before."""
     from memplan.explanation.explain import explain_trace
-    from memplan.trace.trace import load_trace
 
-    surplus = [option for option in given.given() if option != "--settings"] + (["--measure"] if really else [])
-    if surplus:
-        raise InputError(
-            f"{given.target} is a trace, and {', '.join(surplus)} was given, too",
-            expected="a trace alone: its step is already recorded",
-            do="Leave the options out, or name a callable",
-        )
-    try:
-        trace = load_trace(given.target)
-    except OSError as error:
-        raise TargetError(
-            f"{given.target} cannot be read ({error.strerror})",
-            expected="a trace that --trace wrote",
-            do="Check the path",
-        ) from error
+    trace = recorded(given, *(["--measure"] if really else []))
     trains = any(op.phase == "backward" for op in trace.ops)
     return trace, explain_trace(trace, title=given.target, train=trains, settings=given.settings)
 
 
 def _warn_of_branches(explanation: Explanation) -> int:
-    """2, and a line, where a value that no recording has decided which way the step went; else 0."""
+    """Warn where a value that no recording has decided which way the step went, and return 2; else 0."""
     branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
     if not branches:
         return 0

@@ -11,7 +11,7 @@ from memplan.errors import InputError
 
 
 def is_trace(target: str) -> bool:
-    """Whether a target is a file that --trace wrote, by its name or by how it begins."""
+    """Return whether a target is a file that --trace wrote, by its name or by how it begins."""
     if target.endswith(".json"):
         return True
     try:
@@ -42,7 +42,7 @@ def check_writable(path: str | None, option: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a file in one move; ``-`` is stdout, and a pipe or a device is written to as it is."""
+    """Write a file in one move; ``-`` is stdout, and a pipe or a device is written to directly."""
     from memplan._text import write_whole
 
     if path == "-":

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import Described, StepArguments, advised, describe, step_options
+from memplan.cli.options import Described, StepArguments, advised, describe, json_option, step_options, top_option
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
 from memplan.errors import (
     BudgetError,
-    DeviceError,
     InputError,
     MemplanError,
     StepError,
     TargetError,
-    UnitError,
     VerificationError,
 )
 
@@ -67,7 +66,7 @@ class _Files:
     frontier: str | None
 
     def checked(self) -> _Files:
-        """The same. Raises InputError for what cannot be written, UsageError for what cannot be drawn."""
+        """Check and return the files. Raises InputError, UsageError: one cannot be written, or drawn."""
         options = {"--plan": self.plan, "--python": self.python, "--json": self.json, "--frontier": self.frontier}
         given = {option: path for option, path in options.items() if path is not None}
         if self.frontier == "-":
@@ -77,14 +76,14 @@ class _Files:
         for option, path in given.items():
             check_writable(path, option)
         if self.frontier is not None:
-            from memplan.reports.frontier import check_drawable
+            from memplan.reports.chart import check_drawable
 
-            check_drawable(self.frontier)
+            check_drawable(self.frontier, "--frontier")
         return self
 
     @property
     def takes_stdout(self) -> bool:
-        """Whether one of them is stdout, which then holds nothing else."""
+        """Return whether one of them is stdout, which then holds nothing else."""
         return "-" in (self.plan, self.python, self.json)
 
 
@@ -110,8 +109,7 @@ class _Files:
     help="Seconds of an op: measured on this machine, or estimates that are the same every time (--predict).",
 )  # fmt: skip
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
-@click.option("--top", type=click.IntRange(min=0), default=12, show_default=True, metavar="N",
-    help="Values of the plan to list; 0 for all.")  # fmt: skip
+@top_option(12, "Values of the plan")
 @click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
 @click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
 @click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of plans.")
@@ -120,7 +118,7 @@ class _Files:
     help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, with --allow lossy "
     "autocast, too, and draw them beside.",
 )  # fmt: skip
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+@json_option("everything")
 def command(
     budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
     use_plan: str | None, top: int,
@@ -165,7 +163,9 @@ def _check_options(given: StepArguments, budget: str | None, use_plan: str | Non
     if budget is None and use_plan is None:
         raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
     if budget is not None:
-        _check_budget(budget)
+        from memplan.devices import read_budget
+
+        read_budget(budget)
 
 
 def _check_costs(costs: str, predict: bool) -> None:
@@ -184,24 +184,9 @@ def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
         )
 
 
-def _check_budget(text: str) -> None:
-    from memplan._bytes import parse_bytes
-    from memplan.devices import find
-
-    try:
-        parse_bytes(text)
-    except UnitError:
-        try:
-            find(text)
-        except DeviceError:
-            pass
-        else:
-            return
-        raise
-
-
 def _read_plan(path: str, budget: str | None) -> Plan:
-    from memplan._bytes import format_bytes, parse_bytes
+    from memplan._bytes import format_bytes
+    from memplan.devices import read_budget
     from memplan.planning.plan.plan import load_plan
 
     try:
@@ -212,11 +197,8 @@ def _read_plan(path: str, budget: str | None) -> Plan:
             expected="a plan that --plan wrote",
             do="Check the path",
         ) from error
-    try:
-        size = None if budget is None else parse_bytes(budget)
-    except UnitError:  # a card: `fit` says what it has
-        size = None
-    if size is not None and plan.peak > size:
+    size = None if budget is None else read_budget(budget)
+    if isinstance(size, int) and plan.peak > size:  # of a card, `fit` says what it has
         raise InputError(
             f"the plan of {path} has a peak of {format_bytes(plan.peak)}, and the budget is {format_bytes(size)}",
             expected="a plan within the budget",
@@ -250,7 +232,7 @@ def _outcome(
 
 
 def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
-    """What `memplan.plan` and `memplan.fit` take besides model, inputs and budget."""
+    """Return the arguments of `memplan.plan` and `memplan.fit` besides model, inputs and budget."""
     options = described.options
     return {
         "kwargs": dict(options.kwargs),
@@ -263,7 +245,7 @@ def _call_options(described: Described, given: StepArguments) -> dict[str, Any]:
 
 
 def _maker(described: Described) -> Callable[[], nn.Module]:
-    """The target without arguments, which says what it made if that is no use."""
+    """Return the target without arguments, which says what it made if that is no use."""
     target = described.target
 
     def make() -> nn.Module:
@@ -295,25 +277,23 @@ def _frontier(
     made: nn.Module | Callable[[], nn.Module], described: Described, given: StepArguments, options: dict[str, Any],
     peers: bool,
 ) -> Frontier:  # fmt: skip
-    """Plans from all kept to the floor, whatever the budget, and what others take where that is asked for."""
+    """Plan from all kept to the floor, whatever the budget, and measure peers where that is asked for."""
     from torch import nn
 
     from memplan.planning.cost.op_timing import step_seconds
+    from memplan.planning.levers.lever import GradientUse
     from memplan.planning.planner import Planner
     from memplan.planning.request import request
-    from memplan.planning.settings import Settings
+    from memplan.planning.settings import PlanOptions
     from memplan.reports.frontier import Frontier, Point
     from memplan.verification.peers.trials import measure_peers
 
-    call = _call_options(described, given)
-    settings = Settings(
-        budget=0, optimizer=call.pop("optimizer"), early=options.get("early", False), costs=options.get("costs"),
-        engine=options.get("engine", "graph"), offload=not isinstance(made, nn.Module),
+    given_options = {name: option for name, option in options.items() if name != "early"}
+    asked_for = PlanOptions(
+        device=given.device, gradients=GradientUse(updates=options.get("early", False)),
+        host_memory=not isinstance(made, nn.Module), **given_options,
     )  # fmt: skip
-    asked = request(
-        made, described.options.inputs, **call, budget=options["budget"], allow=options.get("allow", "exact"),
-        clip_norm=None, accumulate=options.get("accumulate", 1), settings=settings, fake=True,
-    )  # fmt: skip
+    asked = request(made, described.options, asked_for, fake=True)
     with asked.under_autocast():
         planner = Planner(asked.step)
         study = planner.study(asked.call, asked.settings, key=0)
@@ -322,7 +302,7 @@ def _frontier(
     points = tuple(Point(one.peak, one.seconds, str(one.precision) if one.precision.lossy else "") for one in found)
     seconds = step_seconds(study.captured.graph) or None
     beside = measure_peers(asked, eager) if peers else ()
-    return Frontier(given.target, points, eager, seconds, asked.settings.budget, beside)
+    return Frontier(given.target, points, eager, seconds, asked.budget, beside)
 
 
 def _write(outcome: Outcome, files: _Files) -> None:
@@ -336,6 +316,7 @@ def _write(outcome: Outcome, files: _Files) -> None:
         write(files.python, outcome.plan.as_python())
     if files.frontier is not None and outcome.frontier is not None:
         from memplan._text import write_whole
-        from memplan.reports.frontier import picture
+        from memplan.reports.chart import picture
+        from memplan.reports.frontier import draw
 
-        write_whole(files.frontier, picture(outcome.frontier, files.frontier))
+        write_whole(files.frontier, picture(partial(draw, outcome.frontier), files.frontier))

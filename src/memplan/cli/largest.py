@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import StepArguments, advised, step_options
+from memplan.cli.options import StepArguments, advised, json_option, step_options
 from memplan.cli.progress import line
 from memplan.cli.sweep import described_at, subject_of
 from memplan.errors import InputError, StepError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = """Find the largest batch, size or sequence that fits a card or a budget, without trying it on a GPU.
 
-TARGET and its options are those of memplan explain. What is found is recorded, and so is the next value, which does
+TARGET and its options are those of memplan explain. The answer is recorded, and so is the next value, which does
 not fit.
 
 \b
@@ -54,10 +54,10 @@ can be recorded.
 )
 @click.option("--aspect", metavar="SHARES", help="What a size is multiplied by in each dimension: 1,1,0.5.")
 @click.option("--margin", default="0", show_default=True, metavar="SHARE", help="Of the budget, to be left free: 5%.")
-@click.option("--most", type=click.IntRange(min=1), metavar="N", help="The largest value to look at.")
+@click.option("--most", type=click.IntRange(min=1), metavar="N", help="The largest value to try.")
 @click.option(
     "--workspace", type=click.Choice(("high", "low")), default="high", show_default=True,
-    help="Of cuDNN's workspaces, known as an interval: count the most or the least.",
+    help="Of cuDNN's workspaces, known as an interval: count the upper or the lower bound.",
 )  # fmt: skip
 @click.option("--fit", "planned", is_flag=True, help="Also the largest after planning, with its time.")
 @click.option("--window", metavar="SIZES", help="Infer a volume of these sizes in patches: 512x512x320.")
@@ -65,7 +65,7 @@ can be recorded.
 @click.option(
     "--window-batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Patches at a time."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
+@json_option("everything")
 def command(
     axis: str, budget: str | None, divisible: int, aspect: str | None, margin: str, most: int | None, workspace: str,
     planned: bool, window: str | None, overlap: float, window_batch: int, json_file: str | None, **given: Any,

@@ -10,24 +10,40 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.parsing import check_arguments, keywords, literal, named, offer, parameters
+from memplan.cli.parsing import check_arguments, keywords, named, offer, parameters
 from memplan.cli.targets import Target, contained, resolve
 from memplan.errors import InputError, MemplanError, StepError, TargetError
+from memplan.studies.axes.ranges import literal
 
 if TYPE_CHECKING:
     import torch
 
     from memplan.trace.recording.session import Build
     from memplan.trace.step import StepOptions
+    from memplan.trace.trace import Trace
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-true", "fp16-true")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _BATCH_NAMES = ("batch", "batch_size")
 
-DEBUG = "memplan.debug"
-"""Where a click context's ``meta`` says whether tracebacks are wanted."""
-
 Decorated = Callable[..., Any]
+
+debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+"""For every command; `memplan.cli.Commands` looks for it itself."""
+
+
+def json_option(what: str) -> Callable[[Decorated], Decorated]:
+    """Return the option ``--json``; ``what`` is what it writes."""
+    return click.option("--json", "json_file", metavar="FILE", help=f"Write {what} as JSON, too; - for stdout alone.")
+
+
+def top_option(default: int, what: str) -> Callable[[Decorated], Decorated]:
+    """Return the option ``--top``; ``what`` is what it lists."""
+    return click.option(
+        "--top", type=click.IntRange(min=0), default=default, show_default=True, metavar="N",
+        help=f"{what} to list; 0 for all.",
+    )  # fmt: skip
+
 
 _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     click.argument("target"),
@@ -37,7 +53,7 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         help="An input, such as 8x3x224x224 or 8x1024:int64<50257. One option for each, in order.",
     ),
     click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="An input by name."),
-    click.option("--target", "targets", multiple=True, metavar="SPEC", help="What the loss takes besides."),
+    click.option("--target", "targets", multiple=True, metavar="SPEC", help="Further argument of the loss: labels."),
     click.option(
         "--loss", metavar="NAME",
         help="cross_entropy, mse_loss, any other of torch.nn.functional, or module:callable. Default: the "
@@ -61,10 +77,7 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--settings", metavar="CONF",
         help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True.",
     ),
-    click.option(
-        "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
-        callback=lambda context, _, value: context.meta.update({DEBUG: value}),
-    ),
+    debug_option,
 )  # fmt: skip
 
 
@@ -76,7 +89,7 @@ def step_options(function: Decorated) -> Decorated:
 
 
 def without(command: click.Command, *names: str) -> click.Command:
-    """A command less some of its parameters, which it has a version of its own of."""
+    """Return a command less some of its parameters, which it has a version of its own of."""
     command.params = [parameter for parameter in command.params if parameter.name not in names]
     return command
 
@@ -99,7 +112,7 @@ class StepArguments:
     settings: str | None = None
 
     def given(self) -> list[str]:
-        """Names of the options that differ from their defaults, as typed."""
+        """List the options that differ from their defaults, as typed."""
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
         plain |= {name: getattr(self, name) for name in ("loss", "optimizer", "infer", "batch", "device", "settings")}
         found = [f"--{name}" for name, value in plain.items() if value]
@@ -122,7 +135,7 @@ class Described:
         return _maker(self.target, self.arguments, self.options)
 
     def build(self, *, on_card: bool = False) -> Build:
-        """What `record` and `measure` take."""
+        """Return the ``build`` that `record` and `measure` take."""
         from memplan.trace.step import build_of
 
         return build_of(self.what, self.options, on_card=on_card)
@@ -137,11 +150,11 @@ class Described:
         return found if isinstance(found, int) and not isinstance(found, bool) else None
 
     def training(self) -> Described:
-        """The same model and inputs in a training step."""
+        """Return the same model and inputs in a training step."""
         return replace(self, options=replace(self.options, train=True))
 
     def with_batch(self, new: int) -> Described:
-        """The same step with another batch."""
+        """Return the same step with another batch."""
         arguments = dict(self.arguments) | ({self.batch_name: new} if self.batch_name else {})
         return replace(self, arguments=arguments, options=self.options.with_batch(new))
 
@@ -220,7 +233,7 @@ def _value(text: str, dtype: torch.dtype | None) -> Any:
 
 
 def loss_of(name: str) -> Callable[..., Any]:
-    """The loss of ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``.
+    """Return the loss of ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``.
 
     Raises:
         InputError: no such loss.
@@ -247,7 +260,7 @@ def loss_of(name: str) -> Callable[..., Any]:
 
 
 def optimizer_of(text: str) -> Callable[[Any], Any] | None:
-    """The optimizer of ``adamw``, ``sgd:lr=0.1,momentum=0.9`` or ``module:callable``; None for ``none``.
+    """Return the optimizer of ``adamw``, ``sgd:lr=0.1,momentum=0.9`` or ``module:callable``; None for ``none``.
 
     Raises:
         InputError: no such optimizer, or none with such options.
@@ -283,7 +296,7 @@ def _optimizers() -> dict[str, Any]:
 
 
 def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -> Callable[[], Any]:
-    """The target without arguments, which says what it returned if that is no use."""
+    """Return the target without arguments, which says what it returned if that is no use."""
 
     def make() -> Any:
         from torch import nn
@@ -321,7 +334,7 @@ def _contained_step(step: Callable[[], Any], target: Target) -> Callable[[], Any
 
 
 def advised(error: StepError, given: StepArguments) -> MemplanError:
-    """The same error, with the inputs named where it came out of the model: what most often does not fit."""
+    """Return the same error, with the inputs named where it came out of the model: a common cause."""
     specs = [*(f"--input {text}" for text in given.inputs), *(f"--kwarg {text}" for text in given.kwargs)]
     if not specs or error.layer is None:
         return error
@@ -330,3 +343,29 @@ def advised(error: StepError, given: StepArguments) -> MemplanError:
         expected=f"inputs that the model takes (it was given {' '.join(specs)})",
         do="Change them, or mend the model; it should raise the same outside of memplan",
     )
+
+
+def recorded(given: StepArguments, *more: str) -> Trace:
+    """Load the trace file that a target names; ``more`` are names of other options that were given.
+
+    Raises:
+        InputError: options of a step were given, too, or the file is no trace.
+        TargetError: the file cannot be read.
+    """
+    from memplan.trace.trace import load_trace
+
+    surplus = [*(option for option in given.given() if option != "--settings"), *more]
+    if surplus:
+        raise InputError(
+            f"{given.target} is a trace, and {', '.join(surplus)} was given, too",
+            expected="a trace alone: its step is already recorded",
+            do="Leave the options out, or name a callable",
+        )
+    try:
+        return load_trace(given.target)
+    except OSError as error:
+        raise TargetError(
+            f"{given.target} cannot be read ({error.strerror})",
+            expected="a trace that memplan explain --trace wrote",
+            do="Check the path",
+        ) from error

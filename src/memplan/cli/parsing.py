@@ -9,28 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from memplan.errors import InputError
-
-_WORDS = {"true": True, "false": False, "none": None}
-
-
-def literal(text: str) -> Any:
-    """A Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case.
-
-    Example:
-        >>> literal("8"), literal("1e-3"), literal("(16, 32)"), literal("false"), literal("batch")
-        (8, 0.001, (16, 32), False, 'batch')
-    """
-    word = text.strip().lower()
-    if word in _WORDS:
-        return _WORDS[word]
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
+from memplan.studies.axes.ranges import literal
 
 
 def named(pairs: Iterable[str], option: str) -> dict[str, str]:
-    """``["a=1", "b=2"]`` as ``{"a": "1", "b": "2"}``.
+    """Read ``["a=1", "b=2"]`` as ``{"a": "1", "b": "2"}``.
 
     Raises:
         InputError: no "=", no name, a name twice.
@@ -52,7 +35,7 @@ def named(pairs: Iterable[str], option: str) -> dict[str, str]:
 
 
 def keywords(text: str, option: str) -> dict[str, Any]:
-    """``"lr=0.1,betas=(0.9,0.95)"`` as ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
+    """Read ``"lr=0.1,betas=(0.9,0.95)"`` as ``{"lr": 0.1, "betas": (0.9, 0.95)}``.
 
     Raises:
         InputError: not such a list.
@@ -72,7 +55,7 @@ def keywords(text: str, option: str) -> dict[str, Any]:
 
 
 def offer(name: str, among: Iterable[str]) -> str:
-    """``Did you mean x?``, or where nothing is near the names that there are; "" where there are none."""
+    """Say ``Did you mean x?``, or list the names where none is near; "" where there are none."""
     names = sorted(set(among))
     near = difflib.get_close_matches(name, names, n=3)
     if not near:
@@ -86,7 +69,7 @@ def offer(name: str, among: Iterable[str]) -> str:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """The parameters of a callable by name; None where Python cannot see them."""
+    """Return the parameters of a callable by name; None where Python cannot see them."""
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""`memplan explain --infer --weights int8`: inference as it is beside quantized inference."""
+"""`memplan explain --infer --weights int8`: inference of the model beside quantized inference."""
 
 from __future__ import annotations
 

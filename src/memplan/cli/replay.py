@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import DEBUG
+from memplan.cli.options import debug_option, json_option, top_option
 from memplan.cli.progress import progress
 from memplan.errors import InputError
 
@@ -39,14 +39,9 @@ replay differs from the recording; 2 bad usage, or a file that is no snapshot.
 )
 @click.option("--capacity", metavar="SIZE", help="What the card gives to torch: 24GiB. Default: as recorded.")
 @click.option("--gpu", type=click.IntRange(min=0), metavar="N", help="Whose history, where there are several.")
-@click.option(
-    "--top", type=click.IntRange(min=0), default=10, show_default=True, metavar="N", help="Rows to list; 0 for all."
-)
-@click.option("--json", "json_file", metavar="FILE", help="Write everything as JSON, too; - for stdout alone.")
-@click.option(
-    "--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.",
-    callback=lambda context, _, value: context.meta.update({DEBUG: value}),
-)  # fmt: skip
+@top_option(10, "Rows")
+@json_option("everything")
+@debug_option
 def command(
     file: str, settings: tuple[str, ...], capacity: str | None, gpu: int | None, top: int, json_file: str | None
 ) -> int:
@@ -63,8 +58,7 @@ def command(
         raise InputError("--capacity 0", expected="what the card gives to torch", do="Write it like 24GiB")
     with progress(f"replaying {file}"):
         found = cases(replay(file, gpu=gpu), others, size)
-    from memplan.reports.replay import print_replay
-    from memplan.reports.replay_json import dumps
+    from memplan.reports.replay import dumps, print_replay
 
     if json_file is not None:
         write(json_file, dumps(found))

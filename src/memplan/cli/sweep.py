@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import Described, StepArguments, advised, describe, step_options, without
+from memplan.cli.options import Described, StepArguments, advised, describe, json_option, step_options, without
 from memplan.cli.parsing import named, parameters
 from memplan.cli.progress import bar
 from memplan.cli.targets import ByName, resolve
@@ -56,20 +57,22 @@ usage, or no point could be recorded; 130 interrupted.
     help="An attribute of the layers that a pattern names, as named_modules() does: encoder.*.kernel_size=3,5,7; "
     ".NAME=VALUES is one of the model itself.",
 )  # fmt: skip
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as are worth it.")
-@click.option("--json", "json_file", metavar="FILE", help="Write every point as JSON, too; - for stdout alone.")
+@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as save time.")
+@json_option("every point")
 @click.option("--chart", "chart_file", metavar="FILE", help="Draw the parts of every point: .png, .svg or .pdf.")
 def command(
     batches: str | None, sizes: str | None, lengths: str | None, precisions: str | None, varied: tuple[str, ...],
     changed: tuple[str, ...], jobs: int | None, json_file: str | None, chart_file: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
-    from memplan.reports.sweep import check_drawable, picture, print_sweep
+    from memplan.reports.chart import check_drawable, picture
+    from memplan.reports.sweep import draw, print_sweep
     from memplan.studies.axes.ranges import values_of
 
     check_writable(json_file, "--json")
     check_writable(chart_file, "--chart")
-    check_drawable(chart_file)
+    if chart_file is not None:
+        check_drawable(chart_file, "--chart")
     plain = {"batch": batches, "size": sizes, "sequence": lengths, "precision": precisions}
     own = {name: values_of(text, f"--{name}") for name, text in plain.items() if text is not None}
     vary = {name: values_of(text, f"--vary {name}") for name, text in named(varied, "--vary").items()}
@@ -80,7 +83,7 @@ def command(
     if chart_file is not None:
         from memplan._text import write_whole
 
-        write_whole(chart_file, picture(done, chart_file))
+        write_whole(chart_file, picture(partial(draw, done), chart_file))
     if json_file != "-":
         print_sweep(done)
     if done.interrupted:
@@ -116,7 +119,7 @@ def _sweep(
 
 
 def described_at(given: StepArguments, batches: Values | None, vary: dict[str, Values]) -> Described:
-    """The step at the first values of its axes: arguments without a default may get theirs from an axis.
+    """Return the step at the first values of its axes: arguments without a default may get theirs from an axis.
 
     Raises:
         TargetError, InputError: as `describe`, and for a trace, which cannot be recorded at other values.
@@ -137,14 +140,14 @@ def described_at(given: StepArguments, batches: Values | None, vary: dict[str, V
 
 
 def subject_of(described: Described, given: StepArguments) -> Subject:
-    """What an axis changes a part of."""
+    """Return the subject whose parts axes change."""
     from memplan.studies.axes.subject import Subject
 
     return Subject(ByName(given.target), described.options, described.arguments)
 
 
 def _layers(text: str) -> tuple[str, Values]:
-    """``LAYERS.NAME=VALUES`` as the axis's name and its values."""
+    """Read ``LAYERS.NAME=VALUES`` as the axis's name and its values."""
     from memplan.studies.axes.ranges import values_of
 
     place, equals, values = text.partition("=")

@@ -113,7 +113,7 @@ def import_place(place: str) -> ModuleType:
 
 
 def callables(module: ModuleType) -> list[str]:
-    """Names of the callables that a module itself defines; of all public ones where it defines none."""
+    """List the callables that a module itself defines; all public ones where it defines none."""
     public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
     return own or list(public)
@@ -138,7 +138,7 @@ def contained(what: str) -> Iterator[None]:
 
 
 def location(error: BaseException) -> str | None:
-    """``file:line`` where an exception was raised: the innermost frame of the user's own code."""
+    """Return ``file:line`` where an exception was raised: the innermost frame of the user's own code."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short(error.filename)}:{error.lineno}"
     frames = [
@@ -151,7 +151,7 @@ def location(error: BaseException) -> str | None:
 
 
 def short(path: str) -> str:
-    """A path relative to the working directory, if it lies in it."""
+    """Return a path relative to the working directory, if it lies in it."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
@@ -218,7 +218,7 @@ def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
 def _import_failed(place: str, error: Exception) -> TargetError:
     where = location(error)
     text = error.msg if isinstance(error, SyntaxError) else str(error).strip().split("\n")[0]
-    do = "Mend it there"
+    do = "Correct it there"
     if isinstance(error, ModuleNotFoundError) and error.name:
         do = f"Install {error.name.split('.')[0]} next to memplan, or run memplan where it is installed"
     return TargetError(

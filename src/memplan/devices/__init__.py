@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.devices.lookup import catalogue, find, of_properties
+from memplan.devices.lookup import catalogue, find, of_properties, read_budget
 from memplan.devices.model import Device
 
-__all__ = ["Device", "catalogue", "find", "of_properties"]
+__all__ = ["Device", "catalogue", "find", "of_properties", "read_budget"]

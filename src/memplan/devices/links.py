@@ -1,4 +1,4 @@
-"""How each card of the catalogue depends on its host: PCIe, of which generation and how many lanes.
+"""Link of each card of the catalogue to its host: PCIe, of which generation and how many lanes.
 
 What copies really reach is less than what the standard allows: see `memplan.planning.graph.roofline.LINK_SHARE`.
 """

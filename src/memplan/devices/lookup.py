@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from contextlib import suppress
 from functools import cache
+from typing import Any
 
+from memplan._bytes import parse_bytes
 from memplan.devices.cards import ALIASES, CARDS
 from memplan.devices.context import SOURCE, context_of
 from memplan.devices.model import Device
-from memplan.errors import DeviceError
+from memplan.errors import DeviceError, UnitError
 
 _PIECES = re.compile(r"[a-z]+|[0-9]+")
 _SIZE = re.compile(r"(?<=[0-9])gi?b?$")
@@ -57,6 +60,25 @@ def find(name: str) -> Device:
         expected="one of its cards, such as h100 or rtx4090",
         do=f"{_offer(key)} `memplan devices` lists all",
     )
+
+
+def read_budget(budget: Any) -> int | Device:
+    """Read a budget: bytes, or the card that it names.
+
+    Raises:
+        UnitError: it is neither.
+
+    Example:
+        >>> read_budget("6 GiB"), read_budget("RTX 4090").name
+        (6442450944, 'rtx4090')
+    """
+    try:
+        return parse_bytes(budget)
+    except UnitError:
+        if isinstance(budget, str):
+            with suppress(DeviceError):
+                return find(budget)
+        raise
 
 
 def of_properties(name: str, total_memory: int, major: int, minor: int, multiprocessors: int) -> Device:

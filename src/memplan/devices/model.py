@@ -12,9 +12,6 @@ from memplan._bytes import format_bytes
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")
 """What `Device.flops` may have, in the order in which it is shown. ``tf32`` is a float32 product with TF32 allowed."""
 
-FIGURES = ("capacity", "bandwidth", "flops", "architecture", "multiprocessors", "l2", "context", "link")
-"""What `Device.sources` name: one source starts with each figure that a device has, as ``capacity: ...``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -45,6 +42,7 @@ class Device:
     l2: int | None
     context: tuple[int, int]
     sources: tuple[str, ...]
+    """One for each figure, which it names first: ``capacity: ...``."""
     link: int | None = None
 
     @property

@@ -69,7 +69,7 @@ def explain(
         >>> print(memplan.explain(resnet18, "32x3x224x224", optimizer=torch.optim.AdamW))
         44.7 MiB of weights -> 1.1 GiB peak: ...
     """
-    options = StepOptions(inputs, kwargs, _as_tuple(targets), loss, optimizer, autocast, train, dtype).checked()
+    options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what, settings=settings)
@@ -151,10 +151,6 @@ def _by_cause_reserved(trace: Trace, timeline: Timeline) -> dict[str, int]:
     by_cause = _by_cause(trace, timeline.reserved_tick)
     allocated, reserved = levels_at(timeline, timeline.reserved_tick)
     return by_cause | {"rounding": allocated - sum(by_cause.values()), "fragmentation": reserved - allocated}
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _refuse_options(options: StepOptions) -> None:

@@ -1,10 +1,9 @@
-"""Which precision a lossy plan has: a few kinds are planned, and the fastest that fits is taken."""
+"""Choose the precision of a lossy plan: plan in several precisions, and take the fastest that fits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,32 +14,31 @@ from memplan.errors import BudgetError, MemplanError, RecordingError
 from memplan.planning.cost.op_timing import step_seconds
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import EXACT, Compute, Precision, Save
-from memplan.planning.levers.encode import LOSSY
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION
+from memplan.planning.levers import registry
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION
 from memplan.planning.plan.budget_error import Way, with_way
 from memplan.planning.plan.plan import Plan
 from memplan.planning.plan.precision_report import slower_blocks
 from memplan.planning.schedule.byte_levels import base_level
-
-if TYPE_CHECKING:
-    from memplan.planning.search.search import Search
-    from memplan.planning.settings import Settings
-    from memplan.planning.study import Planned, Study
+from memplan.planning.search.search import Search
+from memplan.planning.settings import Settings
+from memplan.planning.study import Planned, Study
 
 _MUCH = 0.05
 """Share of a step's time that goes into making values again, beyond which keeping them in fewer bits may be faster."""
 _FAR = 1.5
-"""Times what a budget leaves beside weights and all else that is there all the time. Fused, a step has been seen to
-take 15 % less than the least op by op."""
+"""Ratio to what a budget leaves beside the bytes that are always there, beyond which a step is far from fitting. Fused,
+a step has been seen to take 15 % less than its floor op by op."""
 WORTH_IT = 0.98
 """A plan that loses more has to take this share of the time of one that loses less, or less than that."""
 WORTH_LOSING = 0.9
 """The same beside an exact one: predicted seconds are a few per cent off, and nothing is to be lost for nothing."""
 
 
-def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Settings, *, sure: bool = True) -> Planned:
-    """The fastest plan within the budget, by its predicted time, exact or lossy; of fused kernels, of those that are
-    looked at.
+def fastest(
+    study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int, *, sure: bool = True
+) -> Planned:
+    """Return the fastest plan within the budget by predicted time, exact or lossy.
 
     Args:
         study: what is known of the call in a precision that is settled.
@@ -52,7 +50,7 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
         BudgetError: no plan fits, whatever is lost; the one that lacks the least.
         RecordingError: there is no precision left to choose.
     """
-    contest = _Contest(study, settings)
+    contest = _Contest(study, settings, budget)
     for precision in tiers(model, settings):
         if contest.may_gain(precision):
             contest.enter(precision)
@@ -71,27 +69,27 @@ def fastest(study: Callable[[Settings], Study], model: nn.Module, settings: Sett
 class _Contest:
     """Plans in one precision after the other, of which the fastest is kept."""
 
-    def __init__(self, study: Callable[[Settings], Study], settings: Settings) -> None:
-        self._study, self._settings = study, settings
+    def __init__(self, study: Callable[[Settings], Study], settings: Settings, budget: int) -> None:
+        self._study, self._settings, self._budget = study, settings, budget
         self._known: dict[Precision, Study] = {}
         self._seconds = float("inf")
         self.best: Planned | None = None
         self.lacking = list[BudgetError]()
         self._left_out = list[tuple[_Least, Precision]]()
-        """What is far from fitting, with its least op by op."""
+        """Precisions that are far from fitting, with their floors op by op."""
         self._failed = dict[str, Precision]()
-        """By what went wrong, in what first."""
+        """First precision that failed with each error."""
 
     def may_gain(self, precision: Precision) -> bool:
-        """Whether it is worth a look. Of fused kernels each is lowered, which takes seconds: what saves in fewer bits
-        is looked at where nothing fits so far, or much is made again."""
+        """Return whether a precision is worth planning. For fused kernels each candidate is lowered, which takes
+        seconds: saving in fewer bits is tried only where nothing fits so far, or where much is recomputed."""
         if self._settings.engine == "graph" or precision.save == "exact" or self.best is None:
             return True
         return self.best.plan.seconds > _MUCH * self._seconds
 
     def enter_left_out(self) -> None:
-        """Plan after all in those precisions that were left out and may take less than what was looked at, so that the
-        least hangs on no budget."""
+        """Plan in the precisions left out that may need less than those tried, so that the smallest budget that is
+        reported does not depend on the budget that was asked for."""
         for least, precision in sorted(self._left_out, key=lambda one: one[0].floor):
             if self.lacking and least.is_far_from(min(error.smallest_budget for error in self.lacking)):
                 break
@@ -104,15 +102,15 @@ class _Contest:
         undivided = None if precision.whole else self._known.get(replace(precision, whole=True))
         try:
             if undivided is not None and not _runs(undivided, CONVOLUTION):
-                return  # there is nothing to take apart
+                return  # no convolution to take apart
             one = self._known[precision] = self._study(settled)
             if undivided is not None and not _runs(one, CHUNKED):
-                return  # nothing was worth it
+                return  # no convolution was worth taking apart
             if self.best is not None and (step_seconds(one.captured.graph) or 0.0) > self._longest:
-                return  # whatever is chosen, that much it takes
+                return  # any plan in this precision takes as long
             if self._settings.engine == "inductor" and not self._is_worth_lowering(one, settled, anyhow):
                 return
-            planned = one.planned(settled)
+            planned = one.planned(settled, self._budget)
         except BudgetError as error:
             error.precision = precision
             self.lacking.append(error)
@@ -123,22 +121,22 @@ class _Contest:
             self._failed.setdefault(error.found, precision)  # not everything runs in fewer bits
             return
         if planned.plan.lost in self._settings.without:
-            return  # it allows more, and makes no use of that
+            return  # it uses nothing of what it allows beyond that one
         taken = planned.plan.total_seconds or 0.0
         if self.best is None or taken < self._longest:
             self.best, self._seconds = planned, taken
 
     def _is_worth_lowering(self, study: Study, settled: Settings, anyhow: bool) -> bool:
-        """Of fused kernels several candidates are lowered, which takes seconds each."""
+        """Return whether a precision is worth lowering, which takes seconds for each candidate."""
         search, precision = study.search(settled), settled.settled
         least = _least(search)
-        if least.is_far_from(settled.budget) and not anyhow:
+        if least.is_far_from(self._budget) and not anyhow:
             self._left_out.append((least, precision))
             return False
-        return precision.save == "exact" or _saves(search, settled.budget)
+        return precision.save == "exact" or _saves(search, self._budget)
 
     def told(self, planned: Planned) -> Planned:
-        """The same, with a note of what could not be looked at."""
+        """Return the plan with a note of each precision that failed."""
         notes = [f"{precision} was left out: {found}" for found, precision in self._failed.items()]
         plan = planned.plan
         return replace(planned, plan=replace(plan, notes=(*plan.notes, *notes))) if notes else planned
@@ -150,8 +148,8 @@ class _Contest:
         return (WORTH_LOSING if exact else WORTH_IT) * self._seconds
 
     def mixed(self) -> Precision | None:
-        """The best one's lower precision, or any other, without the blocks that take longer in it; None where none
-        does."""
+        """Return the best plan's lower precision, or any other, without the blocks that are slower in it; None where
+        none is."""
         if self.best is None or EXACT not in self._known:
             return None
         low = next((one for one in (self.best.plan.precision, *self._known) if one.compute), None)
@@ -163,14 +161,14 @@ class _Contest:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """What a step takes op by op, in bytes."""
+    """Bytes of a step op by op."""
 
     floor: int
     there: int
-    """Of these, what is there all the time."""
+    """Bytes that are always there, included in the floor."""
 
     def is_far_from(self, budget: int) -> bool:
-        """Whether the fused step will not keep that either."""
+        """Return whether the fused step will not keep a budget either."""
         return self.floor - self.there > _FAR * (budget - self.there)
 
 
@@ -179,9 +177,9 @@ def _least(search: Search) -> _Least:
 
 
 def _saves(search: Search, budget: int) -> bool:
-    """Whether anything is saved in fewer bits, op by op, within the budget or in the least that there is."""
-    lossy = {one.value for one in search.graph.encodings if one.codec in LOSSY}
-    return any(not lossy.isdisjoint(found.choices.encode) for found in (search.floor(), search.within(budget)))
+    """Return whether plans op by op, for the budget or at the floor, save anything in fewer bits."""
+    lossy = {(f.lever, f.value) for f in search.graph.forms if registry.find(f.lever).grade(f) == "lossy"}
+    return any(not lossy.isdisjoint(found.choices.kept_as) for found in (search.floor(), search.within(budget)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +189,14 @@ class Reached:
     peak: int
     """Predicted bytes."""
     seconds: float
-    """What it adds to the step as it is written; below 0 where computing in fewer bits is faster."""
+    """Seconds added to the step as it is written; below 0 where computing in fewer bits is faster."""
     precision: Precision
 
 
 def frontier(
     study: Callable[[Settings], Study], model: nn.Module, settings: Settings, points: int
 ) -> tuple[Reached, ...]:
-    """Plans from all kept to the floor, in each precision that is allowed, the largest peak first: the exact ones that
+    """Return plans from all kept to the floor, in each allowed precision, the largest peak first: the exact ones that
     no exact one beats in both bytes and seconds, and the lossy ones that none beats at all.
 
     Args:
@@ -225,7 +223,7 @@ def frontier(
 
 
 def _runs(study: Study, target: str) -> bool:
-    """Whether a forward pass has an op of that name."""
+    """Return whether the forward pass has an op of this name."""
     return any(op.target == target for op in study.captured.graph.forward_ops)
 
 
@@ -239,15 +237,15 @@ def _unbeaten(found: Iterable[Reached]) -> list[Reached]:
 
 
 def with_lossy_way(
-    error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings
+    error: BudgetError, study: Callable[[Settings], Study], model: nn.Module, settings: Settings, budget: int
 ) -> BudgetError:
-    """The error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
+    """Return the error of a budget that no exact plan meets, with what a lossy plan would cost, where one meets it."""
     least = study(settings).least(settings)
-    if settings.budget < least:
+    if budget < least:
         return error
     try:
         plan = fastest(
-            study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT)), sure=False
+            study, model, replace(settings, allow="lossy", without=(*settings.without, EXACT)), budget, sure=False
         ).plan
     except MemplanError:  # none does, or nothing of it runs in fewer bits
         return error
@@ -255,7 +253,8 @@ def with_lossy_way(
 
 
 def with_graph_way(error: BudgetError, planned: Callable[[Settings], Planned], settings: Settings) -> BudgetError:
-    """The error of a budget that no fused kernels meet, with what the engine ``graph`` would cost, where that does."""
+    """Return the error of a budget that no fused kernels meet, with what the engine ``graph`` would cost, where that
+    does."""
     try:
         plan = planned(replace(settings, engine="graph")).plan
     except MemplanError:
@@ -264,7 +263,7 @@ def with_graph_way(error: BudgetError, planned: Callable[[Settings], Planned], s
 
 
 def _taken(plan: Plan) -> str:
-    """What it costs, to go on with."""
+    """Return the end of a sentence with the predicted seconds of a plan."""
     if plan.total_seconds is None:
         return ""
     without = f" ({format_seconds(plan.step_seconds)} without a plan)" if plan.step_seconds else ""
@@ -272,7 +271,7 @@ def _taken(plan: Plan) -> str:
 
 
 def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
-    """What there is to choose from: first what loses nothing."""
+    """Yield the precisions to choose from, those that lose nothing first."""
     device = next((one.device.type for one in model.parameters()), "cpu")
     under_autocast = any(torch.is_autocast_enabled(one) for one in ("cpu", "cuda"))
     compute = "" if under_autocast else lower_precision(settings.device, device)
@@ -286,8 +285,8 @@ def tiers(model: nn.Module, settings: Settings) -> Iterator[Precision]:
 
 
 def lower_precision(card: Device | None, device: str) -> Compute:
-    """What there are kernels for: float16 on a card that has only that, else bfloat16. On a CPU without instructions
-    for it bfloat16 is slow, which the measured seconds say, and float16 no faster."""
+    """Return the dtype that has kernels: float16 on a card without bfloat16, else bfloat16. On a CPU without
+    instructions for it bfloat16 is slow, as the measured seconds show, and float16 no faster."""
     if card is not None:
         return "bfloat16" if card.flops.get("bfloat16") or not card.flops.get("float16") else "float16"
     if device == "cuda":

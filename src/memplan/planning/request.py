@@ -1,129 +1,126 @@
-"""What `plan` and `fit` are asked for, checked: the model, its step, the call and the settings."""
+"""Check the arguments of `plan` and `fit`: the model, its step, the call, the budget and the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from memplan import _torch
-from memplan._bytes import parse_bytes
-from memplan.devices import find
-from memplan.devices.model import Device
-from memplan.errors import DeviceError, InputError, TargetError, UnitError, UsageError
+from memplan.devices import Device, find, read_budget
+from memplan.errors import DeviceError, InputError, TargetError, UsageError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.side_effects import is_fake
 from memplan.planning.graph.placement import Home, home_of
 from memplan.planning.graph.precision import UNSCALED
-from memplan.planning.settings import Allow, Engine, Settings
+from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
 from memplan.trace.records import HOST
+from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checked request."""
+    """Checked arguments of a plan."""
 
     model: nn.Module
     """The user's."""
     step: nn.Module
-    """What is captured: model and loss, or the model alone."""
+    """Module that is captured: model and loss, or the model alone."""
     call: Call
     autocast: torch.dtype | None
     """The one that was asked for, or the caller's own."""
     settings: Settings
+    budget: int
+    """Bytes: bound on everything on the device at any moment of the step."""
     notes: tuple[str, ...] = ()
 
     @contextmanager
     def under_autocast(self) -> Iterator[None]:
-        """The autocast that the step runs under."""
+        """Enter the autocast that the step runs under."""
         with nullcontext() if self.autocast is None else torch.autocast(self.settings.home.type, dtype=self.autocast):
             yield
 
 
-def request(
-    model: Any,
-    inputs: tuple[Any, ...],
-    *,
-    kwargs: Mapping[str, Any],
-    targets: Any,
-    loss: Callable[..., Any] | None,
-    budget: Any,
-    autocast: torch.dtype | str | None,
-    device: str | torch.device | None,
-    allow: Allow,
-    clip_norm: float | None,
-    accumulate: int,
-    settings: Settings,
-    fake: bool,
-) -> Request:
-    """Check what was asked for, and make what is described only.
+def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) -> Request:
+    """Check the arguments of a plan, and make the model and the inputs that are only described.
 
     Args:
-        settings: what needs no check: optimizer, early, heuristics, costs, plan.
-        fake: nothing of a model that is still to be made, nor of inputs that are described, is allocated.
+        model: a module, or a callable that makes one.
+        step: its inputs, loss and optimizer.
+        options: everything else.
+        fake: allocate neither a model that is still to be made nor inputs that are described.
 
     Raises:
         UsageError: one of its kinds, for each argument that cannot be.
     """
-    _check_engine(settings.engine)
-    _check_early(settings, accumulate, clip_norm)
-    _check_allow(allow, settings)
-    size, budgeted = _budget(budget)
-    card, notes = _card(device) or budgeted, tuple[str, ...]()
-    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
-    options = StepOptions(inputs, kwargs, targets, loss, settings.optimizer, autocast).checked()
+    _check_engine(options.engine)
+    _check_early(step, options)
+    _check_allow(options)
+    budget, budgeted = _budget(options.budget)
+    card, step = _card(options.device) or budgeted, step.checked()
     with _torch.fake_tensors() if fake and not isinstance(model, nn.Module) else nullcontext():
         made = _made(model)
         _check_data(made, fake)
-        args, keywords = _real((*options.inputs, *options.targets)), _real(dict(options.kwargs))
-    if targets and loss is None:
-        raise InputError(f"{len(targets)} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
-    step = made if loss is None else WithLoss(made, loss, len(targets))
-    if settings.early:
-        _check_apart(step)
+        args, keywords = _real((*step.inputs, *step.targets)), _real(dict(step.kwargs))
+    module = _with_loss(made, step)
+    if options.gradients.updates:
+        _check_apart(module)
     call = call_of(args, keywords)
-    held, home = settings.held or accumulate > 1, home_of(step, call.tensors)
-    settings = replace(settings, budget=size, device=card, held=held, allow=allow, home=home)
-    settings = replace(settings, offload=settings.offload or home.card is not None)
-    _check_compiler(settings)
-    if budgeted is not None:
-        notes = (_of_card(budgeted, home),)
-    assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
-    lower = options.autocast or _around(home.type)
+    home = home_of(module, call.tensors)
+    _check_compiler(options.engine, home)
+    settings = Settings(
+        optimizer=step.optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
+        costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
+        host_memory=options.host_memory or home.card is not None, allow=options.allow,
+    )  # fmt: skip
+    assert step.autocast is None or isinstance(step.autocast, torch.dtype), "options were checked"
+    lower = step.autocast or _around(home.type)
+    notes = () if budgeted is None else (_of_card(budgeted, home),)
     if torch.float16 in _computes_in(made, lower):
         notes = (*notes, UNSCALED)
-    return Request(made, step, call, lower, settings, notes)
+    return Request(made, module, call, lower, settings, budget, notes)
+
+
+def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
+    """Return the module that is captured: the model with its loss, or the model alone."""
+    if step.loss is not None:
+        return WithLoss(model, step.loss, len(step.targets))
+    if step.targets:
+        count = len(step.targets)
+        raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
+    return model
 
 
 def _around(place: str) -> torch.dtype | None:
-    """What the caller's own autocast computes in, where one is on."""
+    """Return the dtype of the caller's own autocast, where one is on."""
     return torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else None
 
 
 def _computes_in(model: nn.Module, autocast: torch.dtype | None) -> set[torch.dtype]:
-    """The dtypes of the parameters that are trained, and that of the autocast."""
+    """Return the dtypes of the parameters that are trained, and that of the autocast."""
     found = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     return found if autocast is None else found | {autocast}
 
 
-def _check_allow(allow: str, settings: Settings) -> None:
+def _check_allow(options: PlanOptions) -> None:
+    allow, plan = options.allow, options.plan
     if allow not in get_args(Allow):
         raise UsageError(
             f"allow={allow!r}",
             expected="'exact', which changes no bit, or 'lossy', which may compute and save in fewer bits",
             do="Leave it out for 'exact'",
         )
-    if allow == "exact" and settings.plan is not None and settings.plan.precision.lossy:
+    if allow == "exact" and plan is not None and plan.precision.lossy:
         raise UsageError(
-            f"The plan is lossy ({settings.plan.precision}), and allow is 'exact'",
+            f"The plan is lossy ({plan.precision}), and allow is 'exact'",
             expected="a plan that changes no bit",
-            do="Allow it: allow='lossy' (--allow lossy), or plan this step anew",
+            do="Allow it: allow='lossy' (--allow lossy), or plan this step again",
         )
 
 
@@ -134,15 +131,15 @@ def _check_engine(engine: str) -> None:
         )  # fmt: skip
 
 
-def _check_compiler(settings: Settings) -> None:
-    """Raises UsageError where fused kernels are asked for, and what makes them is not there."""
-    if settings.engine == "graph":
+def _check_compiler(engine: Engine, home: Home) -> None:
+    """Raise UsageError where the compiler of fused kernels is asked for and missing."""
+    if engine == "graph":
         return
-    if settings.home.card is not None:
-        missing = _torch.card_compiler_misses(settings.home.name)
+    if home.card is not None:
+        missing = _torch.card_compiler_misses(home.name)
         if missing is not None:
             raise UsageError(
-                f"engine='inductor' on {settings.home.name}, and {missing}",
+                f"engine='inductor' on {home.name}, and {missing}",
                 expected="what torch.compile needs there: Triton, which builds of torch for CUDA bring along",
                 do="Install it, or leave engine out: 'graph' runs torch's own kernels and needs none",
             )
@@ -163,12 +160,13 @@ def _check_compiler(settings: Settings) -> None:
         )
 
 
-def _check_early(settings: Settings, accumulate: int, clip_norm: float | None) -> None:
+def _check_early(step: StepOptions, options: PlanOptions) -> None:
+    accumulate, clip_norm = options.accumulate, options.clip_norm
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate={accumulate!r}", expected="how many micro-batches make one update, at least 1")
-    if not settings.early:
+    if not options.gradients.updates:
         return
-    if settings.optimizer is None:
+    if step.optimizer is None:
         raise UsageError(
             "early=True without an optimizer", expected="the optimizer that is to update early", do="Give optimizer"
         )
@@ -189,7 +187,7 @@ def _check_early(settings: Settings, accumulate: int, clip_norm: float | None) -
 
 
 def _check_apart(model: nn.Module) -> None:
-    """Raises UsageError where an early update of a parameter would change another one, or a buffer."""
+    """Raise UsageError where an early update of a parameter would change another one, or a buffer."""
     named = {
         name: tensor
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -197,7 +195,7 @@ def _check_apart(model: nn.Module) -> None:
     }
     places = sorted((_torch.storage_key(one.untyped_storage()), *_reach(one), name) for name, one in named.items())
     before = (0, 0, "")
-    """Of those so far the one that ends last: storage, end, name."""
+    """The one that ends last of those so far: storage, end, name."""
     for storage, begin, end, name in places:
         shares = storage == before[0] and begin < before[1]
         if shares and (named[name].requires_grad or named[before[2]].requires_grad):
@@ -211,14 +209,14 @@ def _check_apart(model: nn.Module) -> None:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of its storage at which a tensor begins and ends."""
+    """Return the bytes of its storage at which a tensor begins and ends."""
     first = int(tensor.storage_offset())
     last = first + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def _of_card(card: Device, home: Home) -> str:
-    """The note on a budget that a card's name stood for."""
+    """Return the note on a budget that a card's name stood for."""
     kernels = "the CPU's kernels, in allocated bytes" if home.card is None else f"the kernels of {home.card.title}"
     return f"the budget is what {card.title} has, less its context; planned with {kernels}"
 
@@ -226,16 +224,8 @@ def _of_card(card: Device, home: Home) -> str:
 def _budget(budget: Any) -> tuple[int, Device | None]:
     if budget is None:
         raise UsageError("No budget", expected="bytes, such as '6 GiB', or a card's name", do="Give budget")
-    try:
-        return parse_bytes(budget), None
-    except UnitError:
-        if not isinstance(budget, str):
-            raise
-    try:
-        card = find(budget)
-    except DeviceError:
-        return parse_bytes(budget), None  # raises what is wrong with it as a size
-    return card.usable("high"), card
+    size = read_budget(budget)
+    return (size.usable("high"), size) if isinstance(size, Device) else (size, None)
 
 
 def _card(device: str | torch.device | None) -> Device | None:
@@ -256,7 +246,7 @@ def _check_data(model: nn.Module, fake: bool) -> None:
         raise InputError(
             f"The model {type(model).__name__} is without data: it was made under fake tensors",
             expected="one that can run",
-            do="Make it anew, or use memplan.plan, which runs nothing",
+            do="Make it again with data, or use memplan.plan, which runs nothing",
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not fake and tensor.is_meta:
@@ -269,6 +259,4 @@ def _check_data(model: nn.Module, fake: bool) -> None:
 
 def _real(value: Any) -> Any:
     """Specs as tensors; tensors stay the user's."""
-    from memplan.trace.spec import Spec
-
     return _torch.tree_map(lambda leaf: leaf.make() if isinstance(leaf, Spec) else leaf, value)

@@ -1,4 +1,4 @@
-"""One captured call, and its plan for any budget."""
+"""Plan one captured call for any budget."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.candidate_search import Candidate, Fusing, as_fusible
 from memplan.planning.inductor.fusion_report import UNTOLD, fusion_of, unfused
 from memplan.planning.inductor.partition import Fused
-from memplan.planning.levers.offload import with_offloads
+from memplan.planning.levers.lever import GradientUse, Situation
+from memplan.planning.levers.registry import with_forms
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.plan.decisions import decide
-from memplan.planning.plan.plan import Plan, check_fingerprint, check_offloads, check_settings, names_of, optimizer_name
+from memplan.planning.plan.plan import Plan, check_fingerprint, check_forms, check_settings, names_of, optimizer_name
 from memplan.planning.plan.precision_report import cast_copies, lowered
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -51,10 +52,10 @@ class Planned:
     surroundings: Surroundings
     plan: Plan
     fused: Fused | None = None
-    """What is compiled, for the engine ``inductor``."""
+    """Compiled parts, for the engine ``inductor``."""
 
 
-_Kind = tuple[int, bool, bool, Engine]
+_Kind = tuple[int, GradientUse, Engine]
 
 
 SLOWER = 1.1
@@ -65,7 +66,7 @@ these seconds."""
 
 @dataclass(frozen=True)
 class _Bounds:
-    """What a plan is held against."""
+    """Reference figures of a plan: floor and lower bounds."""
 
     predicted: Timeline
     floor: int
@@ -87,117 +88,117 @@ class Study:
         self._relaid: Study | None = None
         self._looked = captured.relaid
 
-    def planned(self, settings: Settings) -> Planned:
-        """The plan for one budget. Raises BudgetError."""
+    def planned(self, settings: Settings, budget: int) -> Planned:
+        """Return the plan for a budget in bytes. Raises BudgetError."""
         if settings.engine == "inductor":
-            return self._in_either_layout(settings)
+            return self._in_either_layout(settings, budget)
         graph, search = self.captured.graph, self.search(settings)
         around = search.around
         if settings.plan is not None:
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
-            self._check(settings.plan, settings, timeline_of(made, around).peak_reserved)
-            made = with_fewest_pieces(made, lambda one: _fits(one, around, settings.budget))
+            self._check(settings.plan, settings, budget, timeline_of(made, around).peak_reserved)
+            made = with_fewest_pieces(made, lambda one: _fits(one, around, budget))
         else:
-            made, bound = self._within(settings)
-        validate(graph, made, budget=settings.budget, surroundings=around)
+            made, bound = self._within(settings, budget)
+        validate(graph, made, budget=budget, surroundings=around)
         timeline = timeline_of(made, around)
         bounds = _Bounds(timeline, min(self._floor(settings), timeline.peak_reserved), search.lower_bound, bound)
-        return Planned(self.captured, made, around, self._plan(settings, made, around, bounds))
+        return Planned(self.captured, made, around, self._plan(settings, budget, made, around, bounds))
 
-    def _within(self, settings: Settings) -> tuple[Schedule, float]:
-        """The schedule for a budget, and the seconds that none adds less than.
+    def _within(self, settings: Settings, budget: int) -> tuple[Schedule, float]:
+        """Return the schedule for a budget, and a lower bound of the seconds that any adds.
 
         On a card the allocator holds more than what is alive. By so much less it is planned again.
         """
-        graph, search, target = self.captured.graph, self.search(settings), settings.budget
+        graph, search, target = self.captured.graph, self.search(settings), budget
         around = search.around
         while True:
             found = search.within(target)
             made = schedule(graph, found.choices)
             if isinstance(found, Infeasible):
-                if timeline_of(made, around).peak_reserved <= settings.budget:
+                if timeline_of(made, around).peak_reserved <= budget:
                     return made, 0.0
-                raise budget_error(made, around, settings.budget)
+                raise budget_error(made, around, budget)
             made = with_fewest_pieces(made, partial(_fits, around=around, budget=target))
-            over = timeline_of(made, around).peak_reserved - settings.budget
+            over = timeline_of(made, around).peak_reserved - budget
             if over <= 0:
                 return made, found.lower_bound_seconds
             target = min(target, levels(made, around).peak) - over
 
     def _floor(self, settings: Settings) -> int:
-        """Bytes of the smallest plan that was found."""
+        """Return the bytes of the smallest plan that was found."""
         search = self.search(settings)
         if settings.home.card is None:
             return search.floor_peak
         return timeline_of(schedule(self.captured.graph, search.floor().choices), search.around).peak_reserved
 
-    def _in_either_layout(self, settings: Settings) -> Planned:
-        """The same, for fused kernels, in the first layout in which it fits."""
+    def _in_either_layout(self, settings: Settings, budget: int) -> Planned:
+        """Return the plan in the first layout in which it fits."""
         layouts, errors = self.layouts(settings), list[MemplanError]()
         if settings.plan is not None:
             layouts = [one for one in layouts if one.captured.graph.fingerprint == settings.plan.fingerprint] or [self]
         for one in layouts:
             try:
-                return one._fused(settings)
-            except (BudgetError, CompileError) as error:  # what is written for one layout says nothing of the other
+                return one._fused(settings, budget)
+            except (BudgetError, CompileError) as error:  # a failure in one layout says nothing of the other
                 errors.append(error)
         refused = [error for error in errors if isinstance(error, BudgetError)]
         raise min(refused, key=lambda error: error.smallest_budget) if refused else errors[-1]
 
     def layouts(self, settings: Settings) -> list[Study]:
-        """For fused kernels: what is known of the call with its convolutions in channels last where that is as good,
-        and of the call as it is. What takes much longer comes last."""
+        """Return the studies for fused kernels: with convolutions in channels last where that is as good, and as
+        written. A layout that takes much longer comes last."""
         if not settings.relaid:
             return [self]
         if not self._looked:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
-                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # many ops are the same
+                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # most are known already
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]
         slower = _is_slower(self._relaid.captured.graph, self.captured.graph)
         return [self, self._relaid] if slower else [self._relaid, self]
 
-    def _fused(self, settings: Settings) -> Planned:
+    def _fused(self, settings: Settings, budget: int) -> Planned:
         fusing, search = self._fusing(settings), self.search(settings)
         if settings.plan is not None:
             found = fusing.candidate(settings.plan.choices)
-            self._check(settings.plan, settings, found.peak)
+            self._check(settings.plan, settings, budget, found.peak)
         else:
-            found = fusing.within(settings.budget)
+            found = fusing.within(budget)
             if found is None:
                 lowest = fusing.lowest
-                raise budget_error(lowest.schedule, search.around, settings.budget, lowest.timeline)
+                raise budget_error(lowest.schedule, search.around, budget, lowest.timeline)
         validate(search.graph, found.schedule, surroundings=search.around)
         bounds = _Bounds(found.timeline, min(one.peak for one in fusing.known), self.least(settings), 0.0)
-        plan = self._plan(settings, found.schedule, search.around, bounds)
+        plan = self._plan(settings, budget, found.schedule, search.around, bounds)
         plan = _with_fusion(plan, found, settings)
         captured = replace(self.captured, graph=search.graph)
         return Planned(captured, found.schedule, search.around, plan, found.fused)
 
-    def _check(self, plan: Plan, settings: Settings, peak: int) -> None:
+    def _check(self, plan: Plan, settings: Settings, budget: int, peak: int) -> None:
         """Refuse a plan that is for something else."""
         around = self.search(settings).around
         check_fingerprint(plan, self.captured.graph)
-        check_offloads(plan, self.captured.graph)
+        check_forms(plan, self.captured.graph)
         check_settings(
-            plan, early=settings.early, held=settings.held, fused=settings.engine == "inductor",
+            plan, gradients=settings.gradients, fused=settings.engine == "inductor",
             optimizer=settings.optimizer, state=around.by_cause().get("optimizer_state", 0), peak=peak,
-            budget=settings.budget,
+            budget=budget,
         )  # fmt: skip
 
     def least(self, settings: Settings) -> int:
-        """Bytes that are there when the backward pass has ended, whatever is planned."""
+        """Return the bytes that remain when the backward pass has ended, whatever is planned."""
         search = self.search(settings)
-        graph, choices = search.graph, Choices(early=settings.early, held=settings.held)
+        graph, choices = search.graph, Choices(gradients=settings.gradients)
         stay = (of for of, _ in graph.gradients if not taken(graph, choices, of))
         there = sum(_resident(graph, settings, search.around).values())
         return there + sum(graph.values[of].own_bytes for of in stay)
 
     def frontier(self, settings: Settings, points: int) -> list[Found]:
-        """Plans from all kept to the floor; of fused kernels in the first layout."""
+        """Return plans from all kept to the floor; of fused kernels in the first layout."""
         if settings.engine == "graph":
             return self.search(settings).frontier(points)
         first, *_ = self.layouts(settings)
@@ -206,17 +207,15 @@ class Study:
         return self._fusing(settings).frontier(points)
 
     def search(self, settings: Settings) -> Search:
-        """The search that all budgets share."""
+        """Return the search that all budgets share."""
         kind = _kind(settings)
         if kind not in self._searches:
             graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
             if settings.engine == "inductor":
                 graph, steady = as_fusible(graph), steady and as_fusible(steady)
-            around = surroundings(
-                self.model, graph, settings.optimizer, early=settings.early, held=settings.held, home=settings.home
-            )
+            around = surroundings(self.model, graph, settings.optimizer, settings.gradients, home=settings.home)
             self._searches[kind] = Search(
-                graph, around, early=settings.early, held=settings.held, heuristics=settings.heuristics,
+                graph, around, gradients=settings.gradients, heuristics=settings.heuristics,
                 steady=steady,
             )  # fmt: skip
         return self._searches[kind]
@@ -228,28 +227,28 @@ class Study:
         return self._fusings[kind]
 
     def eager_peak(self, settings: Settings) -> int:
-        """Predicted bytes of the step without a plan."""
+        """Return the predicted bytes of the step without a plan."""
         if self.plain is not None:
             return self.plain.eager_peak(settings)
         kind = _kind(settings)
         if kind not in self._eager:
             known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
             timeline = baseline(
-                self.model, self.call, settings.optimizer, held=settings.held, home=settings.home, known=known
+                self.model, self.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
             )
             others = self.search(settings).around.others
-            beside = sum(size for cause, size in others.items() if cause != "workspace")  # which was recorded, too
+            beside = sum(size for cause, size in others.items() if cause != "workspace")  # the recording has workspaces
             self._eager[kind] = timeline.steps[-1].peak_reserved + beside
         return self._eager[kind]
 
-    def _plan(self, settings: Settings, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
+    def _plan(self, settings: Settings, budget: int, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
         graph, precision = self.captured.graph, settings.settled
         plain = graph if self.plain is None else self.plain.captured.graph
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
             device=settings.home.target.name if settings.device is None else settings.device.name,
-            budget=settings.budget,
+            budget=budget,
             decisions=(*lowered(made.graph, precision), *decide(made.graph, made)),
             choices=made.choices,
             names=names_of(graph),
@@ -300,8 +299,8 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
 def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> JointGraph:
     """``limit``: seconds that measuring may take."""
     card = settings.device or settings.home.card
-    if settings.offload and card is not None and settings.engine == "graph":
-        graph = with_offloads(graph, card)
+    if settings.host_memory and card is not None and settings.engine == "graph":
+        graph = with_forms(graph, Situation(settings.settled.save, card))
     if settings.home.card is not None:
         graph = on_card(graph, settings.home.card).graph
     if isinstance(settings.costs, str):
@@ -309,18 +308,18 @@ def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> 
     begin = time.perf_counter()
     if _measures(settings):
         graph = cpu_workspace.with_measured_scratch(graph)
-    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # what ran is prepared: to time it takes less
+    limit = max(limit - (time.perf_counter() - begin), limit / 2)  # kernels that ran are warm: timing takes less
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 
 
 def _measures(settings: Settings) -> bool:
-    """Whether what kernels hold is measured: it is this machine's CPU that the step is planned for, and not to be the
-    same wherever that is."""
+    """Return whether kernels' workspaces are measured: the step is planned for this machine's CPU, and need not be
+    planned the same elsewhere."""
     return settings.device is None and settings.home.card is None and not isinstance(settings.costs, str)
 
 
 def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:
-    """The graph with seconds that are the same wherever it is planned; None where it has these already."""
+    """Return the graph with seconds that are the same on every machine; None where it has these already."""
     if settings.device is not None or isinstance(settings.costs, str):
         return None
     return with_costs(graph, device=settings.home.card, how="roofline")
@@ -332,18 +331,18 @@ def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:
 
 
 def _kind(settings: Settings) -> _Kind:
-    return id(settings.optimizer), settings.early, settings.held, settings.engine
+    return id(settings.optimizer), settings.gradients, settings.engine
 
 
 def _resident(graph: JointGraph, settings: Settings, around: Surroundings) -> dict[str, int]:
-    """By cause, what is there all the time."""
+    """Return the bytes that are always there, by cause."""
     names = {"parameter": "weight", "buffer": "buffer", "constant": "buffer", "input": "input"}
     result: dict[str, int] = {}
     for value in graph.values:
         if value.kind in RESIDENT:
             cause = names[value.kind]
             result[cause] = result.get(cause, 0) + value.bytes
-    if settings.held:
+    if settings.gradients.adds:
         given = (graph.values[of] for of, _ in graph.gradients)
         result["parameter_gradient"] = sum(value.own_bytes for value in given if value.kind == "parameter")
     for cause, size in around.by_cause().items():

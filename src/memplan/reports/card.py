@@ -1,15 +1,15 @@
-"""What a step takes from its card, for the terminal: the sum that nvidia-smi would show, and where it fits."""
+"""Bytes that a step takes from its card: the sum that nvidia-smi would show, and the cards that it fits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from memplan._bytes import format_bytes
-from memplan.explanation.model import CardUse, Charge, Verdict, verdict_sentence
-from memplan.reports.columns import Column
+from memplan.explanation.model import CardUse, Verdict, verdict_sentence
+from memplan.reports.output import Field, Page, number_field
 
 _LABELS = {
     "tensors": "tensors",
@@ -26,25 +26,20 @@ _WHY = {
 _ANSWERS = {"fits": "fits on", "low only": "fits in the low case only on", "does not fit": "does not fit on"}
 
 
-def charge_columns(use: CardUse) -> list[Column]:
-    """The sum as columns; one column of numbers where the low and the high case are the same."""
+def charge_table(use: CardUse, page: Page) -> Table:
+    """Draw the sum, with a low and a high case."""
     charges = [charge for charge in use.charges if charge.high or charge.name in ("tensors", "context")]
-    total = Charge("total", sum(c.low for c in use.charges), sum(c.high for c in use.charges))
-    rows = [*charges, total]
-    names = (*(_LABELS[charge.name] for charge in charges), "nvidia-smi would show")
-    highs = Column("high", tuple(format_bytes(row.high) for row in rows), right=True)
-    lows = Column("low", tuple(format_bytes(row.low) for row in rows), right=True)
-    reasons = (*(_WHY.get(c.name, "") if c.low != c.high else "" for c in charges), "")
-    return [Column("On the card", names), lows, highs, Column("why not one number", reasons, drop=1, shrinks_to=10)]
-
-
-def sums_from(use: CardUse) -> int:
-    """The index of the last row of `charge_columns`."""
-    return len(charge_columns(use)[0].cells) - 1
+    fields = [
+        Field("On the card", lambda charge: _LABELS[charge.name]),
+        number_field("low", lambda charge: charge.low),
+        number_field("high", lambda charge: charge.high),
+        Field("why not one number", lambda c: _WHY.get(c.name, "") if c.low != c.high else "", shrinks_to=10, drop=1),
+    ]
+    return page.rows(charges, fields, total="nvidia-smi would show")
 
 
 def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
-    """The verdict, the other cards by answer, and what is not in the sum."""
+    """Yield the verdict, the other cards by answer, and what is not in the sum."""
     style = {"fits": "bold green", "low only": "bold yellow", "does not fit": "bold red"}[use.verdict.answer]
     yield Text(verdict_sentence(use), style)
     for answer, words in _ANSWERS.items():

@@ -9,43 +9,33 @@ from typing import Any, TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.checks import border_erosion
 from memplan.checks.border_patch import fix_of
-from memplan.checks.model import Finding
-from memplan.reports.columns import Column
-from memplan.reports.output import PIPE_WIDTH, Page, print_parts
+from memplan.checks.finding import Finding
+from memplan.reports.output import Field, Page, name_field, print_parts
 from memplan.trace.trace import Trace
 
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
 
 
 def dumps(title: str, findings: Sequence[Finding]) -> str:
-    """The findings as JSON text: the same text for the same findings. All sizes are bytes."""
+    """Return the findings as JSON text: the same text for the same findings. All sizes are bytes."""
     data = {"target": title, "findings": [finding.to_dict() for finding in findings]}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def print_findings(title: str, findings: Sequence[Finding], file: TextIO | None = None, top: int = 12) -> None:
-    """Print findings: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        title: what was looked at.
-        findings: what was found.
-        file: where to; stdout by default.
-        top: how many layers to list for a finding; 0 for all.
-    """
-    print_parts(lambda page: render(title, findings, top, page.width, ascii_only=page.ascii_only), file)
+    """Print findings to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    print_parts(lambda page: render(title, findings, page, top), file)
 
 
-def render(
-    title: str, findings: Sequence[Finding], top: int = 12, width: int = PIPE_WIDTH, *, ascii_only: bool = False
-) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
-    page = Page(width, ascii_only)
+def render(title: str, findings: Sequence[Finding], page: Page, top: int = 12) -> list[RenderableType]:
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = [Text(f"{printable(title)}: {_count(findings)}", "bold")]
     for finding in findings:
         parts += ["", *_finding(finding, top, page)]
@@ -91,26 +81,20 @@ def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]
     yield Padding(Text(message + "."), (0, 0, 0, 2))
     rows: list[dict[str, Any]] = finding.details.get("layers", [])
     if len(rows) > 1:
-        yield Padding(page.table(_columns(rows, top), len(rows[:top] if top else rows)), (0, 0, 0, 2))
+        yield Padding(_layers(rows, top, page), (0, 0, 0, 2))
     for advice in finding.advice:
         yield Padding(Text(f"- {printable(advice)}"), (0, 0, 0, 2))
 
 
-def _columns(rows: list[dict[str, Any]], top: int) -> list[Column]:
-    """The layers that a finding is about, those that cost most first, and how many more there are."""
-    by_cost = sorted(rows, key=_cost, reverse=True)
-    shown = by_cost[:top] if top else by_cost
-    more = [f"... {len(rows) - len(shown)} more"] if len(shown) < len(rows) else []
-    blank = [""] * len(more)
-    columns = [
-        Column("layer", (*(printable(row["layer"]) or "-" for row in shown), *more), shrinks_to=16, from_left=True)
-    ]
+def _layers(rows: list[dict[str, Any]], top: int, page: Page) -> Table:
+    """Draw the layers that a finding is about, those that cost most first."""
+    fields = [name_field("layer", lambda row: printable(row["layer"]) or "-")]
     if any("lost" in row for row in rows):
-        columns.append(Column("lost on each side, in pixels", (*(_lost(row["lost"]) for row in shown), *blank)))
+        fields.append(Field("lost on each side, in pixels", lambda row: _lost(row["lost"])))
     if any("bytes" in row for row in rows):
-        columns.append(Column("bytes", (*(format_bytes(row["bytes"]) for row in shown), *blank), right=True))
-    where = (*(printable(row["where"] or "-") for row in shown), *blank)
-    return [*columns, Column("where", where, shrinks_to=16, from_left=True, drop=1)]
+        fields.append(Field("bytes", lambda row: format_bytes(row["bytes"]), right=True))
+    fields.append(Field("where", lambda row: printable(row["where"] or "-"), shrinks_to=16, from_left=True, drop=1))
+    return page.rows(sorted(rows, key=_cost, reverse=True), fields, top)
 
 
 def _cost(row: dict[str, Any]) -> float:
@@ -118,5 +102,5 @@ def _cost(row: dict[str, Any]) -> float:
 
 
 def _lost(sides: Sequence[Sequence[float]]) -> str:
-    """``1 x 1``; ``0+1`` where the two sides differ."""
+    """Write ``1 x 1``; ``0+1`` where the two sides differ."""
     return " x ".join(f"{a:g}" if a == b else f"{a:g}+{b:g}" for a, b in sides)

@@ -1,4 +1,4 @@
-"""Which columns of a table fit a width, and how their texts are cut to it."""
+"""Columns of a table fitted to a width: left out, or their texts cut."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Of the widest text and the header's widest line."""
+        """Width of the widest text and the header's widest line."""
         return max(map(cell_len, (*self.cells, *self.header.split("\n"))))
 
     @property
@@ -38,7 +38,7 @@ class Column:
 
 
 def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[list[Column], int]:
-    """The columns that fit, with their texts cut as far as need be, and the gap between each two of them.
+    """Return the columns that fit, with their texts cut as far as need be, and the gap between each two of them.
 
     Example:
         >>> layers = Column("layer", ("encoder.layer.0",), shrinks_to=8, from_left=True)
@@ -68,7 +68,7 @@ def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[l
 
 
 def shortened(text: str, width: int, from_left: bool, ellipsis: str = "…") -> str:
-    """A text cut to a width, at its beginning or its end, with an ellipsis where it was cut."""
+    """Return a text cut to a width, at its beginning or its end, with an ellipsis where it was cut."""
     if cell_len(text) <= width:
         return text
     room = max(1, width - cell_len(ellipsis))

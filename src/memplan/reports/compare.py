@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import TextIO
 
 from rich.console import RenderableType
@@ -12,8 +13,7 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
-from memplan.reports.columns import Column
-from memplan.reports.output import PIPE_WIDTH, Page, print_parts
+from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.studies.comparisons.comparison import (
     CAUSE_LABELS,
     Comparison,
@@ -30,27 +30,18 @@ SCHEMA = 1
 
 
 def dumps(comparison: Comparison) -> str:
-    """The comparison as JSON text: the same text for the same comparison. Bytes and seconds."""
+    """Return the comparison as JSON text: the same text for the same comparison. Bytes and seconds."""
     data = {"format": FORMAT, "schema": SCHEMA, **comparison.to_dict()}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a comparison: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        comparison: what to print.
-        file: where to; stdout by default.
-        top: how many layers to list; 0 for all.
-    """
-    print_parts(lambda page: render(comparison, top, page.width, ascii_only=page.ascii_only), file)
+    """Print a comparison to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    print_parts(lambda page: render(comparison, page, top), file)
 
 
-def render(
-    comparison: Comparison, top: int = 12, width: int = PIPE_WIDTH, *, ascii_only: bool = False
-) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
-    page = Page(width, ascii_only)
+def render(comparison: Comparison, page: Page, top: int = 12) -> list[RenderableType]:
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = list(_head(comparison))
     parts += ["", by_cause(comparison, page)]
     figures = _figures(comparison, page)
@@ -76,22 +67,23 @@ def _head(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def by_cause(comparison: Comparison, page: Page, names: tuple[str, str, str] = ("A", "B", "B - A")) -> Table:
-    """What is live at each side's peak, the largest difference first; the last row adds up to the peaks."""
+    """Draw the bytes at each side's peak by cause, the largest difference first; the last row adds up to the peaks."""
     rows = sorted(comparison.by_cause, key=lambda row: (-abs(row.difference), -row.a))
-    a, b = comparison.a.peak, comparison.b.peak
-    causes = [CAUSE_LABELS.get(row.cause, printable(row.cause)) for row in rows]
-    columns = [
-        Column("By cause, at the peak", (*causes, "peak"), shrinks_to=12),
-        Column(names[0], (*(_size(row.a) for row in rows), format_bytes(a)), right=True),
-        Column(names[1], (*(_size(row.b) for row in rows), format_bytes(b)), right=True),
-        Column(names[2], (*(_signed(row.difference) for row in rows), _signed(b - a)), right=True),
-        Column("", (*(_share(row.a, row.b) for row in rows), _share(a, b)), right=True, drop=1),
+    shares = lambda rows: _share(sum(row.a for row in rows), sum(row.b for row in rows))  # noqa: E731
+    fields = [
+        name_field(
+            "By cause, at the peak", lambda row: CAUSE_LABELS.get(row.cause, printable(row.cause)), 12, from_left=False
+        ),
+        number_field(names[0], lambda row: row.a, cell=lambda row: _size(row.a)),
+        number_field(names[1], lambda row: row.b, cell=lambda row: _size(row.b)),
+        number_field(names[2], lambda row: row.difference, _signed),
+        Field("", lambda row: shares([row]), shares, right=True, drop=1),
     ]
-    return page.table(columns, len(rows))
+    return page.rows(rows, fields, total="peak")
 
 
 def _figures(comparison: Comparison, page: Page) -> Table:
-    """What else is known of both."""
+    """Draw the other figures of both."""
     a, b = comparison.a, comparison.b
     rows = [_bytes_row("saved from forward to backward", a.saved_bytes, b.saved_bytes)]
     rows.append(_bytes_row("weights", a.weight_bytes, b.weight_bytes))
@@ -106,27 +98,21 @@ def _figures(comparison: Comparison, page: Page) -> Table:
     for lever in dict.fromkeys((*levers[0], *levers[1])):
         counts = levers[0].count(lever), levers[1].count(lever)
         rows.append(_row(f"values: {lever}", *counts, str, lambda n: f"{n:+}"))
-    known = [row for row in rows if row is not None]
     headers = ("Of a step", "A", "B", "B - A")
-    return page.table([Column(h, tuple(row[at] for row in known), right=at > 0) for at, h in enumerate(headers)])
+    fields = [Field(header, itemgetter(at), right=at > 0) for at, header in enumerate(headers)]
+    return page.rows([row for row in rows if row is not None], fields)
 
 
 def _decided(comparison: Comparison, top: int, page: Page) -> Table:
-    """The values that two plans treat otherwise, the largest first."""
-    pairs = comparison.decided_otherwise
-    shown = pairs[:top] if top else pairs
-    rows = [next(row for row in pair if row is not None) for pair in shown]
-    more = [f"... {len(pairs) - len(shown)} more"] if len(shown) < len(pairs) else []
-    blank = [""] * len(more)
-    sizes = [max(row.bytes for row in pair if row is not None) for pair in shown]
-    columns = [
-        Column("Decided otherwise", (*(printable(row.value) for row in rows), *more), shrinks_to=16),
-        Column("layer", (*(printable(row.layer) for row in rows), *blank), shrinks_to=12, from_left=True, drop=1),
-        Column("bytes", (*map(format_bytes, sizes), *blank), right=True),
-        Column("A", (*(pair[0].lever if pair[0] else "-" for pair in shown), *blank)),
-        Column("B", (*(pair[1].lever if pair[1] else "-" for pair in shown), *blank)),
+    """Return the values that two plans treat otherwise, the largest first."""
+    fields = [
+        name_field("Decided otherwise", lambda pair: printable((pair[0] or pair[1]).value), from_left=False),
+        Field("layer", lambda p: printable((p[0] or p[1]).layer), shrinks_to=12, from_left=True, drop=1),
+        Field("bytes", lambda pair: format_bytes(max(one.bytes for one in pair if one is not None)), right=True),
+        Field("A", lambda pair: pair[0].lever if pair[0] else "-"),
+        Field("B", lambda pair: pair[1].lever if pair[1] else "-"),
     ]
-    return page.table(columns)
+    return page.rows(comparison.decided_otherwise, fields, top)
 
 
 def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | None:
@@ -136,7 +122,7 @@ def _bytes_row(label: str, a: int | None, b: int | None) -> tuple[str, ...] | No
 def _row(
     label: str, a: float | None, b: float | None, said: Callable[..., str], signed_as: Callable[..., str]
 ) -> tuple[str, ...] | None:
-    """A line of figures; None where neither is known, or both are 0."""
+    """Return a line of figures; None where neither is known, or both are 0."""
     if not a and not b:
         return None
     both = a is not None and b is not None
@@ -149,20 +135,15 @@ _HEADERS = {"saved_bytes": "saves", "output_bytes": "outputs", "weight_bytes": "
 
 
 def _by_layer(comparison: Comparison, top: int, page: Page) -> Iterator[RenderableType]:
-    """The layers that differ most, what the others add up to, all."""
+    """Yield the layers that differ most, what the others add up to, all."""
     field, *others = _FIELDS if _saves(comparison) else ("output_bytes", "weight_bytes", "saved_bytes")
     pairs = sorted(comparison.layers, key=lambda pair: (-abs(pair.difference(field)), -_most(pair, field)))
     alike = [pair for pair in pairs if not any(pair.difference(name) for name in _FIELDS)]
     pairs = [pair for pair in pairs if any(pair.difference(name) for name in _FIELDS)]
-    shown, hidden = (pairs[:top], pairs[top:]) if top else (pairs, [])
     if pairs:
-        groups = [[pair] for pair in shown] + ([hidden] if hidden else []) + [list(comparison.layers)]
-        names = [printable(pair.name) for pair in shown] + ([f"... {len(hidden)} more"] if hidden else [])
-        columns = [Column("By layer", (*names, f"all {len(comparison.layers)}"), shrinks_to=16, from_left=True)]
-        columns += _columns(groups, field, 0)
-        for drop, other in enumerate(others[:1], start=1):
-            columns += _columns(groups, other, drop)
-        yield page.table(columns, len(groups) - 1)
+        fields = [name_field("By layer", lambda pair: printable(pair.name))]
+        fields += [*_fields(field, 0), *_fields(others[0], 1)]
+        yield page.rows(pairs, fields, top, f"all {len(comparison.layers)}", comparison.layers)
     if alike:
         text = "1 layer takes" if len(alike) == 1 else f"{len(alike)} layers take"
         yield Text(f"{text} the same in both.", "dim")
@@ -172,21 +153,19 @@ def _saves(comparison: Comparison) -> bool:
     return any(part.saved_bytes for side in (comparison.a, comparison.b) for part in side.layers)
 
 
-def _columns(groups: Sequence[Sequence[LayerPair]], field: str, drop: int) -> list[Column]:
-    """A's, B's and the difference of a field."""
-    header = _HEADERS[field]
-    a = [_total([pair.a for pair in group], field) for group in groups]
-    b = [_total([pair.b for pair in group], field) for group in groups]
-    differences = tuple(_signed(sum(pair.difference(field) for pair in group)) for group in groups)
+def _fields(name: str, drop: int) -> list[Field]:
+    """Return the fields of A, of B and of their difference."""
+    header = _HEADERS[name]
+    a, b = (lambda pairs, side=side: _total([getattr(pair, side) for pair in pairs], name) for side in "ab")
     return [
-        Column(f"{header}\nA", tuple(a), right=True, drop=drop and drop + 2),
-        Column(f"{header}\nB", tuple(b), right=True, drop=drop and drop + 2),
-        Column(f"{header}\nB - A", differences, right=True, drop=drop),
+        Field(f"{header}\nA", lambda pair: a([pair]), a, right=True, drop=drop and drop + 2),
+        Field(f"{header}\nB", lambda pair: b([pair]), b, right=True, drop=drop and drop + 2),
+        number_field(f"{header}\nB - A", lambda pair: pair.difference(name), _signed, drop=drop),
     ]
 
 
 def _total(parts: Sequence[object], field: str) -> str:
-    """Bytes of layers; "none" where this side has no such layer."""
+    """Return bytes of layers; "none" where this side has no such layer."""
     there = [part for part in parts if part is not None]
     return _size(sum(getattr(part, field) for part in there)) if there else "none"
 

@@ -8,13 +8,11 @@ from typing import TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan.devices.model import DTYPES, Device
-from memplan.reports.columns import Column
-from memplan.reports.output import print_parts
+from memplan.reports.output import Field, facts_table, print_parts
 
 _GIB, _GIGA, _TERA = 1 << 30, 10**9, 10**12
 _LEGEND = (
@@ -25,7 +23,7 @@ _LEGEND = (
 
 
 def dumps(devices: Sequence[Device]) -> str:
-    """``{"devices": [...]}`` as JSON text, indented; sizes in bytes, rates per second.
+    """Write ``{"devices": [...]}`` as JSON text, indented; sizes in bytes, rates per second.
 
     Example:
         >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
@@ -40,7 +38,7 @@ def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None
         devices: what to print, in this order.
         file: where to; stdout by default.
     """
-    print_parts(lambda page: [page.table(_columns(devices)), "", Text(_LEGEND, "dim")], file)
+    print_parts(lambda page: [page.rows(devices, _FIELDS), "", Text(_LEGEND, "dim")], file)
 
 
 def print_device(device: Device, file: TextIO | None = None) -> None:
@@ -62,29 +60,31 @@ def print_device(device: Device, file: TextIO | None = None) -> None:
         "L2": "unknown" if device.l2 is None else format_bytes(device.l2),
         "link to host": "unknown" if device.link is None else f"{_number(device.link / _GIGA)} GB/s",
     }
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in facts.items():
-        table.add_row(Text(label), Text(value))
-    parts: list[RenderableType] = [Text(f"{device.name}: {device.title}", "bold"), table, "", Text("Sources", "bold")]
+    parts: list[RenderableType] = [
+        Text(f"{device.name}: {device.title}", "bold"),
+        facts_table(facts),
+        "",
+        Text("Sources", "bold"),
+    ]
     parts += [Padding(Text(source), (0, 0, 0, 2)) for source in device.sources]
     print_parts(lambda page: parts, file)
 
 
-def _columns(devices: Sequence[Device]) -> list[Column]:
-    def rates(dtype: str) -> tuple[str, ...]:
-        return tuple(_number(d.flops[dtype] / _TERA) if dtype in d.flops else "-" for d in devices)
+def _rate_field(header: str, dtype: str, drop: int = 0) -> Field:
+    return Field(header, lambda d: _number(d.flops[dtype] / _TERA) if dtype in d.flops else "-", right=True, drop=drop)
 
-    return [
-        Column("name", tuple(d.name for d in devices)),
-        Column("card", tuple(_short(d.title) for d in devices), shrinks_to=8, drop=3),
-        Column("capacity\nGiB", tuple(_gib(d.capacity) for d in devices), right=True),
-        Column("usable\nGiB", tuple(f"{_gib(d.usable('high'))}-{_gib(d.usable('low'))}" for d in devices), right=True),
-        Column("memory\nGB/s", tuple(_rate(d.bandwidth) for d in devices), right=True),
-        Column("TFLOP/s\nbf16", rates("bfloat16"), right=True),
-        Column("\nfp16", rates("float16"), right=True, drop=1),
-        Column("\nfp32", rates("float32"), right=True, drop=1),
-        Column("arch", tuple("{}.{}".format(*d.architecture) for d in devices), right=True, drop=2),
-    ]
+
+_FIELDS = (
+    Field("name", lambda d: d.name),
+    Field("card", lambda d: _short(d.title), shrinks_to=8, drop=3),
+    Field("capacity\nGiB", lambda d: _gib(d.capacity), right=True),
+    Field("usable\nGiB", lambda d: f"{_gib(d.usable('high'))}-{_gib(d.usable('low'))}", right=True),
+    Field("memory\nGB/s", lambda d: "-" if d.bandwidth is None else _number(d.bandwidth / _GIGA), right=True),
+    _rate_field("TFLOP/s\nbf16", "bfloat16"),
+    _rate_field("\nfp16", "float16", 1),
+    _rate_field("\nfp32", "float32", 1),
+    Field("arch", lambda d: "{}.{}".format(*d.architecture), right=True, drop=2),
+)
 
 
 def _short(title: str) -> str:
@@ -95,10 +95,6 @@ def _gib(size: int) -> str:
     return f"{size / _GIB:.1f}"
 
 
-def _rate(bandwidth: int | None) -> str:
-    return "-" if bandwidth is None else _number(bandwidth / _GIGA)
-
-
 def _number(value: float) -> str:
-    """At most four digits: what data sheets give."""
+    """Write at most four digits: what data sheets give."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

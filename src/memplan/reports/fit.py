@@ -1,10 +1,11 @@
-"""What fitting a step came to: before and after, the plan and the proof, or why no plan fits; printed and as JSON."""
+"""The outcome of fitting: before and after, the plan and the proof, or why no plan fits; printed and as JSON."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, TextIO
 
 from rich.console import RenderableType
@@ -17,9 +18,8 @@ from memplan.errors import BudgetError
 from memplan.planning.plan.plan import Plan
 from memplan.reports import frontier as frontiers
 from memplan.reports import plan as plans
-from memplan.reports.columns import Column
 from memplan.reports.frontier import Frontier
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, print_parts
 from memplan.verification.proof.proof import Proof
 from memplan.verification.proof.rounding import overall
 
@@ -31,7 +31,7 @@ _LAYERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What fitting a step came to."""
+    """Outcome of fitting a step."""
 
     title: str
     plan: Plan | None
@@ -39,32 +39,26 @@ class Outcome:
     proof: Proof | None = None
     """None where nothing ran."""
     changed: bool = True
-    """Whether the model runs the plan; not where the step fits as it is."""
+    """Whether the model runs the plan; False where the step fits without one."""
     shortfall: BudgetError | None = None
     """Why no plan fits the budget."""
     frontier: Frontier | None = None
     notes: tuple[str, ...] = ()
-    """What to know besides."""
+    """Further remarks."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step is within the budget, and proven to be the same where it ran."""
+        """Return whether the step is within the budget, and proven to be the same where it ran."""
         return self.shortfall is None and (self.proof is None or self.proof.ok)
 
 
 def print_fit(outcome: Outcome, file: TextIO | None = None, top: int = 12) -> None:
-    """Print an outcome: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        outcome: what to print.
-        file: where to; stdout by default.
-        top: how many values of the plan to list; 0 for all.
-    """
+    """Print a fitting to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
     print_parts(lambda page: render(outcome, page, top), file)
 
 
 def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Yield the parts of the report as rich renderables, in order."""
     yield _verdict(outcome)
     if outcome.shortfall is not None:
         yield from (Text(printable(line)) for line in _sentences(outcome.shortfall))
@@ -92,7 +86,8 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> Iterator[RenderableTy
 
 
 def dumps(outcome: Outcome) -> str:
-    """An outcome as JSON, indented: the plan and the proof as they are written by themselves. Bytes and seconds."""
+    """Return an outcome as JSON, indented: the plan and the proof as they are written by themselves. Bytes and
+    seconds."""
     shortfall = outcome.shortfall
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -136,17 +131,19 @@ def _verdict(outcome: Outcome) -> Text:
 
 
 def _errors(proof: Proof, page: Page) -> Table:
-    """Relative errors of a lossy step, in L2: all outputs and gradients, then the layers that are the farthest off."""
+    """Draw relative errors of a lossy step, in L2: all outputs and gradients, then the layers that are farthest off."""
     shown = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
     totals = [overall(proof.rounded, kind) for kind in shown]
     layers = sorted((one for one in proof.layers if one.kind != "outputs"), key=lambda one: -one.relative)
     totals = [one for one in totals if one.norm or one.error]
     rows = [(f"all {shown[one.kind]}", one) for one in totals]
     rows += [(f"{shown[one.kind]} of {one.layer or 'the model'}", one) for one in layers[:_LAYERS]]
-    columns = [Column("Off by (relative, L2)", tuple(printable(name) for name, _ in rows))]
-    columns.append(Column("planned", tuple(f"{one.relative:.2%}" for _, one in rows), right=True))
-    columns.append(Column("autocast, no plan", tuple(f"{one.relative_reference:.2%}" for _, one in rows), right=True))
-    return page.table(columns)
+    fields = [
+        Field("Off by (relative, L2)", lambda row: printable(row[0])),
+        Field("planned", lambda row: f"{row[1].relative:.2%}", right=True),
+        Field("autocast, no plan", lambda row: f"{row[1].relative_reference:.2%}", right=True),
+    ]
+    return page.rows(rows, fields)
 
 
 def _sentences(error: BudgetError) -> Iterator[str]:
@@ -158,7 +155,7 @@ def _sentences(error: BudgetError) -> Iterator[str]:
 
 
 def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> Table:
-    """Peak and time of a step, predicted and measured, without the plan and with it."""
+    """Draw peak and time of a step, predicted and measured, without the plan and with it."""
     rows = [_bytes_row("predicted peak", plan.eager_peak, plan.peak)]
     if proof is not None:
         rows += _measured_peak(proof)
@@ -168,9 +165,7 @@ def _figures(plan: Plan, proof: Proof | None, page: Page, *, changed: bool) -> T
         samples = "" if proof.cut is None else f", {proof.cut.samples} of {proof.cut.of} samples"
         rows.append(_seconds_row(f"measured time{samples}", proof.times.before, proof.times.after, proof.times.ratio))
     headers = ("Of a step", "before", "after", "change") if changed else ("Of a step", "as it is")
-    return page.table(
-        [Column(header, tuple(row[at] for row in rows), right=at > 0) for at, header in enumerate(headers)]
-    )
+    return page.rows(rows, [Field(header, itemgetter(at), right=at > 0) for at, header in enumerate(headers)])
 
 
 def _measured_peak(proof: Proof) -> list[tuple[str, str, str, str]]:

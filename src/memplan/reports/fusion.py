@@ -1,4 +1,4 @@
-"""What fusion brings a planned step: kernels and bytes before and after, and a table of what moves most."""
+"""Fused kernels of a planned step: their number and bytes before and after, and a table of the largest."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.planning.plan.fusion import Fusion, Group
-from memplan.reports.columns import Column
-from memplan.reports.output import Page
+from memplan.reports.output import Field, Page, name_field, number_field
 from memplan.trace.records import HOST
 
 _LEGEND = (
     "bytes: read and written by a kernel in a step. FLOP/byte: products and convolutions, as torch.utils.flop_counter "
     "counts them; pointwise arithmetic counts none. bound: what takes longer on {}."
 )
-_HEADERS = ("kernel", "layers", "bytes", "FLOP/byte", "bound")
 
 
 def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order.
+    """Yield the parts of the report as rich renderables, in order.
 
     Args:
         fusion: what to print.
@@ -34,30 +31,20 @@ def render(fusion: Fusion, page: Page, top: int = 12) -> Iterator[RenderableType
     if not fusion.groups:
         return
     groups = sorted(fusion.groups, key=lambda group: -group.bytes)  # of the same size in the order in which they run
-    shown = groups[:top] if top else groups
-    left = groups[len(shown) :]
-    rows = [*map(_row, shown), *([_rest(left)] if left else [])]
-    kernel, layers, size, intensity, bound = (tuple(row[at] for row in rows) for at in range(len(_HEADERS)))
     yield ""
-    yield page.table(
-        [
-            Column(_HEADERS[0], kernel, shrinks_to=20),
-            Column(_HEADERS[1], layers, shrinks_to=12, drop=1),
-            Column(_HEADERS[2], size, right=True),
-            Column(_HEADERS[3], intensity, right=True),
-            Column(_HEADERS[4], bound),
-        ]
-    )
+    yield page.rows(groups, _FIELDS, top)
     yield Text(_LEGEND.format("a CPU of two cores" if fusion.device == HOST else printable(fusion.device)), "dim")
 
 
-def _row(group: Group) -> tuple[str, ...]:
-    intensity = f"{group.intensity:.1f}" if group.flops else "-"
-    layers = ", ".join(map(printable, group.layers))
-    return printable(group.kernel), layers, format_bytes(group.bytes), intensity, group.bound
-
-
-def _rest(groups: Sequence[Group]) -> tuple[str, ...]:
+def _intensity(groups: Sequence[Group]) -> str:
     size, flops = sum(group.bytes for group in groups), sum(group.flops for group in groups)
-    intensity = f"{flops / size:.1f}" if flops and size else "-"
-    return f"... {len(groups)} more", "", format_bytes(size), intensity, ""
+    return f"{flops / size:.1f}" if flops and size else "-"
+
+
+_FIELDS = (
+    name_field("kernel", lambda group: printable(group.kernel), 20, from_left=False),
+    Field("layers", lambda group: ", ".join(map(printable, group.layers)), shrinks_to=12, drop=1),
+    number_field("bytes", lambda group: group.bytes),
+    Field("FLOP/byte", lambda group: _intensity([group]), _intensity, right=True),
+    Field("bound", lambda group: group.bound),
+)

@@ -8,25 +8,25 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
-from memplan.reports.columns import Column
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, print_parts
 from memplan.studies.capacity.largest import Largest, Tried
 
 _REASONS = 3
-"""Of values that failed, that are told of; the rest is in the JSON file."""
+"""Reasons of failures that are listed; the rest is in the JSON file."""
 
 
 def dumps(found: Largest) -> str:
-    """What was found as JSON text. All sizes are bytes."""
+    """Write the search and its answer as JSON text. All sizes are bytes."""
     return json.dumps(to_dict(found), indent=1, allow_nan=False) + "\n"
 
 
 def to_dict(found: Largest) -> dict[str, Any]:
-    """Plain data: the value, what it has to fit into, and every recording, in order."""
+    """Return plain data: the value, what it has to fit into, and every recording, in order."""
     data: dict[str, Any] = {
         "title": found.title,
         "axis": found.axis,
@@ -44,18 +44,18 @@ def to_dict(found: Largest) -> dict[str, Any]:
 
 
 def print_largest(found: Largest, file: TextIO | None = None) -> None:
-    """Print what was found: as wide as the terminal, or 80 columns without colours where ``file`` is not one."""
+    """Print the largest value that fits to a file, stdout by default. See `print_parts`."""
     print_parts(lambda page: parts(found, page), file)
 
 
 def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
-    """The report: the answer, what was recorded to find it, and after planning the same."""
+    """Yield the report: the answer, what was recorded to find it, and after planning the same."""
     yield Text(f"{printable(found.title)}: {_answer(found)}", "bold")
-    yield page.table(_columns(found))
+    yield _table(found, page)
     yield from (Text(line) for line in _remarks(found))
     if found.planned is not None:
         yield Text(f"\nPlanned: {_answer(found.planned)}{_time(found.planned)}", "bold")
-        yield page.table(_planned_columns(found.planned))
+        yield _table(found.planned, page)
         yield from (Text(line) for line in _failures(found.planned))
         if found.room.target.card is not None:
             yield Text("Plans count allocated bytes, with the CPU's kernels.")
@@ -74,7 +74,7 @@ def _answer(found: Largest) -> str:
     count += f", of which {len(found.failed)} failed" if found.failed else ""
     following = found.following
     if following is None:
-        return f"{found.axis} {found.value}{sizes} fits {place}, and is the most that was to be looked at; {count}"
+        return f"{found.axis} {found.value}{sizes} fits {place}, and is the largest value to try; {count}"
     why = "cannot be recorded" if following.reason else "does not fit"
     return f"the largest {found.axis} {place} is {found.value}{sizes}; {following.value} {why}; {count}"
 
@@ -89,7 +89,7 @@ def _remarks(found: Largest) -> Iterator[str]:
             f"model and its patches {format_bytes(rest)}."
         )
     if answer is not None and answer.need > found.room.limit:
-        yield "Where that is more than there is, the allocator gives cached segments back: recorded to fit so."
+        yield "Where that is more than the limit, the allocator gives cached segments back: it was recorded to fit."
     if found.unsteady is not None:
         few, many = found.unsteady
         yield (
@@ -102,7 +102,7 @@ def _remarks(found: Largest) -> Iterator[str]:
 
 
 def _failures(found: Largest) -> Iterator[str]:
-    """Why values failed, that of the next value first."""
+    """Say why values failed, the next value first."""
     if any(one.value % found.step for one in found.failed):
         yield f"Values between the multiples of {found.step} fail, so only these were looked at."
     alike: dict[str, list[Tried]] = {}
@@ -117,27 +117,20 @@ def _failures(found: Largest) -> Iterator[str]:
         yield f"... {len(reasons) - _REASONS} more reasons, all of them with --json."
 
 
-def _columns(found: Largest) -> list[Column]:
-    rows = sorted(found.tried, key=lambda one: one.value)
-    columns = [
-        Column(found.axis, tuple(str(one.value) for one in rows), right=True),
-        Column("peak", tuple("" if one.bytes is None else format_bytes(one.bytes.peak) for one in rows), right=True),
-    ]
-    if found.room.target.card is not None:
-        high = tuple("" if one.bytes is None else format_bytes(one.bytes.peak_high) for one in rows)
-        columns.append(Column("with workspaces", high, right=True))
-        columns.append(Column("reserved, with context", tuple(map(_need, rows)), right=True))
-    return [*columns, Column("", tuple(map(_verdict, rows)))]
+def _table(found: Largest, page: Page) -> Table:
+    """Draw a row for each value that was recorded or planned."""
+    fields = [Field(found.axis, lambda one: str(one.value), right=True)]
+    if any(one.plan is not None for one in found.tried):
+        fields += [Field("least budget", _need, right=True), Field("added time", _added, right=True)]
+    else:
+        fields.append(_bytes_field("peak", "peak"))
+    if found.room.target.card is not None and len(fields) == 2:
+        fields += [_bytes_field("with workspaces", "peak_high"), Field("reserved, with context", _need, right=True)]
+    return page.rows(sorted(found.tried, key=lambda one: one.value), [*fields, Field("", _verdict)])
 
 
-def _planned_columns(found: Largest) -> list[Column]:
-    rows = sorted(found.tried, key=lambda one: one.value)
-    return [
-        Column(found.axis, tuple(str(one.value) for one in rows), right=True),
-        Column("least budget", tuple(map(_need, rows)), right=True),
-        Column("added time", tuple(_added(one) for one in rows), right=True),
-        Column("", tuple(map(_verdict, rows))),
-    ]
+def _bytes_field(header: str, name: str) -> Field:
+    return Field(header, lambda one: "" if one.bytes is None else format_bytes(getattr(one.bytes, name)), right=True)
 
 
 def _need(one: Tried) -> str:

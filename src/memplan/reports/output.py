@@ -1,32 +1,100 @@
-"""What every report on the terminal shares: how wide it is, how a table is drawn, plain text where it is a pipe."""
+"""Pages and tables of all reports: width, encoding, and plain text in a pipe."""
 
 from __future__ import annotations
 
+import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
 from rich.box import Box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memplan._bytes import format_bytes
 from memplan.reports.columns import Column, fit
 
 PIPE_WIDTH = 80
 _BOX = Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")  # rules below the header and above the sums
 
 
+def _nothing(rows: Sequence[Any]) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A column of a table of rows: its text for one row, and for several together."""
+
+    header: str
+    cell: Callable[[Any], str]
+    total: Callable[[Sequence[Any]], str] = _nothing
+    right: bool = field(default=False, kw_only=True)
+    shrinks_to: int | None = field(default=None, kw_only=True)
+    from_left: bool = field(default=False, kw_only=True)
+    drop: int = field(default=0, kw_only=True)
+
+
+def name_field(
+    header: str, cell: Callable[[Any], str], shrinks_to: int | None = 16, *, from_left: bool = True
+) -> Field:
+    """Return the first field of a table: names, which can be cut at their beginning."""
+    return Field(header, cell, shrinks_to=shrinks_to, from_left=from_left)
+
+
+def number_field(
+    header: str,
+    number: Callable[[Any], Any],
+    shown: Callable[[Any], str] = format_bytes,
+    *,
+    cell: Callable[[Any], str] | None = None,
+    drop: int = 0,
+) -> Field:
+    """Return a field of numbers, bytes where ``shown`` says nothing else; of several rows it has the sum."""
+    one = cell or (lambda row: shown(number(row)))
+    return Field(header, one, lambda rows: shown(sum(map(number, rows))), right=True, drop=drop)
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a report is drawn on: so many columns of text, and an encoding that may have ASCII alone."""
+    """Width of a report in columns of text, and whether its encoding has ASCII alone."""
 
     width: int = PIPE_WIDTH
     ascii_only: bool = False
 
+    def rows(
+        self,
+        rows: Sequence[Any],
+        fields: Sequence[Field],
+        top: int = 0,
+        total: str | None = None,
+        total_of: Sequence[Any] | None = None,
+    ) -> Table:
+        """Draw rows as a table.
+
+        Args:
+            rows: in order.
+            fields: the columns; the first one names a row.
+            top: how many rows to list; the others share a line with their number and totals. 0 for all.
+            total: name of a last line, with the totals of all rows; None for no such line.
+            total_of: rows that it sums up, where these are others.
+        """
+        shown = rows[:top] if top else rows
+        hidden = rows[len(shown) :]
+        columns: list[Column] = []
+        for place, one in enumerate(fields):
+            cells = [one.cell(row) for row in shown]
+            if hidden:
+                cells.append(one.total(hidden) if place else f"... {len(hidden)} more")
+            if total is not None:
+                cells.append(one.total(rows if total_of is None else total_of) if place else total)
+            columns.append(Column(one.header, tuple(cells), one.right, one.shrinks_to, one.from_left, one.drop))
+        return self.table(columns, None if total is None else len(columns[0].cells) - 1)
+
     def table(self, columns: Sequence[Column], sums_from: int | None = None) -> Table:
-        """A table of the columns that fit, with a rule above the rows that add others up."""
+        """Return a table of the columns that fit, with a rule above the rows that add others up."""
         kept, gap = fit(columns, self.width, "..." if self.ascii_only else "…")
         table = Table(box=_BOX, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
         for column in kept:
@@ -38,6 +106,21 @@ class Page:
                 table.add_section()
             table.add_row(*(Text(cell, "bold" if is_sum else "") for cell in row))
         return table
+
+    def lines(self, table: Table) -> list[str]:
+        """Return the lines of a table as text, for a report that puts others between them."""
+        console = Console(file=io.StringIO(), width=self.width, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Draw labels and their values, a line each."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, value in facts.items():
+        table.add_row(Text(label), Text(value))
+    return table
 
 
 def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO | None = None) -> None:

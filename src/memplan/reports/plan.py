@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from operator import itemgetter
 
-from rich.cells import cell_len
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +14,7 @@ from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
 from memplan.planning.plan.plan import Decision, Plan
 from memplan.reports import fusion
-from memplan.reports.columns import Column, fit
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, facts_table
 
 _INDENT = 4
 _LEGEND = (
@@ -26,19 +24,8 @@ _LEGEND = (
 _Row = tuple[str, str, str, str, str]
 
 
-def print_plan(plan: Plan, file: TextIO | None = None, top: int = 12) -> None:
-    """Print a plan: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        plan: what to print.
-        file: where to; stdout by default.
-        top: how many values to list, the largest first, and how many kernels where some are fused; 0 for all.
-    """
-    print_parts(lambda page: render(plan, page, top), file)
-
-
 def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Yield the parts of the report as rich renderables, in order."""
     yield Text(f"Plan for a step on {printable(plan.device)}, torch {printable(plan.torch)}", "bold")
     yield _head(plan)
     if plan.decisions:
@@ -55,7 +42,7 @@ def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
 
 
 def _head(plan: Plan) -> Table:
-    """The figures of the whole step."""
+    """Return the figures of the whole step."""
     change = plan.eager_peak - plan.peak
     share = f", {100 * change / plan.eager_peak:.0f} % less" if change > 0 and plan.eager_peak else ""
     base = plan.step_seconds if plan.base_seconds is None else plan.base_seconds
@@ -79,26 +66,23 @@ def _head(plan: Plan) -> Table:
         facts["time"] += f"{format_seconds(plan.step_seconds)} as it is written"
     if plan.cast_copies:
         facts["cast copies"] = f"{format_bytes(plan.cast_copies)} at the most, of weights in {plan.precision.compute}"
-    if plan.choices.offload:
+    if plan.host_bytes:
         facts["host memory"] = f"{format_bytes(plan.host_bytes)}, pinned, for what is offloaded"
     if plan.resident:
         parts = sorted(plan.resident.items(), key=lambda item: (-item[1], item[0]))
         facts["always there"] = ", ".join(f"{printable(cause)} {format_bytes(size)}" for cause, size in parts if size)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for label, value in facts.items():
-        table.add_row(Text(label), Text(value))
-    return table
+    return facts_table(facts)
 
 
 def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
-    """What is decided about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
+    """Draw decisions about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
     whole = [decision for decision in decisions if decision.scope.kind == "step"]
     rest = [decision for decision in decisions if decision.scope.kind != "step"]
     rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
     shown = rest[:top] if top else rest
     rows = [_row(decision) for decision in (*whole, *shown)]
     more, all_ = _sums(rest[len(shown) :], "... {} more"), _sums(rest, "all {}")
-    header, *lines = _lines([*rows, *more, *all_], page)
+    header, _, *lines = page.lines(page.rows([*rows, *more, *all_], _FIELDS))
     rule = Text(("-" if page.ascii_only else "─") * page.width)
     yield from (Text(header, "bold"), rule)
     for line, decision in zip(lines, (*whole, *shown), strict=False):
@@ -110,23 +94,13 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
     yield from (Text(line, "bold") for line in lines[len(rows) + len(more) :])
 
 
-def _lines(rows: Sequence[_Row], page: Page) -> list[str]:
-    """The header and the rows as lines in columns."""
-    columns = [
-        Column("value", tuple(row[0] for row in rows), shrinks_to=12),
-        Column("layer", tuple(row[1] for row in rows), shrinks_to=12, from_left=True, drop=1),
-        Column("bytes", tuple(row[2] for row in rows), right=True),
-        Column("decision", tuple(row[3] for row in rows)),
-        Column("cost", tuple(row[4] for row in rows), right=True),
-    ]
-    cut, gap = fit(columns, page.width, "..." if page.ascii_only else "…")
-    cells = [[_padded(cell, column) for cell in (column.header, *column.cells)] for column in cut]
-    return [(" " * gap).join(line).rstrip() for line in zip(*cells, strict=True)]
-
-
-def _padded(cell: str, column: Column) -> str:
-    space = " " * (column.width - cell_len(cell))
-    return space + cell if column.right else cell + space
+_FIELDS = (
+    Field("value", itemgetter(0), shrinks_to=12),
+    Field("layer", itemgetter(1), shrinks_to=12, from_left=True, drop=1),
+    Field("bytes", itemgetter(2), right=True),
+    Field("decision", itemgetter(3)),
+    Field("cost", itemgetter(4), right=True),
+)
 
 
 def _row(decision: Decision) -> _Row:
@@ -140,7 +114,7 @@ def _row(decision: Decision) -> _Row:
 
 
 def _sums(decisions: Sequence[Decision], label: str) -> list[_Row]:
-    """A row for each lever, the one with the most bytes first."""
+    """Return a row for each lever, the one with the most bytes first."""
     by_lever: dict[str, list[Decision]] = {}
     for decision in decisions:
         by_lever.setdefault(decision.lever, []).append(decision)

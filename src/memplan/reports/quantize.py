@@ -1,4 +1,4 @@
-"""Quantized inference beside inference as it is, on the terminal and as JSON."""
+"""Quantized inference beside inference of the model, on the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import printable
-from memplan.reports.columns import Column
 from memplan.reports.compare import by_cause
-from memplan.reports.output import PIPE_WIDTH, Page, print_parts
+from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.studies.quantization.quantized import Layer, Quantized, sentences
 
 FORMAT = "memplan.quantized"
@@ -22,28 +21,18 @@ SCHEMA = 1
 
 
 def dumps(title: str, found: Quantized) -> str:
-    """What was found as JSON text. Bytes and seconds."""
+    """Write the result as JSON text. Bytes and seconds."""
     data = {"format": FORMAT, "schema": SCHEMA, "title": title, **found.to_dict()}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def print_quantized(title: str, found: Quantized, file: TextIO | None = None, top: int = 12) -> None:
-    """Print what was found: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        title: what was quantized.
-        found: what came of it.
-        file: where to; stdout by default.
-        top: how many layers to list; 0 for all.
-    """
-    print_parts(lambda page: render(title, found, top, page.width, ascii_only=page.ascii_only), file)
+    """Print quantized inference to a file or stdout; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    print_parts(lambda page: render(title, found, page, top), file)
 
 
-def render(
-    title: str, found: Quantized, top: int = 12, width: int = PIPE_WIDTH, *, ascii_only: bool = False
-) -> list[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
-    page = Page(width, ascii_only)
+def render(title: str, found: Quantized, page: Page, top: int = 12) -> list[RenderableType]:
+    """Return the parts of the report as rich renderables, in order."""
     parts: list[RenderableType] = [
         Text(f"{printable(title)}: inference on the CPU, by {printable(found.scheme)}", "bold")
     ]
@@ -56,23 +45,22 @@ def render(
 
 
 def _layers(layers: Sequence[Layer], top: int, page: Page) -> Table:
-    """The layers with weights, the largest first, what the others add up to, all."""
-    rows = sorted(layers, key=lambda layer: -layer.before)
-    shown, hidden = (rows[:top], rows[top:]) if top else (rows, [])
-    groups = [[layer] for layer in shown] + ([hidden] if hidden else []) + [rows]
-    names = [printable(layer.name) for layer in shown] + ([f"... {len(hidden)} more"] if hidden else [])
-    changed = [sum(one.why is None for one in group) for group in groups]
-    columns = [
-        Column("Weights of layers", (*names, f"all {len(rows)}"), shrinks_to=14, from_left=True),
-        Column("as it is", tuple(format_bytes(sum(one.before for one in group)) for group in groups), right=True),
-        Column("quantized", tuple(format_bytes(sum(one.after for one in group)) for group in groups), right=True),
-        Column("layers changed", tuple(f"{n} of {len(g)}" for n, g in zip(changed, groups, strict=True)), right=True),
+    """Return the layers with weights, the largest first, what the others add up to, all."""
+    fields = [
+        name_field("Weights of layers", lambda layer: printable(layer.name), 14),
+        number_field("as it is", lambda layer: layer.before),
+        number_field("quantized", lambda layer: layer.after),
+        Field("layers changed", lambda layer: _changed([layer]), _changed, right=True),
     ]
-    return page.table(columns, len(groups) - 1)
+    return page.rows(sorted(layers, key=lambda layer: -layer.before), fields, top, f"all {len(layers)}")
+
+
+def _changed(layers: Sequence[Layer]) -> str:
+    return f"{sum(layer.why is None for layer in layers)} of {len(layers)}"
 
 
 def _left_alone(layers: Sequence[Layer]) -> Iterator[str]:
-    """Why layers stay as they are, each reason once."""
+    """Say why layers stay as they are, each reason once."""
     by_reason: dict[str, list[Layer]] = {}
     for layer in layers:
         if layer.why is not None:

@@ -1,9 +1,11 @@
-"""A replayed snapshot on the terminal: what was recorded, beside what-ifs, and why memory ran out."""
+"""A replayed snapshot beside what-ifs, and why memory ran out: on the terminal and as JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from dataclasses import asdict
+from typing import Any, TextIO
 
 from rich.console import RenderableType
 from rich.padding import Padding
@@ -11,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan.reports.columns import Column
-from memplan.reports.output import Page, print_parts
+from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.replays.exact import OutOfMemoryEvent
 from memplan.simulation.replays.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
 from memplan.simulation.replays.replayed import Replay
 from memplan.simulation.replays.side_by_side import Cases, grouped
@@ -26,18 +28,12 @@ _CLASSES = {0: "up to 1 MiB", 1: "1-2 MiB", 2: "2-10 MiB", 10: "10-20 MiB", 20: 
 
 
 def print_replay(cases: Cases, file: TextIO | None = None, top: int = 10) -> None:
-    """Print a replay: as wide as the terminal, or 80 columns without colours where ``file`` is not one.
-
-    Args:
-        cases: what to print.
-        file: where to; stdout by default.
-        top: how many lines of the program, and of the tables of free blocks, to list; 0 for all.
-    """
+    """Print a replay to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
     print_parts(lambda page: render(cases, page, top), file)
 
 
 def render(cases: Cases, page: Page, top: int = 10) -> Iterator[RenderableType]:
-    """The parts of the report as rich renderables, in order."""
+    """Yield the parts of the report as rich renderables, in order."""
     replay = cases.replay
     yield from _head(replay)
     yield ""
@@ -79,20 +75,22 @@ def _head(replay: Replay) -> Iterator[RenderableType]:
 
 
 def _table_of_cases(cases: Cases, page: Page) -> Table:
-    rows = [cases.base, *cases.others]
     recorded = "recorded" if cases.base.compared else "as recorded"
-    names = [f"{recorded} ({_named(cases.base.settings)})", *(_named(other.settings) for other in cases.others)]
     outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes(cases.base.capacity)}"
-    return page.table(
-        [
-            Column("Settings", tuple(names), shrinks_to=24),
-            Column("peak\nreserved", tuple(format_bytes(row.peak_reserved) for row in rows), right=True),
-            Column("peak\nallocated", tuple(format_bytes(row.peak_allocated) for row in rows), right=True, drop=3),
-            Column("fragmentation\nat the peak", tuple(format_bytes(row.fragmentation) for row in rows), right=True),
-            Column("share", tuple(f"{100 * row.fragmentation_share:.1f} %" for row in rows), right=True, drop=2),
-            Column(outcome, tuple(_outcome(row, cases) for row in rows)),
-        ]
-    )
+
+    def name(case: Replay) -> str:
+        settings = _named(case.settings)
+        return f"{recorded} ({settings})" if case is cases.base else settings
+
+    fields = [
+        name_field("Settings", name, 24, from_left=False),
+        number_field("peak\nreserved", lambda case: case.peak_reserved),
+        number_field("peak\nallocated", lambda case: case.peak_allocated, drop=3),
+        number_field("fragmentation\nat the peak", lambda case: case.fragmentation),
+        number_field("share", lambda case: case.fragmentation_share, lambda share: f"{100 * share:.1f} %", drop=2),
+        Field(outcome, lambda case: _outcome(case, cases)),
+    ]
+    return page.rows([cases.base, *cases.others], fields)
 
 
 def _outcome(case: Replay, cases: Cases) -> str:
@@ -160,43 +158,28 @@ def _sums(why: OomExplanation) -> Iterator[str]:
 
 
 def _table_of_free(rows: Sequence[FreeBlocks], page: Page, top: int) -> Table:
-    shown_rows = rows[:top] if top else rows
-    hidden = rows[len(shown_rows) :]
-    cells = [
-        (_kind(row.small, row.stream, row.pool, _class(row.least)), str(row.count), format_bytes(row.bytes),
-         format_bytes(row.largest), row.why)
-        for row in shown_rows
-    ]  # fmt: skip
-    if hidden:
-        sums = str(sum(row.count for row in hidden)), format_bytes(sum(row.bytes for row in hidden))
-        cells.append((f"... {len(hidden)} more", *sums, format_bytes(max(row.largest for row in hidden)), ""))
-    names, counts, sizes, largest, why = (tuple(column) for column in zip(*cells, strict=True))
-    return page.table(
-        [
-            Column("Free blocks", names, shrinks_to=16),
-            Column("count", counts, right=True),
-            Column("bytes", sizes, right=True),
-            Column("largest", largest, right=True, drop=1),
-            Column("did not serve", why, shrinks_to=12),
-        ]
-    )
+    largest = lambda rows: format_bytes(max(row.largest for row in rows))  # noqa: E731
+    fields = [
+        name_field(
+            "Free blocks", lambda row: _kind(row.small, row.stream, row.pool, _class(row.least)), from_left=False
+        ),
+        number_field("count", lambda row: row.count, str),
+        number_field("bytes", lambda row: row.bytes),
+        Field("largest", lambda row: largest([row]), largest, right=True, drop=1),
+        Field("did not serve", lambda row: row.why, shrinks_to=12),
+    ]
+    return page.rows(rows, fields, top)
 
 
 def _table_of_holders(title: str, rows: Sequence[Holder], page: Page, top: int) -> Table:
     total = sum(row.bytes for row in rows)
-    shown_rows = rows[:top] if top else rows
-    hidden = rows[len(shown_rows) :]
-    cells = [(_line(row.frame), str(row.count), row.bytes) for row in shown_rows]
-    if hidden:
-        cells.append((f"... {len(hidden)} more", str(sum(r.count for r in hidden)), sum(r.bytes for r in hidden)))
-    return page.table(
-        [
-            Column(title, tuple(cell[0] for cell in cells), shrinks_to=16, from_left=True),
-            Column("blocks", tuple(cell[1] for cell in cells), right=True),
-            Column("bytes", tuple(format_bytes(cell[2]) for cell in cells), right=True),
-            Column("share", tuple(f"{100 * cell[2] / max(total, 1):.0f} %" for cell in cells), right=True),
-        ]
-    )
+    fields = [
+        name_field(title, lambda row: _line(row.frame)),
+        number_field("blocks", lambda row: row.count, str),
+        number_field("bytes", lambda row: row.bytes),
+        number_field("share", lambda row: row.bytes, lambda size: f"{100 * size / max(total, 1):.0f} %"),
+    ]
+    return page.rows(rows, fields, top)
 
 
 def _helps(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
@@ -217,32 +200,23 @@ def _helps(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
 
 
 def _table_of_segments(cases: Cases, page: Page) -> Table:
-    replay = cases.replay
-    rows = grouped(replay.timeline.segments)
-    total = [sum(getattr(row, name) for row in rows) for name in ("count", "reserved", "allocated", "free")]
-    names = [
-        _kind(row.small, row.stream, row.pool, "expandable" if row.expandable else "") for row in rows
+    largest = lambda rows: format_bytes(max((row.largest_free for row in rows), default=0))  # noqa: E731
+    fields = [
+        name_field(
+            "Segments at the end",
+            lambda row: _kind(row.small, row.stream, row.pool, "expandable" if row.expandable else ""), from_left=False,
+        ),
+        number_field("count", lambda row: row.count, str),
+        number_field("reserved", lambda row: row.reserved),
+        number_field("allocated", lambda row: row.allocated),
+        number_field("free", lambda row: row.free),
+        Field("largest\nfree block", lambda row: largest([row]), largest, right=True, drop=1),
     ]  # fmt: skip
-    return page.table(
-        [
-            Column("Segments at the end", (*names, "all"), shrinks_to=16),
-            Column("count", (*(str(row.count) for row in rows), str(total[0])), right=True),
-            Column("reserved", (*(format_bytes(row.reserved) for row in rows), format_bytes(total[1])), right=True),
-            Column("allocated", (*(format_bytes(row.allocated) for row in rows), format_bytes(total[2])), right=True),
-            Column("free", (*(format_bytes(row.free) for row in rows), format_bytes(total[3])), right=True),
-            Column(
-                "largest\nfree block",
-                (*(format_bytes(row.largest_free) for row in rows),
-                 format_bytes(max((row.largest_free for row in rows), default=0))),
-                right=True, drop=1,
-            ),
-        ],
-        sums_from=len(rows),
-    )  # fmt: skip
+    return page.rows(grouped(cases.replay.timeline.segments), fields, total="all")
 
 
 def _kind(small: bool, stream: int, pool: Pool, more: str) -> str:
-    """What sets free blocks or segments apart; the default is not named."""
+    """Name a kind of blocks or segments; the default is not named."""
     parts = ["small" if small else "large", f"stream {stream}" if stream else "", _pool_name(pool), more]
     return ", ".join(part for part in parts if part)
 
@@ -264,3 +238,68 @@ def _line(frame: Frame | None) -> str:
 
 def _named(settings: AllocatorSettings) -> str:
     return shown(str(settings), 300) or "default"
+
+
+def dumps(cases: Cases) -> str:
+    """Return the replay and its what-ifs as JSON, indented, the same text for the same snapshot.
+
+    Example:
+        >>> json.loads(dumps(cases))["recorded"]["peak_reserved"] == cases.replay.peak_reserved
+        True
+    """
+    replay = cases.replay
+    data = {
+        "format": "memplan.replay",
+        "source": replay.snapshot.source,
+        "device": replay.timeline.device,
+        "events": len(replay.snapshot.entries),
+        "mismatches": [asdict(mismatch) for mismatch in replay.mismatches],
+        "recorded": _case_dict(replay),
+        "cases": [_case_dict(case) for case in (cases.base, *cases.others) if case is not replay],
+        "fits": cases.all_fit,
+        "segments": [asdict(group) | {"free": group.free} for group in grouped(replay.timeline.segments)],
+        "out_of_memory": None if cases.explanation is None else _oom_dict(cases.explanation),
+        "notes": list(replay.snapshot.notes),
+    }
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def _case_dict(case: Replay) -> dict[str, Any]:
+    return {
+        "settings": str(case.settings),
+        "capacity": case.capacity,
+        "peak_reserved": case.peak_reserved,
+        "peak_allocated": case.peak_allocated,
+        "fragmentation": case.fragmentation,
+        "out_of_memory": [_oom(oom) for oom in case.ooms],
+        "ended": case.ended,
+    }
+
+
+def _oom(oom: OutOfMemoryEvent) -> dict[str, Any]:
+    names = ("index", "requested", "stream", "pool", "free", "reserved", "allocated")
+    return {name: getattr(oom, name) for name in names}
+
+
+def _oom_dict(why: OomExplanation) -> dict[str, Any]:
+    return {
+        **_oom(why.oom),
+        "needed": why.needed,
+        "capacity": None if why.capacity is None else asdict(why.capacity),
+        "stack": [frame._asdict() for frame in why.stack],
+        "free_blocks": [asdict(row) for row in why.free],
+        "waiting": why.waiting,
+        "largest_free": why.largest_free,
+        "largest_why": why.largest_why,
+        "holders": [
+            {"frame": None if row.frame is None else row.frame._asdict(), "count": row.count, "bytes": row.bytes}
+            for row in why.holders
+        ],
+        "remedies": [
+            {"settings": str(row.settings), "peak_reserved": row.peak_reserved, "fragmentation": row.fragmentation}
+            for row in why.remedies
+        ],
+        "tried": list(why.tried),
+        "shortfall": why.shortfall,
+        "beyond": why.beyond,
+    }

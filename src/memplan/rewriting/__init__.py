@@ -1,1 +1,1 @@
-"""A plan made real: the kernels, codecs and graphs that run a step as it was planned."""
+"""Run a model by its plan: engines, the module's call, autograd, the torch.compile backend."""

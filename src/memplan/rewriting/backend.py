@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="memplan", options={"budget": "6 GiB"})``: graphs from Dynamo, run as planned."""
+"""Run graphs from Dynamo as planned: ``torch.compile(model, backend="memplan", options={"budget": "6 GiB"})``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import fx, nn
 from memplan import _torch
 from memplan._bytes import parse_bytes
 from memplan.errors import UsageError
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.planner import Planner as StepPlanner
 from memplan.planning.settings import Settings
 from memplan.rewriting.install import Planner, install
@@ -24,26 +25,27 @@ _ITEM = "call_method", "item"
 def memplan(
     graph: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend that ``torch.compile`` finds under this name.
+    """Plan a graph for ``torch.compile``, which finds this backend by its name.
 
-    What runs went through the same search and the same checker as in `memplan.fit`, but not through its proof: nothing
-    is compared, measured or planned again. Where Dynamo makes sizes or numbers symbolic, they are numbers again when
-    the graph is called: each set of them is captured and planned by itself, whatever was planned for larger ones.
+    Plans come from the same search and the same validator as in `memplan.fit`, but without its proof: nothing is
+    compared, measured or planned again. Where Dynamo makes sizes or numbers symbolic, they are numbers again when the
+    graph is called: each set of them is captured and planned by itself, whatever was planned for larger ones.
 
     Args:
         graph: a graph that Dynamo traced.
-        inputs: what it is to be called with first.
-        options: ``budget``, in bytes or as a size such as ``"6 GiB"``: what is on the device at any moment of a step.
+        inputs: those of its first call.
+        options: ``budget``, in bytes or as a size such as ``"6 GiB"``: bounds everything on the device at any moment of
+            a step.
 
     Raises:
-        UsageError: there is no budget, or an option that memplan does not know.
+        UsageError: no budget, or an unknown option.
         BudgetError: at the first call: no plan fits the budget.
     """
     budget = _budget(options or {})
 
     def planner_of(module: nn.Module) -> Planner:
         planner = StepPlanner(module)
-        return lambda call, held: planner.planned(call, Settings(budget=budget, held=held))
+        return lambda call, held: planner.planned(call, Settings(gradients=GradientUse(adds=held)), budget)
 
     return compiled(graph, inputs, planner_of)
 
@@ -51,7 +53,7 @@ def memplan(
 def compiled(
     graph: fx.GraphModule, inputs: Sequence[Any], planner_of: Callable[[nn.Module], Planner]
 ) -> Callable[..., Any]:
-    """A graph as a function that runs as planned; each kind of call is planned when it is first made."""
+    """Return a graph as a planned function; each kind of call is planned when it first comes."""
     _tell_of_break(graph)
     lifted = _Lifted(graph, inputs)
     install(lifted, planner_of(lifted))
@@ -59,13 +61,13 @@ def compiled(
 
 
 class _Lifted(nn.Module):
-    """A graph that takes its parameters among its inputs, as a module that has them, and numbers as numbers."""
+    """Wrap a graph that takes its parameters among its inputs as a module that has them; numbers are numbers."""
 
     def __init__(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> None:
         super().__init__()
         numbers = _without_item(graph)
         self.graph = graph
-        self._code = graph.code  # written when first asked for: not to be in a capture
+        self._code = graph.code  # written at the first access, which must not be inside of a capture
         placeholders = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         self._numbers = [name in numbers for name in placeholders]
         self._names = [
@@ -85,15 +87,15 @@ class _Lifted(nn.Module):
         return self(*(one.item() if number else one for name, number, one in named if name is None))
 
     def forward(self, *inputs: Any) -> Any:
-        """Call the graph with those of its inputs that are no parameters."""
+        """Call the graph with its inputs that are not parameters."""
         left = iter(inputs)
         return self.graph(*(next(left) if name is None else getattr(self, name) for name in self._names))
 
 
 def _without_item(graph: fx.GraphModule) -> set[str]:
-    """Make a graph take the numbers that Dynamo hands over as tensors, and that it reads by ``item()`` alone. Returns
-    the names of such inputs. Dynamo does so with a float that changes, and with all floats under ``dynamic=True``."""
-    found: set[str] = set()
+    """Make a graph take as numbers the inputs that it reads by ``item()`` alone, and return their names. Dynamo hands a
+    float that changes over as a tensor, and all floats under ``dynamic=True``."""
+    numbers: set[str] = set()
     for node in graph.graph.nodes:
         readers = list(node.users)
         if node.op != "placeholder" or not readers or any((one.op, one.target) != _ITEM for one in readers):
@@ -101,13 +103,13 @@ def _without_item(graph: fx.GraphModule) -> set[str]:
         for reader in readers:
             reader.replace_all_uses_with(node)
             graph.graph.erase_node(reader)
-        found.add(node.name)
+        numbers.add(node.name)
     graph.recompile()
-    return found
+    return numbers
 
 
 def _plain_name(placeholder: str) -> str:
-    """Dynamo's name of a parameter without the words for how it got there: l_self_modules_fc_parameters_weight_."""
+    """Simplify Dynamo's name of a parameter, as in l_self_modules_fc_parameters_weight_."""
     words = re.sub(r"^[lL]_self_|_?(modules|parameters)_", "_", placeholder).strip("_")
     return re.sub(r"_+", "_", words) or "parameter"
 
@@ -118,7 +120,7 @@ def _budget(options: Mapping[str, Any]) -> int:
         raise UsageError(
             f"options={dict(options)!r}" if unknown else "No budget",
             expected="options={'budget': '6 GiB'}",
-            do="Give the bytes that the step may take, as a number or a size",
+            do="Give the bytes that the step may use, as a number or a size",
         )
     return parse_bytes(options["budget"])
 

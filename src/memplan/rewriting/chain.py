@@ -1,13 +1,14 @@
-"""A planned step as autograd sees it: a chain of small nodes, one for each moment at which gradients are complete.
+"""Attach a planned backward pass to autograd: a chain of small nodes, one for each group of complete gradients.
 
 Autograd runs the chain from the outputs on. A node of each output takes its gradient and only stores it: the arguments
 of the node that used it would keep it alive. Each further node lets the backward pass run up to its own gradients and
-hands them over at once; autograd adds them to ``.grad``, calls hooks, reduces them between processes, and all that
-before the next node runs. Where only some gradients are asked for, autograd does not run the nodes beyond them.
+hands them over at once; autograd adds them to ``.grad``, calls hooks and reduces them between processes before the next
+node runs. Where only some gradients are requested, autograd does not run the nodes beyond them.
 
-There is a chain for each set of outputs that gradients depend on, behind those outputs alone. So what no loss is
-computed from is not reached: its parameters get no gradient, and no hook of theirs is called. What runs first of
-several nodes that could is the one made last: outputs, then the gradients in the order of the backward pass.
+There is a chain for each set of outputs that gradients depend on, behind those outputs alone. So outputs that are not
+part of the loss are not reached: parameters that only they depend on get no gradient, and their hooks are not called.
+Of several nodes that could run next, autograd takes the one made last: outputs, then gradients in the order of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Backward = Callable[[list[Any], list[torch.Tensor], list[torch.Tensor]], Iterato
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """The gradient of an output, as the backward pass needs it."""
+    """Layout of an output's gradient that the backward pass needs."""
 
     output: int
-    """Index of the output among all that are returned."""
+    """Index among the returned outputs."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -39,23 +40,23 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What the chains of all calls of one planned step have in common."""
+    """Data that the chains of all calls of one planned step share."""
 
     backward: Backward
     """The program's."""
     parts: tuple[tuple[int, tuple[int, ...]], ...]
-    """Of each list that it yields, by number: values whose gradients are in it and depend on the same tangents."""
+    """By number of a list that it yields: values whose gradients are in it and depend on the same tangents."""
     tangents: tuple[Tangent, ...]
     reached: Mapping[int, frozenset[int]]
-    """By value that a gradient is of: positions of the tangents that it depends on, one at least."""
+    """By value with a gradient: positions of the tangents that it depends on, at least one."""
     unplanned: Mapping[int, str]
-    """By index, outputs that have a gradient in the model but not in the plan, and what to say of them."""
+    """By index, names of outputs that have a gradient in the model but not in the plan."""
     overwritten: frozenset[int]
-    """Positions of the saved values that the backward pass writes over."""
+    """Positions of the saved values that the backward pass overwrites."""
     guarded: tuple[tuple[int, str], ...]
-    """What must not change before it is read in backward: position among what is handed in, and what it is called."""
+    """Inputs that must not change before the backward pass reads them: position and name."""
     exposed: tuple[tuple[int, ...], ...]
-    """For each list, which of ``guarded`` are read after a hook on their own gradient may have changed them."""
+    """For each list, numbers of those in ``guarded`` that are read after a hook on their gradient may change them."""
 
     def attach(
         self,
@@ -64,17 +65,17 @@ class Chain:
         outputs: list[torch.Tensor],
         receivers: Mapping[int, torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The outputs of a forward pass with the chain behind them.
+        """Return the outputs of a forward pass with the chain behind them.
 
         Args:
-            inputs: what was handed in, None for what the backward pass does not read.
-            saved: what the forward pass saved.
-            outputs: what it returned.
-            receivers: the tensors that gradients are of, by value.
+            inputs: the forward pass's, None for those that the backward pass does not read.
+            saved: the values that the forward pass saved.
+            outputs: its results.
+            receivers: the tensors whose gradients are computed, by value.
         """
         call = _Call(self, inputs, saved, outputs)
         tokens: dict[frozenset[int], torch.Tensor] = {}
-        """By set of tangents: what stands for the first node that depends on these."""
+        """By set of tangents: result of the first node that depends on these."""
         for number, values in reversed(self.parts):
             among, of = self.reached[values[0]], [receivers[value] for value in values]
             following = [token.grad_fn for token in tokens.values()]
@@ -89,7 +90,7 @@ class Chain:
 
 
 class _Call:
-    """What one call keeps from its forward to its backward pass."""
+    """State of one call between its forward and its backward pass."""
 
     def __init__(
         self, chain: Chain, inputs: list[Any], saved: list[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -104,20 +105,20 @@ class _Call:
         self._returned = [(at, _torch.version_of(saved[at])) for at in returned]
         self._running: Iterator[Given] | None = None
         self._next = 0
-        """The group that it gives next."""
+        """Number of the next group."""
         self._given: dict[int, torch.Tensor] = {}
-        """Gradients of the last group, by value, that are not handed over."""
+        """Gradients of the last group, by value, that are not handed over yet."""
         self._pass = -1
-        """Which of autograd's backward passes it runs in."""
+        """Number of the autograd pass that it runs in."""
         self._received: dict[int, torch.Tensor | None] | None = None
-        """Gradients of outputs by their position, until the backward pass begins."""
+        """Gradients of outputs by position, until the backward pass begins."""
         self.nodes: dict[int, weakref.ref[Any]] = {}
-        """By position: the autograd node that such a gradient comes through."""
+        """Autograd nodes through which these come, by position."""
         self._there = frozenset[int]()
-        """Positions of the gradients of outputs with which it began."""
+        """Positions of the outputs whose gradients it began with."""
 
     def receive(self, at: int, tangent: torch.Tensor | None) -> None:
-        """The gradient of an output, before the backward pass begins."""
+        """Store the gradient of an output, before the backward pass begins."""
         if torch.is_grad_enabled():
             raise BackwardError(
                 "Double backward through a planned step",
@@ -127,11 +128,11 @@ class _Call:
         now = _torch.backward_pass()
         if now != self._pass:
             self._pass, self._received, self._running = now, {}, None
-        assert self._received is not None, "it began when all were there"
+        assert self._received is not None, "the pass began when all gradients were there"
         self._received[at] = tangent
 
     def _begin(self) -> None:
-        """Run the backward pass, with the gradients of the outputs that were received."""
+        """Start the backward pass with the received gradients of outputs."""
         assert self._received is not None
         nodes = [node() for at, node in self.nodes.items() if at not in self._received]
         if any(node is not None and _torch.will_run(node) for node in nodes):
@@ -166,12 +167,12 @@ class _Call:
         self._running, self._next = self._chain.backward(inputs, saved, tangents), 0
 
     def gradients(self, group: int, values: tuple[int, ...], following: list[Any]) -> list[torch.Tensor | None]:
-        """Run on, up to these gradients. None for those that depend on none of the gradients that were received.
+        """Run on, up to these gradients. None for those that depend on none of the received gradients.
 
         Args:
-            group: which they are in: 0 is the first in the backward pass.
-            values: what they are of.
-            following: the first autograd nodes of those that are still to come, of each chain.
+            group: number of their group; 0 comes first in the backward pass.
+            values: whose gradients.
+            following: of each chain, the first autograd node still to come.
         """
         try:
             if _torch.backward_pass() == self._pass and self._received is not None:
@@ -185,15 +186,16 @@ class _Call:
         except BaseException:
             self._end()
             raise
-        made = [self._given.pop(value) for value in values]
+        complete = [self._given.pop(value) for value in values]
         if not any(map(_torch.will_run, following)):
             self._end()
         return [
-            one if self._chain.reached[value] & self._there else None for value, one in zip(values, made, strict=True)
+            gradient if self._chain.reached[value] & self._there else None
+            for value, gradient in zip(values, complete, strict=True)
         ]
 
     def _run_on(self) -> None:
-        """Up to the next group."""
+        """Run up to the next group."""
         assert self._running is not None
         self._given = {}
         if self._next:
@@ -205,7 +207,7 @@ class _Call:
         self._next += 1
 
     def _end(self) -> None:
-        """Nothing more is asked for: free what is left."""
+        """Free what is left, as no further gradient is requested."""
         self._running, self._given = None, {}
         if self._saved is None:
             self._inputs = None
@@ -229,7 +231,7 @@ def _changed(name: str) -> BackwardError:
 def _laid_out(
     tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], *, copied: bool = False
 ) -> torch.Tensor:
-    """A tensor with the strides that the program was made for."""
+    """Return a tensor with the strides that the program expects."""
     same = all(n <= 1 or a == b for n, a, b in zip(shape, tensor.stride(), stride, strict=True))
     if same and not copied:
         return tensor
@@ -237,7 +239,7 @@ def _laid_out(
 
 
 class _Gradients(torch.autograd.Function):
-    """Hands over the gradients of one group. What it returns stands for the order: nothing flows through it."""
+    """Hand over the gradients of one group. Its result only fixes the order: no gradient flows through it."""
 
     @staticmethod
     def forward(
@@ -249,7 +251,7 @@ class _Gradients(torch.autograd.Function):
         token: torch.Tensor | None,
         *receivers: torch.Tensor,
     ) -> torch.Tensor:
-        """Note what backward needs."""
+        """Keep what backward needs."""
         ctx.set_materialize_grads(False)
         ctx.call, ctx.group, ctx.values, ctx.following = call, group, values, following
         return torch.empty(0)
@@ -261,7 +263,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Output(torch.autograd.Function):
-    """A differentiable output, as a tensor of its own: what is saved must not hold the graph that holds it."""
+    """Return a differentiable output as a tensor of its own: saved values must not hold the graph that holds them."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, at: int, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:
@@ -279,7 +281,7 @@ class _Output(torch.autograd.Function):
 
 
 class _Unplanned(torch.autograd.Function):
-    """An output that the plan has no gradient for."""
+    """Refuse the backward pass of an output for which the plan has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, name: str, outputs: list[torch.Tensor], *tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The engine ``inductor``: both halves of a planned step as fused kernels."""
+"""Compile both halves of a planned step into fused kernels: the engine ``inductor``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memplan.planning.inductor.partition import Fused, Halves, Part, lowering
 
 
 def compiled(of: Fused) -> Halves:
-    """Compile all parts of a step. What was compiled before, in whatever process, is found in Inductor's cache.
+    """Compile all parts of a step; Inductor's cache has those that any process compiled before.
 
     Raises:
         CompileError: there is no compiler, or it fails.
@@ -29,14 +29,14 @@ def _kernels(part: Part) -> inductor.Boxed:
         try:
             return function(given)
         except Exception as error:
-            if inductor.is_of_compiler(error):  # Triton compiles the launcher, and tries out forms, in the first run
+            if inductor.is_of_compiler(error):  # Triton compiles the launcher, and tunes, in the first run
                 with lowering(part.name):
                     raise
             if not isinstance(error, AssertionError) or not inductor.is_of_other_layout(error):
                 raise
             found = "; ".join(str(error).splitlines()[:2])
             raise CompileError(
-                f"The {part.name} pass was compiled for what an op does not return: {found:.300}",
+                f"An op of the {part.name} pass does not return what its fake implementation says: {found:.300}",
                 expected="ops that return shapes and strides as their fake implementations say",
                 do="Mend the op's register_fake (torch.library.opcheck tests it), or leave engine out",
             ) from error

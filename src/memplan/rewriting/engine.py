@@ -1,7 +1,7 @@
-"""A schedule as a call of the model: what runs it, and the planned backward pass behind its outputs.
+"""Run a schedule in place of the model's call, with the planned backward pass behind its outputs.
 
-The engine ``graph`` runs the schedule's program, aten kernels in the planned order; ``inductor`` runs what was compiled
-of both halves (memplan.rewriting.compiled).
+The engine ``graph`` runs the schedule's program, aten kernels in the planned order; ``inductor`` runs the compiled
+kernels of both halves (memplan.rewriting.compiled).
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.chain import Chain, Tangent
 
 _STATISTICS = slice(3, 5)
-"""A training norm's arguments that its results do not depend on: the running statistics."""
+"""Positions of a training norm's running statistics, on which its results do not depend."""
 
 
 class Functions(Protocol):
     """The two functions of a planned step, as `memplan.planning.schedule.codegen` describes them."""
 
     def forward(self, inputs: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs, and what is saved."""
+        """Return the outputs and the saved values."""
         ...
 
     def backward(
         self, inputs: list[Any], saved: list[torch.Tensor], tangents: list[torch.Tensor]
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Lists of gradients."""
+        """Yield lists of gradients."""
         ...
 
 
 class Engine:
-    """A planned step, ready to run: any number of times, from any thread."""
+    """Run a planned step any number of times, from any thread."""
 
     def __init__(self, captured: Captured, schedule: Schedule, functions: Functions | None = None) -> None:
         """Compile the schedule.
 
         Args:
-            captured: what the schedule is of.
-            schedule: what to run. That it is right is for the validator to say.
-            functions: what runs it; None: its program.
+            captured: the captured step.
+            schedule: what to run; the validator has checked it.
+            functions: run it; None: its program does.
         """
         graph = captured.graph
         self.text = program(schedule)
-        """The program, as Python: what runs, or what was fused."""
+        """The program as Python, also where fused kernels run it."""
         self._captured = captured
         self._handed = tuple(value for value in graph.values if value.kind in RESIDENT)
         self._owners = _Owners([value.path for value in self._handed if value.kind in ("parameter", "buffer")])
@@ -66,19 +66,19 @@ class Engine:
         self._chain = _chain(captured, schedule, self._handed, functions.backward)
 
     def suits(self, call: Call) -> bool:
-        """Whether a call of the shapes that were captured takes the same branches."""
+        """Return whether a call of the captured shapes takes the same branches."""
         return self._captured.holds(call)
 
     def close(self) -> None:
-        """It is not called again: its lines need not be kept for tracebacks."""
+        """Drop the program's lines, which tracebacks need no longer."""
         self._close()
 
     def run(self, model: nn.Module, call: Call) -> Any:
-        """What ``model(...)`` returns for this call, with the planned backward pass behind it.
+        """Return what ``model(...)`` returns for this call, with the planned backward pass behind it.
 
         Args:
-            model: the one that was captured, or one with the same parameters and buffers.
-            call: of the shapes that were captured.
+            model: the captured one, or one with the same parameters and buffers.
+            call: of the captured shapes.
         """
         inputs = self._inputs(model, call)
         receivers = {value: inputs[at] for value, at in self._receivers.items()}
@@ -102,7 +102,7 @@ class Engine:
 
 
 class _Owners:
-    """Finds the modules that hold tensors, anew in each call: any of them may have been replaced."""
+    """Find the modules that hold tensors, anew in each call: any of them may have been replaced."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._steps: list[tuple[str, str, str]] = []
@@ -118,7 +118,7 @@ class _Owners:
                     self._steps.append((*_split(path), path))
 
     def of(self, model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-        """For each path of a tensor the module that holds it, and its name there."""
+        """Return, for each path of a tensor, the module that holds it and its name there."""
         modules = {"": model}
         for parent, name, path in self._steps:
             modules[path] = _torch.submodule(modules[parent], name)
@@ -131,7 +131,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 class _Program:
-    """The two functions of a program. Its lines show in tracebacks."""
+    """Compile a program's two functions; its lines show in tracebacks."""
 
     def __init__(self, text: str) -> None:
         self._name = f"<memplan plan {hash(text) & 0xFFFFFFFFFFFF:012x}>"
@@ -141,7 +141,7 @@ class _Program:
         self.forward, self.backward = found["forward"], found["backward"]
 
     def close(self) -> None:
-        """Its lines are not needed any more."""
+        """Drop its lines."""
         linecache.cache.pop(self._name, None)
 
 
@@ -150,7 +150,9 @@ def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], ba
     tangents = [value for value in graph.values if value.kind == "tangent"]
     written = {action.into for action in schedule.backward}
     last = _last_read(schedule)
-    guarded = tuple((at, _called(value)) for at, value in enumerate(handed) if value.id in last and _changes(value))
+    guarded = tuple(
+        (at, _called(value)) for at, value in enumerate(handed) if value.id in last and value.kind != "constant"
+    )
     groups, reached = gives(schedule), _reached(graph)
     return Chain(
         backward,
@@ -160,7 +162,7 @@ def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], ba
             for output, value in zip(captured.differentiable, tangents, strict=True)
         ),
         reached,
-        _unplanned(captured),
+        {output: f"output {output}" for output in captured.returned.cut},
         frozenset(at for at, value in enumerate(schedule.saved) if value in written),
         guarded,
         tuple(_exposed(schedule, groups, [handed[at].id for at, _ in guarded], last)),
@@ -168,7 +170,7 @@ def _chain(captured: Captured, schedule: Schedule, handed: tuple[Value, ...], ba
 
 
 def _reached(graph: JointGraph) -> dict[int, frozenset[int]]:
-    """By value that a gradient is of: positions of the tangents that it is computed from; all, where that is none."""
+    """Return, for each value with a gradient, the positions of the tangents that it depends on; all, where none."""
     tangents = [value.id for value in graph.values if value.kind == "tangent"]
     among = {value: frozenset([at]) for at, value in enumerate(tangents)}
     for op in graph.backward_ops:
@@ -186,16 +188,12 @@ def _parts(
             yield number, tuple(value for value in group if reached[value] == among)
 
 
-def _changes(value: Value) -> bool:
-    return value.kind != "constant"
-
-
 def _called(value: Value) -> str:
     return f"Input {value.path}" if value.kind == "input" else f"The {value.kind} '{value.path}'"
 
 
 def _last_read(schedule: Schedule) -> dict[int, int]:
-    """Index of the last backward action that reads each value that was handed in and minds what is in it."""
+    """Return, for each value handed in, the last backward action whose result depends on its contents."""
     last = dict[int, int]()
     for at, action in enumerate(schedule.backward):
         last.update(dict.fromkeys(_minded(schedule.graph, action), at))
@@ -214,15 +212,10 @@ def _minded(graph: JointGraph, action: Action) -> set[int]:
 def _exposed(
     schedule: Schedule, groups: tuple[tuple[int, ...], ...], guarded: list[int], last: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
-    """For each group the guarded values whose gradient is handed over by then and that are still to be read."""
+    """Yield, for each group, the guarded values that are read after their own gradient was handed over."""
     given_at = {action.value: at for at, action in enumerate(schedule.backward) if action.kind == "give"}
     given = set[int]()
     for group in groups:
         given.update(group)
         end = max(given_at[value] for value in group)
         yield tuple(number for number, value in enumerate(guarded) if value in given and last[value] > end)
-
-
-def _unplanned(captured: Captured) -> dict[int, str]:
-    """Outputs that have a gradient in the model and none in the graph."""
-    return {at: f"output {at}" for at in captured.returned.cut}

@@ -1,4 +1,4 @@
-"""A planned step in the place of a module's call: the module stays the user's own."""
+"""Put planned steps in the place of a module's call; the module remains the user's own."""
 
 from __future__ import annotations
 
@@ -26,51 +26,50 @@ from memplan.trace.structure import take_apart
 
 
 class Runnable(Protocol):
-    """What a planner answers: a schedule and what it is of."""
+    """Answer of a planner: a schedule and the captured step."""
 
     @property
     def captured(self) -> Captured:
-        """The graph, and how it hangs together with the call."""
+        """Graph, and how its values correspond to the call's tensors."""
         ...
 
     @property
     def schedule(self) -> Schedule:
-        """What runs when."""
+        """Order in which ops run."""
         ...
 
     @property
     def fused(self) -> Fused | None:
-        """The parts that are compiled, where that is known already."""
+        """Parts to compile, where these are known already."""
         ...
 
 
 Planner = Callable[[Call, bool], Runnable | None]
-"""A call, and whether gradients are held when it begins -> what to run instead of it; None: the model as it is."""
+"""A call, and whether gradients are held when it begins -> the step that runs instead; None: the model unplanned."""
 
 _planning = threading.local()
 _one_at_a_time = threading.RLock()
 
 
 _KINDS = 64
-"""Of calls whose plans are kept: those that were called last."""
+"""Number of kinds of calls whose plans are kept: those that were called last."""
 _VARIANTS = 8
-"""Of plans for one kind of call, where values of inputs decide which is right."""
+"""Number of plans for one kind of call, where values of inputs decide which is right."""
 _ALIKE = 8
-"""Plans for calls that differ in one thing alone, before that is told."""
+"""Number of plans for calls that differ in one thing alone, at which the user is warned."""
 
 
 def install(model: nn.Module, planner: Planner) -> Installed:
     """Make calls of a module run as planned.
 
-    A call under grad mode is planned when it is the first of its kind (see keys) and runs as planned from then on;
-    without anything that requires grad, under a transform or a compiler, the module runs as it is. The module keeps
-    its parameters, attributes and methods. Copies and pickles of it are not planned. Of all kinds of calls the last
-    64 are remembered.
+    A call under grad mode is planned when it is the first of its kind (see keys), and runs as planned from then on;
+    where nothing requires grad, or under a transform or a compiler, the module runs unplanned. It keeps its parameters,
+    attributes and methods. Copies and pickles of it are not planned. Of all kinds of calls the last 64 are remembered.
 
     Args:
         model: a module, or `memplan.with_loss` of one.
-        planner: asked once for each kind of call. It may call the module: that runs as it is, without its own hooks.
-            Where it raises UnkeyedError, or what it answers cannot be compiled, such calls run as they are.
+        planner: called once for each kind of call. It may call the module, which then runs unplanned and without its
+            own hooks. Where it raises UnkeyedError, or its answer cannot be compiled, such calls run unplanned.
 
     Raises:
         TargetError: the module is planned or compiled already.
@@ -80,13 +79,13 @@ def install(model: nn.Module, planner: Planner) -> Installed:
 
 @dataclass(frozen=True)
 class _Variant:
-    """What calls of one kind run by."""
+    """Compiled plan for one kind of call."""
 
     engine: Engine | None = None
-    """None: the model as it is."""
+    """None: the model runs unplanned."""
     captured: Captured | None = None
     unplanned: str = ""
-    """Why there is none."""
+    """Why, where a plan was tried."""
 
     def suits(self, call: Call) -> bool:
         return self.captured is None or self.captured.holds(call)
@@ -97,21 +96,21 @@ _Kind = tuple[Key, bool]
 
 
 class _Table:
-    """The variants of the kinds of calls; the kinds that were not called for longest are forgotten."""
+    """Variants of the kinds of calls; kinds that were not called for longest are forgotten."""
 
     def __init__(self) -> None:
         self._variants: OrderedDict[_Kind, tuple[_Variant, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, kind: _Kind) -> tuple[_Variant, ...]:
-        """What there is for a kind."""
+        """Return the variants of a kind."""
         with self._lock:
             if kind in self._variants:
                 self._variants.move_to_end(kind)
             return self._variants.get(kind, ())
 
     def add(self, kind: _Kind, variant: _Variant) -> None:
-        """One more of a kind."""
+        """Add a variant of a kind."""
         with self._lock:
             self._variants[kind] = (*self._variants.get(kind, ()), variant)
             self._variants.move_to_end(kind)
@@ -119,19 +118,19 @@ class _Table:
         self._close([variant for variants in gone for variant in variants])
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget all variants."""
         gone = self.all()
         with self._lock:
             self._variants.clear()
         self._close(gone)
 
     def all(self) -> list[_Variant]:
-        """Every variant there is."""
+        """Return all variants."""
         with self._lock:
             return [variant for variants in self._variants.values() for variant in variants]
 
     def kinds(self) -> list[_Kind]:
-        """Every kind there is."""
+        """Return all kinds."""
         with self._lock:
             return list(self._variants)
 
@@ -149,7 +148,7 @@ class Installed:
         if _torch.call_of_module(model) is not None:
             raise TargetError(
                 "A model whose calls are planned or compiled already",
-                expected="one that runs as it is",
+                expected="one that runs in eager mode",
                 do="Call fitted.undo(), or leave out model.compile()",
             )
         self._model = weakref.ref(model, lambda _: self._forget())
@@ -160,17 +159,17 @@ class Installed:
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
 
     def undo(self) -> None:
-        """Make the module run as it did before; calls whose backward pass is still to come are not disturbed."""
+        """Make the module run as before; calls whose backward pass is still to come are not disturbed."""
         self._restore()
         self._forget()
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """The planned steps that are remembered."""
+        """Remembered planned steps."""
         return tuple(variant.engine for variant in self._table.all() if variant.engine is not None)
 
     def _forget(self) -> None:
-        """Hold nothing of the model any more."""
+        """Drop all references to the model."""
         self._keys, self._restore, self._planner = Keys(nn.Module()), lambda: None, lambda call, held: None
         self._table.clear()
 
@@ -218,7 +217,7 @@ class Installed:
         return found
 
     def _found(self, kind: _Kind, call: Call) -> _Variant | None:
-        """What there is for such a call already."""
+        """Return the variant for such a call, where there is one."""
         variants = self._table.of(kind)
         found = next((one for one in variants if one.suits(call)), None)
         if found is None and len(variants) >= _VARIANTS:
@@ -243,7 +242,7 @@ class Installed:
             return _Variant(unplanned=str(error))
 
     def _tell_of_alike(self, call: Call, kind: _Kind) -> None:
-        """Tell of something that is another in each call: each is planned anew."""
+        """Warn of something that differs in each call, so that each is planned anew."""
         found = Counter(kind[0].only_difference(key) for key, held in self._table.kinds() if held == kind[1])
         for what, times in found.items():
             if what is None or times + 1 < _ALIKE:
@@ -251,14 +250,14 @@ class Installed:
             number = isinstance(what, int)
             self._tell(
                 f"{_ALIKE} calls that differ in {argument_of(call, what) if number else f'the {what}'} alone were each "
-                "planned by themselves, which takes time: "
+                "planned anew, which takes time: "
                 + ("pass that number as a tensor" if number else "keep what changes all the time in a tensor, "
                    "registered by register_buffer(), or out of the model and its functions"),
                 above=3,
             )  # fmt: skip
 
     def _tell(self, text: str, *, above: int = 0) -> None:
-        """Warn once, at the user's call: so many functions are between this one's caller and `_run`."""
+        """Warn once, at the user's call. ``above``: functions between the caller and `_run`."""
         if text not in self._told:
             self._told.add(text)
             warnings.warn(f"memplan: {text}", stacklevel=5 + above)
@@ -279,14 +278,14 @@ def _undecided(call: Call, variants: tuple[_Variant, ...]) -> RecordingError:
         if not condition.holds(call.tensors)
     }
     return RecordingError(
-        f"Values of {', '.join(read)} decide what is computed, and otherwise in each call: {len(variants)} plans were "
-        "made for calls that are alike but for that",
-        expected="values that decide between few ways, as of a mask that is all ones or not",
+        f"Values of {', '.join(read)} decide what is computed, differently in each call: {len(variants)} plans were "
+        "made for calls that differ in nothing else",
+        expected="values that decide between few cases, such as whether a mask is all ones",
         do="Compute with tensors: torch.where() for a branch, a count that stays a tensor, without int() or item()",
     )
 
 
 def _as_leaves(call: Call) -> Call:
-    """The call with tensors in which the graph that made them ends: a capture starts from there."""
+    """Detach the call's tensors from the graph that made them: a capture starts from them."""
     leaves = tuple(one if one.is_leaf else one.detach().requires_grad_() for one in call.tensors)
     return replace(call, tensors=leaves)

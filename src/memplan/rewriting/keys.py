@@ -1,8 +1,8 @@
-"""What tells one call of a model from another: a plan is made for one key and runs for no other.
+"""Make keys of calls: a plan is made for one key and runs for no other.
 
 A graph holds what the model's Python code decided when it was captured. So a key has all that such code usually
 reads: which modules there are and whether they train, what is readable in Python (see readable), shapes, strides,
-dtypes and ``requires_grad`` of parameters, buffers and inputs, arguments that are no tensors, and autocast.
+dtypes and ``requires_grad`` of parameters, buffers and inputs, arguments that are not tensors, and autocast.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from memplan.trace.structure import TENSOR, Holder, Structure
 
 
 class UnkeyedError(Exception):
-    """A call that no plan can be made for; the text says why."""
+    """Raised for a call that cannot be planned; the text says why."""
 
 
 class Key(NamedTuple):
-    """The key of a call."""
+    """Key of a call."""
 
     readable: Found
     leaves: tuple[Hashable, ...]
@@ -33,8 +33,8 @@ class Key(NamedTuple):
     rest: Hashable
 
     def only_difference(self, other: Key) -> str | int | None:
-        """The one thing in which another key differs: the name of what is readable, or the place of an argument that
-        is a number. None where it is another, more than one or nothing."""
+        """Return the one thing in which another key differs: the name of a readable, or the position of an argument
+        that is a number. None where it is something else, more than one or nothing."""
         if self.rest != other.rest or len(self.leaves) != len(other.leaves):
             return None
         names: list[str | int] = [*self.readable.differing(other.readable)]
@@ -42,36 +42,35 @@ class Key(NamedTuple):
         places = [at for at, (one, another) in pairs if one != another]
         if not all(_is_number(key.leaves[at]) for at in places for key in (self, other)):
             return None
-        found = names + places
-        return found[0] if len(found) == 1 else None
+        return (names + places)[0] if len(names) + len(places) == 1 else None
 
 
 @dataclass(frozen=True)
 class _Structure:
-    """The modules of a model as they were once. Another structure is another key."""
+    """Modules of a model at one time. Another structure is another key."""
 
     modules: tuple[nn.Module, ...]
-    """All but the model itself, which is not to be kept alive."""
+    """All but the model itself, which must not be kept alive."""
     children: tuple[tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]], ...]
-    """The dict of each module's own submodules, and what was in it."""
+    """Dict of each module's own submodules, and its content then."""
     tensors: tuple[tuple[dict[str, Any], int], ...]
-    """The dicts of parameters and of buffers, and their lengths."""
+    """Dicts of parameters and of buffers, and their lengths then."""
 
     def holds(self) -> bool:
-        """Whether the model still has just these modules, parameters and buffers."""
+        """Return whether the model still has these modules, parameters and buffers."""
         return all(tuple(now.values()) == then for now, then in self.children) and all(
             len(now) == then for now, then in self.tensors
         )
 
 
 class Keys:
-    """Makes the keys of the calls of one model."""
+    """Make the keys of one model's calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._structure, self._readable, self._number = _structure(model), Readable(model), 0
 
     def key(self, model: nn.Module, call: Call) -> Key:
-        """The key of a call now.
+        """Return the key of a call in the model's present state.
 
         Raises:
             UnkeyedError: an argument is neither a tensor nor plain data.
@@ -96,7 +95,7 @@ class Keys:
         return Key(self._readable.now(), _leaves(call.structure), rest)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The parameters that the model has now."""
+        """Yield the model's present parameters."""
         for own in self._structure.tensors[::2]:
             yield from (tensor for tensor in own[0].values() if tensor is not None)
 
@@ -106,7 +105,7 @@ class Keys:
 
 
 def argument_of(call: Call, leaf: int) -> str:
-    """The argument that a leaf of a call is in, for people: ``argument scale``, ``argument 0``."""
+    """Name the argument that holds a leaf of a call: ``argument scale``, ``argument 0``."""
     args, kwargs = call.rebuild(call.tensors)
     for name, part in (*enumerate(args), *kwargs.items()):
         leaf -= len(_torch.tree_leaves(part))
@@ -142,7 +141,7 @@ def _leaf(leaf: Any) -> Hashable:
 
 
 def _is_number(leaf: Hashable) -> bool:
-    """Of what `told` tells."""
+    """Return whether a leaf's value (see `told`) is a number and not a bool."""
     return isinstance(leaf, tuple) and isinstance(leaf[0], type) and issubclass(leaf[0], (int, float, complex)) and (
         leaf[0] is not bool
     )  # fmt: skip
@@ -159,7 +158,7 @@ def _about(tensor: torch.Tensor | None) -> Any:
 
 
 def _tied(tensors: list[Any]) -> tuple[int, ...]:
-    """For each tensor the first place where it is."""
+    """Return, for each tensor, the first position that has it."""
     first: dict[int, int] = {}
     return tuple([first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)])
 

@@ -1,12 +1,12 @@
-"""What the Python code of a model can read beside its tensors: attributes, what functions close over, globals.
+"""Fingerprint what a model's Python code can read beside its tensors: attributes, closures, globals.
 
-All of it is looked at once, by value. From then on only the objects that were found are compared with those that are
-there now, which is fast: where one is another, all is looked at again.
+All of it is read once, by value. From then on the objects at the same places are compared by identity, which is fast;
+where one of them is another object, everything is read again.
 
-Attributes of modules are taken whole. Of what functions reach (the model's loss, the ``forward`` of its classes, the
-functions that these name) it is the globals that they load, and of objects the attributes that their code names. There
-are limits: torch, numpy and the standard library are taken for what they are, objects are looked into to a modest
-depth and containers to a modest size, and modules that are not registered are told by which ones they are.
+Attributes of modules are taken whole. Of functions (the model's loss, the ``forward`` of its classes, the functions
+that these name) the globals that they load count, and of objects the attributes that their code names. There are
+limits: torch, numpy and the standard library count as constant, objects are read to a modest depth and containers to a
+modest size, and modules that are not registered are compared by identity.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from memplan.planning.capture.side_effects import computed
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
          torch.memory_format, enum.Enum)  # fmt: skip
-"""What cannot change."""
+"""Types of immutable values."""
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _DEEPEST = 4
 _OBJECT = 2
-"""What an object takes of the depth; a function takes 1, a container nothing."""
+"""Depth that an object counts for; a function counts for 1, a container for 0."""
 _LARGEST = 256
-"""Elements of a container that are looked at, the first ones."""
+"""Number of a container's elements that are read, the first ones."""
 _MOST = 20_000
-"""Containers and objects that are looked into."""
+"""Number of containers and objects that are read."""
 _FUNCTIONS = 64
-"""That are followed from one."""
+"""Number of functions that are followed from one."""
 _LIBRARIES = frozenset({"torch", "numpy", "memplan", "lightning", "pytorch_lightning"})
-"""Code that reads what it is given; their objects (optimizers, trainers) change all the time."""
+"""Packages whose code reads only its arguments, and whose objects (optimizers, trainers) change all the time."""
 _WHOLE = frozenset({"vars", "__dict__", "asdict"})
 """Names by which code reads all attributes of an object."""
 _NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace"})
@@ -53,7 +53,7 @@ _NAMESPACES = frozenset({"types.SimpleNamespace", "argparse.Namespace"})
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Found:
-    """What there was at one moment, by name; equal to what is the same in value."""
+    """Readables at one time, by name; equal where they are the same by value."""
 
     parts: Mapping[str, Hashable]
     hash: int
@@ -65,7 +65,7 @@ class Found:
         return self.hash
 
     def differing(self, other: Found) -> list[str]:
-        """Names of what is not the same in the other; of an object that is in several places, the first."""
+        """Return the names of readables that differ; for an object in several places, the first."""
         found = dict[Hashable, str]()
         for name in {**self.parts, **other.parts}:
             pair = self.parts.get(name, _MISSING), other.parts.get(name, _MISSING)
@@ -75,7 +75,7 @@ class Found:
 
 
 class Readable:
-    """Looks at what a model's code can read. The model itself is not kept alive."""
+    """Read what a model's code can read. The model itself is not kept alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(name, vars(module), computed(module)) for name, module in model.named_modules()]
@@ -83,7 +83,7 @@ class Readable:
         self._walk, self._last, self._found = _Walk(), list[Any](), None
 
     def now(self) -> Found:
-        """What there is now. The same object as the last time where nothing has changed."""
+        """Return the present readables: the same object as the last time where nothing has changed."""
         now = self._walk.read()
         if self._found is None or now is None or not _same(now, self._last):
             self._found = self._look()
@@ -104,7 +104,7 @@ class Readable:
 
 
 def told(value: Any) -> Hashable:
-    """What tells something plain from others: its kind and value. NaN is NaN, and -0.0 is not 0.0."""
+    """Return the key of a plain value, its type and value: NaN equals itself, and -0.0 is not 0.0."""
     if isinstance(value, float):
         return type(value), value.hex()
     if isinstance(value, complex):
@@ -116,7 +116,8 @@ _MISSING = object()
 
 
 class _Itself:
-    """Which object it is. It is not kept alive where that can be helped, and equals nothing once it is gone."""
+    """Identity of an object. It keeps the object alive only if that has no weak references; then it equals nothing once
+    the object is gone."""
 
     __slots__ = ("_hash", "_ref")
 
@@ -136,7 +137,7 @@ class _Itself:
 
 
 class _Walk:
-    """Tells values, and remembers where it found them."""
+    """Make keys of values, and remember the places that were read."""
 
     def __init__(self) -> None:
         self._sized: list[Any] = []
@@ -147,7 +148,7 @@ class _Walk:
         self._under: set[int] = set()
 
     def read(self) -> list[Any] | None:
-        """The objects that are now where something was found; None where there are other places."""
+        """Re-read all places; None where a container changed its size or lost a name."""
         if list(map(len, self._sized)) != self._sizes:
             return None
         found = list[Any]()
@@ -161,7 +162,7 @@ class _Walk:
         return found
 
     def watch(self, mapping: Mapping[str, Any], names: list[str], *, whole: bool = True) -> None:
-        """Read these names each time; where the mapping is a whole, see that there are no others."""
+        """Remember to read these names; ``whole``: the mapping must have no others."""
         if whole:
             self._sized.append(mapping)
             self._sizes.append(len(mapping))
@@ -169,12 +170,12 @@ class _Walk:
             self._getters.append((operator.itemgetter(*names, names[0]), mapping))
 
     def told(self, value: Any, depth: int = _DEEPEST, names: frozenset[str] | None = None) -> Hashable:
-        """What tells a value from others.
+        """Return the key of a value.
 
         Args:
             value: any.
-            depth: how far to look into objects and functions.
-            names: the attributes of objects that count; None: all.
+            depth: how far objects and functions are read.
+            names: attributes of objects that count; None: all.
         """
         if isinstance(value, PLAIN):
             return told(value)
@@ -236,7 +237,7 @@ class _Walk:
         return type(value), *((name, self.told(part, depth - _OBJECT, names)) for name, part in content)
 
     def of_class(self, kind: type) -> Hashable:
-        """The plain defaults that a class gives its instances."""
+        """Return the plain defaults that a class gives its instances."""
         found = list[Hashable]()
         for base in kind.__mro__:
             if not _is_library(base):
@@ -247,7 +248,7 @@ class _Walk:
         return tuple(found)
 
     def forward(self, kind: type) -> Hashable:
-        """What the ``forward`` of a class can read beside its module."""
+        """Return the key of what the ``forward`` of a class can read beside its module."""
         found = _static(kind, "forward")
         return self._function(found, kind, _DEEPEST) if isinstance(found, types.FunctionType) else None
 
@@ -268,7 +269,7 @@ class _Walk:
     def _read_by(
         self, function: types.FunctionType, known: set[int], depth: int, names: frozenset[str] | None
     ) -> Hashable:
-        """What one function reads. Those that are known are told by themselves."""
+        """Return the key of what one function reads. Known functions have keys of their own."""
         self._reads.append(lambda: (function.__code__, function.__defaults__, function.__kwdefaults__))
         for cell in function.__closure__ or ():
             self._reads.append(functools.partial(_cell, cell))
@@ -290,7 +291,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
 
 
 def _reached(function: types.FunctionType, owner: type | None) -> list[types.FunctionType]:
-    """The function, and those that it and they name, as far as they are Python code of no library."""
+    """Return the function, and those that it and they name, if they are Python code outside of libraries."""
     found = dict[int, types.FunctionType]()
     ahead = collections.deque([(function, owner)])
     while ahead and len(found) < _FUNCTIONS:
@@ -307,14 +308,14 @@ def _reached(function: types.FunctionType, owner: type | None) -> list[types.Fun
 
 
 def _values(function: types.FunctionType) -> list[Any]:
-    """What a function closes over, its defaults, and the globals that it loads."""
+    """Return what a function closes over, its defaults, and the globals that it loads."""
     cells = [part for cell in function.__closure__ or () for part in _cell(cell)]
     loaded = [function.__globals__[name] for name in _loads(function.__code__) if name in function.__globals__]
     return [*cells, function.__defaults__, function.__kwdefaults__, *loaded]
 
 
 def _functions(value: Any, named: frozenset[str]) -> Iterator[tuple[types.FunctionType, type | None]]:
-    """The functions that code can call that has a value and names these names."""
+    """Yield the functions that code with a value can call by these names."""
     if isinstance(value, types.FunctionType):
         yield value, None
     elif isinstance(value, types.MethodType):
@@ -351,14 +352,14 @@ def _cell(cell: Any) -> tuple[Any, ...]:
 
 
 def _names(functions: list[types.FunctionType]) -> frozenset[str] | None:
-    """The attributes that these functions can read; None: all."""
+    """Return the attributes that these functions can read; None: all."""
     found = frozenset[str]().union(*(_mentions(one.__code__) for one in functions))
     return None if found & _WHOLE else found
 
 
 @functools.lru_cache(4096)
 def _mentions(code: types.CodeType) -> frozenset[str]:
-    """All names and strings in it, as getattr() takes strings."""
+    """Return all names and strings in the code, as getattr() takes strings."""
     inner = [_mentions(part) for part in code.co_consts if isinstance(part, types.CodeType)]
     texts = [part for part in code.co_consts if isinstance(part, str)]
     return frozenset([*code.co_names, *texts]).union(*inner)
@@ -366,7 +367,7 @@ def _mentions(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(4096)
 def _loads(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that it and the functions in it load."""
+    """Return the globals that the code and functions in it load."""
     found = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
@@ -374,7 +375,7 @@ def _loads(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-# -- what is not looked into
+# -- what is not read
 
 
 def _is_closed(value: Any) -> bool:

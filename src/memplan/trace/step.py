@@ -35,7 +35,8 @@ class StepOptions:
 
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    targets: tuple[Any, ...] = ()
+    targets: Any = ()
+    """One target, or a list or tuple of them; a tuple once checked."""
     loss: Callable[..., Any] | None = None
     optimizer: Callable[[Any], Any] | None = None
     autocast: torch.dtype | str | None = None
@@ -58,7 +59,7 @@ class StepOptions:
             self,
             inputs=tuple(as_spec(value) for value in self.inputs),
             kwargs={name: as_spec(value) for name, value in self.kwargs.items()},
-            targets=tuple(as_spec(value) for value in self.targets),
+            targets=tuple(map(as_spec, self.targets if isinstance(self.targets, (list, tuple)) else (self.targets,))),
             autocast=autocast,
         )
 

@@ -23,7 +23,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.precision import EXACT
 
 needs_compiler = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler")
-SETTINGS = settings_.Settings(1 << 30, engine="inductor", costs="roofline")
+SETTINGS = settings_.Settings(engine="inductor", costs="roofline")
 
 
 class Net(nn.Module):
@@ -148,7 +148,7 @@ def test_a_plan_in_a_slower_layout_says_what_its_own_step_takes(
     """Beside what the step takes as it is written."""
     _takes(monkeypatch, times)
     (there,) = (one for one in _study().layouts(SETTINGS) if one.captured.relaid)
-    plan = there._fused(SETTINGS).plan  # pyright: ignore[reportPrivateUsage]
+    plan = there._fused(SETTINGS, 1 << 30).plan  # pyright: ignore[reportPrivateUsage]
     assert (plan.step_seconds, plan.base_seconds) == (1.0, base)
 
 
@@ -159,7 +159,7 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
 ) -> None:
     """And with that of one where the other cannot be compiled."""
 
-    def refuse(self: study_.Study, _: settings_.Settings) -> None:
+    def refuse(self: study_.Study, *_: object) -> None:
         least = there if self.captured.relaid else here
         if least is None:
             raise CompileError("", expected="", do="")
@@ -169,7 +169,7 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
     monkeypatch.setattr(study_.Study, "_fused", refuse)
     neither = here is None and there is None
     with pytest.raises(CompileError if neither else BudgetError) as caught:
-        _study().planned(SETTINGS)
+        _study().planned(SETTINGS, 1 << 30)
     assert neither or getattr(caught.value, "smallest_budget", None) == 80
 
 
@@ -178,7 +178,7 @@ def test_refused_with_the_least_of_both_whichever_is_faster_here(
 def test_the_other_layout_is_taken_where_the_first_does_not_do(
     times: float, refusal: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def plan(self: study_.Study, settings: settings_.Settings) -> study_.Study:
+    def plan(self: study_.Study, *_: object) -> study_.Study:
         if self is first:
             raise refusal
         return self
@@ -186,7 +186,7 @@ def test_the_other_layout_is_taken_where_the_first_does_not_do(
     _takes(monkeypatch, times)
     first, other = _study().layouts(SETTINGS)
     monkeypatch.setattr(study_.Study, "_fused", plan)
-    assert _study().planned(SETTINGS) is other
+    assert _study().planned(SETTINGS, 1 << 30) is other
 
 
 def test_keyword_arguments_are_relaid_too() -> None:

@@ -146,7 +146,7 @@ def test_what_cannot_be_traced_is_called_as_it_is(name: str) -> None:
     captured, differences = difference(Calls(function), (torch.randn(3, 4),))
     assert differences == []
     assert len(captured.opaque) == count
-    assert all("called as it is" in str(one) and "test_opaque.py:" in str(one) for one in captured.opaque)
+    assert all("called as it is" in str(one) and "test_opaque_calls.py:" in str(one) for one in captured.opaque)
 
 
 def test_it_runs_once_and_holds_what_it_says() -> None:
@@ -202,7 +202,7 @@ def test_a_librarys_op_is_called_once_and_named() -> None:
     assert op.once
     (said,) = foreign(captured.graph)
     assert said.startswith("memplan_tests.twice.default (")
-    assert "test_opaque.py:" in said
+    assert "test_opaque_calls.py:" in said
 
 
 def test_nothing_is_held_when_the_handle_is_gone() -> None:

@@ -94,7 +94,7 @@ def test_the_line_that_makes_something_happen() -> None:
 
     where = line_of(run, lambda: bool(seen))
     assert where is not None
-    assert where.endswith(f"test_unseen.py:{run.__code__.co_firstlineno + 2}")
+    assert where.endswith(f"test_side_effects.py:{run.__code__.co_firstlineno + 2}")
     assert line_of(run, lambda: False) is None
 
 

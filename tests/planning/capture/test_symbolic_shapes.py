@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from networks import SmallGPT, SmallResNet, token_loss
+from planning.graphs import EARLY
 from torch import Tensor, nn
 from versions import needs_sizes_as_symbols
 
@@ -61,7 +62,7 @@ def content(captured: Captured) -> Any:
     values = [dataclasses.replace(value, name="") for value in graph.values]
     ops = [dataclasses.replace(op, where=None) for op in graph.ops]
     constants = {value: tensor.tolist() for value, tensor in captured.constants.items()}
-    return values, ops, graph.encodings, graph.outputs, graph.gradients, graph.mutations, constants
+    return values, ops, graph.forms, graph.outputs, graph.gradients, graph.mutations, constants
 
 
 @needs_sizes_as_symbols
@@ -201,8 +202,8 @@ def test_choices_name_the_same_values_and_ops(gpt: nn.Module) -> None:
     large, small = capture(gpt, tokens(4, 24)).graph, capture(gpt, tokens(2, 9)).graph
     again = sorted(recomputable(large))
     pieces = frozenset(op.index for op in large.backward_ops[::5])
-    encoded = frozenset(one.value for one in large.encodings)
-    choices = Choices(recompute=frozenset(again[::2]), encode=encoded, pieces=pieces, early=True)
+    encoded = frozenset((one.lever, one.value) for one in large.forms)
+    choices = Choices(recompute=frozenset(again[::2]), kept_as=encoded, pieces=pieces, gradients=EARLY)
     taken = taken_over(choices, large, small)
     assert taken is not None
     names = [{graph.values[value].name for value in one.recompute} for graph, one in ((large, choices), (small, taken))]

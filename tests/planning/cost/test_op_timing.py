@@ -21,7 +21,7 @@ from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost import op_timing
 from memplan.planning.cost.op_timing import costs_of, signature, step_seconds, unmeasured, with_costs
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Value, recomputable
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value, recomputable
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def encoded(graph: JointGraph) -> JointGraph:
     first = graph.values[min(recomputable(graph))]
     number = len(graph.values)
     form = Value(number, "form", "encoded", number, first.bytes // 32, (first.bytes // 32,), (1,), "uint8")
-    return replace(graph, values=(*graph.values, form), encodings=(Encoding(first.id, number, "bits"),))
+    return replace(graph, values=(*graph.values, form), forms=(KeptForm("encode", first.id, number, "bits"),))
 
 
 def op_of(graph: JointGraph, called: Any) -> GraphOp | None:
@@ -207,7 +207,7 @@ def test_large_made_up_tensors_are_filled_to_the_end() -> None:
 def test_by_roofline_the_same_graph_costs_the_same() -> None:
     one, two = (with_costs(encoded(graph_of(net(), 8, 32)), how="roofline") for _ in range(2))
     assert one.ops == two.ops
-    assert one.encodings == two.encodings
+    assert one.forms == two.forms
     assert not unmeasured(one)
     for op in one.forward_ops:
         assert op.seconds == roofline.CPU.seconds(roofline.work_of(one, op))
@@ -225,7 +225,7 @@ def test_known_costs_come_back_through_json_and_nothing_is_measured(
     assert timed == []
     changed = with_costs(graph, known={key: 2 * seconds for key, seconds in known.items()})
     assert step_seconds(changed) == pytest.approx(2 * step_seconds(priced))
-    assert changed.encodings[0].encode_seconds == pytest.approx(2 * priced.encodings[0].encode_seconds) != 0
+    assert changed.forms[0].store_seconds == pytest.approx(2 * priced.forms[0].store_seconds) != 0
 
 
 def test_what_is_not_known_is_measured(timed: list[str]) -> None:
@@ -251,18 +251,18 @@ def test_a_card_is_never_measured(timed: list[str]) -> None:
 
 def test_encodings_are_measured_by_what_runs() -> None:
     """Packing a large value takes longer than a small one; a reader of bits is charged what it takes more."""
-    found: list[tuple[Encoding, ...]] = []
+    found: list[tuple[KeptForm, ...]] = []
     for batch in (1, 64):
         model = nn.Sequential(nn.Conv2d(3, 32, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
         graph = graph_of(model, batch, 3, 64, 64)
         priced = with_costs(graph, limit=60.0)
         assert not unmeasured(priced)
-        found.append(priced.encodings)
+        found.append(priced.forms)
     for small, large in zip(*found, strict=True):
-        assert large.encode_seconds > small.encode_seconds > 0
+        assert large.store_seconds > small.store_seconds > 0
         assert (large.decode_seconds > 0) == large.whole
         assert large.direct_seconds >= 0
-        assert large.use_seconds == large.encode_seconds + large.direct_seconds
+        assert large.use_seconds == large.store_seconds + large.direct_seconds
     assert [one.codec for one in found[1]] == ["sign", "index", "bits"]
 
 
@@ -270,5 +270,5 @@ def test_what_a_direct_reader_takes_more_is_timed_against_the_op(monkeypatch: py
     graph = graph_of(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), 64, 64)
     times = {"memplan.threshold_backward_bits.default": 5.0, "aten.threshold_backward.default": 3.5}
     monkeypatch.setattr(op_timing, "_timed", lambda graph, called, on: times.get(called[0], 1.0))
-    (encoding,) = with_costs(graph).encodings
-    assert (encoding.encode_seconds, encoding.direct_seconds) == (1.0, 1.5)
+    (encoding,) = with_costs(graph).forms
+    assert (encoding.store_seconds, encoding.direct_seconds) == (1.0, 1.5)

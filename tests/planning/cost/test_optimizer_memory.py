@@ -11,6 +11,7 @@ from memplan.errors import InputError
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.cost.optimizer_memory import surroundings, update_of
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.schedule.to_trace import trace_of
@@ -64,11 +65,11 @@ LINEAR = 4 * (16 * 16 + 16)
 def test_what_belongs_to_the_rest_of_the_model_counts(held: bool) -> None:
     model, x = Heads(), torch.randn(2, 16)
     graph = capture(model, call_of((x,), {})).graph
-    bare = surroundings(model, graph, None, held=held)
+    bare = surroundings(model, graph, None, GradientUse(adds=held))
     expected = {"parameter_gradient": LINEAR} if held else {}
     assert bare.by_cause() == expected
     make = functools.partial(torch.optim.AdamW, foreach=True)
-    around = surroundings(model, graph, make, held=held)
+    around = surroundings(model, graph, make, GradientUse(adds=held))
     optimizer = make(model.parameters())
     (model(x).sum() + model.right(x).sum()).backward()
     optimizer.step()
@@ -77,7 +78,7 @@ def test_what_belongs_to_the_rest_of_the_model_counts(held: bool) -> None:
     assert around.held_bytes == sum(around.by_cause().values())
     assert (around.update > surroundings(model, graph, make).update) == held
     by_cause: dict[str, int] = {}
-    trace = trace_of(schedule(graph, Choices(held=held)), bare)
+    trace = trace_of(schedule(graph, Choices(gradients=GradientUse(adds=held))), bare)
     for storage in trace.storages:
         if storage.born <= trace.steps[0]:
             by_cause[storage.cause] = by_cause.get(storage.cause, 0) + storage.bytes

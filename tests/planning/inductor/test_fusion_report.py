@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from networks import SmallGPT, SmallResNet
+from planning.graphs import HELD, all_kept
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,8 +72,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 CHOICES: dict[str, Callable[[Any], Choices]] = {
     "all kept": lambda graph: Choices(),
     "recomputed": lambda graph: Choices(recompute=recomputable(graph)),
-    "encoded": lambda graph: Choices(encode=frozenset(one.value for one in graph.encodings)),
-    "held": lambda graph: Choices(held=True),
+    "encoded": lambda graph: Choices(kept_as=all_kept(graph, "encode")),
+    "held": lambda graph: Choices(gradients=HELD),
 }
 each_model = pytest.mark.parametrize("model", MODELS)
 each_choice = pytest.mark.parametrize("choice", CHOICES)

@@ -15,7 +15,8 @@ import memplan
 from memplan import _torch
 from memplan.planning.inductor.fusion_report import COPY, unfused
 from memplan.planning.plan.fusion import Fusion, Group
-from memplan.reports.plan import print_plan
+from memplan.reports.output import print_parts
+from memplan.reports.plan import render
 
 pytestmark = pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 
@@ -67,7 +68,7 @@ def test_an_op_of_a_library_is_named_and_the_step_is_right(capsys: pytest.Captur
         "runs as its own kernel, not fused: memplan_tests::swirl_backward, 4 calls, in layers 3, 2, 1 and 1 more",
         "runs as its own kernel, not fused: memplan_tests::swirl, 4 calls, in layers 0, 1, 2 and 1 more",
     ]
-    print_plan(fitted.plan)
+    print_parts(lambda page: render(fitted.plan, page))
     printed = " ".join(capsys.readouterr().out.split())
     for note in told(fitted.plan):
         assert note in printed

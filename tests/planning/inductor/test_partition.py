@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(
     _torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here"
 )
 
-SETTINGS = Settings(1 << 40, engine="inductor", costs="roofline", relaid=False)
+SETTINGS = Settings(engine="inductor", costs="roofline", relaid=False)
 
 
 class Cached(nn.Module):

@@ -12,11 +12,15 @@ import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops that th
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Kind, Phase, Ref, Value, map_refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Kind, Phase, Ref, Value, map_refs
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers import encode
+from memplan.planning.levers.lever import Called, Situation
+from memplan.planning.levers.registry import find, with_forms
 
 ATEN = torch.ops.aten
+
+ENCODE = find("encode")
 
 
 def dtype_of(tensor: Tensor) -> str:
@@ -54,9 +58,9 @@ class Recorder:
         return tuple(made) if len(made) > 1 else made[0]
 
     def graph(self) -> JointGraph:
-        return encode.encodings(JointGraph(tuple(self.values), tuple(self.ops), (), ()))
+        return with_forms(JointGraph(tuple(self.values), tuple(self.ops), (), ()), Situation())
 
-    def run(self, call: encode.Called, more: dict[int, Tensor] | None = None) -> Tensor:
+    def run(self, call: Called, more: dict[int, Tensor] | None = None) -> Tensor:
         target, args, kwargs = call
         return op_schema.overload(target)(*map_refs(args, (self.tensors | (more or {})).__getitem__), **kwargs)
 
@@ -69,16 +73,16 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.stride() == other.stride() and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
-def encoded(recorder: Recorder, graph: JointGraph, encoding: Encoding) -> Tensor:
+def encoded(recorder: Recorder, graph: JointGraph, encoding: KeptForm) -> Tensor:
     """The encoded form, which must be what the graph says of it."""
-    one, value = recorder.run(encode.encode_call(graph, encoding)), graph.values[encoding.encoded]
-    assert (value.kind, value.base, value.id) == ("encoded", encoding.encoded, encoding.encoded)
+    one, value = recorder.run(ENCODE.store(graph, encoding)), graph.values[encoding.kept]
+    assert (value.kind, value.base, value.id) == ("encoded", encoding.kept, encoding.kept)
     assert (tuple(one.shape), one.stride(), dtype_of(one)) == (value.shape, value.stride, value.dtype)
     assert one.untyped_storage().nbytes() == value.bytes
     return one
 
 
-def check_direct(recorder: Recorder, graph: JointGraph, encoding: Encoding) -> None:
+def check_direct(recorder: Recorder, graph: JointGraph, encoding: KeptForm) -> None:
     form = encoded(recorder, graph, encoding)
     for index in encoding.direct:
         op = graph.ops[index]
@@ -86,8 +90,8 @@ def check_direct(recorder: Recorder, graph: JointGraph, encoding: Encoding) -> N
         given = op_schema.arguments_of(op.target, op.args, op.kwargs)[encode.DIRECT[op.target].same].value
         for in_place in (False, True):
             copy = recorder.tensors[given].clone()
-            call = encode.direct_call(graph, encoding, op, in_place=in_place)
-            got = recorder.run(call, {encoding.encoded: form, given: copy})
+            call = ENCODE.read_directly(graph, encoding, op, in_place=in_place)
+            got = recorder.run(call, {encoding.kept: form, given: copy})
             assert (got.data_ptr() == copy.data_ptr()) == in_place
             assert same(got, expected)
 
@@ -116,9 +120,9 @@ def test_a_gradient_reads_bits(
     g = r.put(special(2, 8, 16, 16, seed=1).contiguous(memory_format=layout), "tangent")
     y = r.call(f"aten.{forward}.default", x)
     r.call(f"aten.{backward}.default", g, y, *rest, phase="backward")
-    (encoding,) = r.graph().encodings
-    assert (encoding.value, encoding.codec, encoding.whole, encoding.direct) == (y.value, codec, False, (1,))
-    assert r.graph().values[encoding.encoded].bytes == r.values[y.value].bytes // 32
+    (encoding,) = r.graph().forms
+    assert (encoding.value, encoding.how, encoding.whole, encoding.direct) == (y.value, codec, False, (1,))
+    assert r.graph().values[encoding.kept].bytes == r.values[y.value].bytes // 32
     check_direct(r, r.graph(), encoding)
 
 
@@ -130,11 +134,11 @@ def test_a_mask_becomes_bits_and_comes_back() -> None:
     r.call("aten.masked_fill.Scalar", g, mask, 0.5, phase="backward")
     r.call("aten.mul.Tensor", g, mask, phase="backward")
     graph = r.graph()
-    (encoding,) = graph.encodings
-    assert (encoding.value, encoding.codec, encoding.whole, encoding.direct) == (mask.value, "bits", True, (1, 2))
+    (encoding,) = graph.forms
+    assert (encoding.value, encoding.how, encoding.whole, encoding.direct) == (mask.value, "bits", True, (1, 2))
     form = encoded(r, graph, encoding)
     assert form.numel() == 64 * 129 // 8
-    back = r.run(encode.decode_call(graph, encoding), {encoding.encoded: form})
+    back = r.run(ENCODE.fetch(graph, encoding), {encoding.kept: form})
     assert same(back, r.tensors[mask.value])
     check_direct(r, graph, encoding)
 
@@ -167,10 +171,10 @@ def test_indices_become_the_smallest_integers_that_hold_them(
     indices = found[1] if isinstance(found, tuple) else found
     r.call("aten.neg.default", indices, phase="backward")
     graph = r.graph()
-    (encoding,) = graph.encodings
+    (encoding,) = graph.forms
     form = encoded(r, graph, encoding)
-    assert (encoding.value, encoding.codec, encoding.whole, form.dtype) == (indices.value, "index", True, dtype)
-    assert same(r.run(encode.decode_call(graph, encoding), {encoding.encoded: form}), r.tensors[indices.value])
+    assert (encoding.value, encoding.how, encoding.whole, form.dtype) == (indices.value, "index", True, dtype)
+    assert same(r.run(ENCODE.fetch(graph, encoding), {encoding.kept: form}), r.tensors[indices.value])
 
 
 def test_every_op_with_indices_is_tried() -> None:
@@ -191,7 +195,7 @@ class Stem(nn.Module):
 
 def test_a_captured_graph_has_the_encodings_that_its_ops_allow() -> None:
     graph = capture(Stem(), call_of((torch.randn(4, 3, 32, 32),), {})).graph
-    found = [(one.codec, graph.values[one.encoded].dtype, one.whole) for one in graph.encodings]
+    found = [(one.how, graph.values[one.kept].dtype, one.whole) for one in graph.forms]
     assert sorted(found) == [
         ("bits", "uint8", True), ("bits", "uint8", True), ("index", "int16", True), ("sign", "uint8", False),
     ]  # fmt: skip
@@ -204,10 +208,10 @@ def test_the_range_of_indices_is_used_to_the_last(extent: int, dtype: torch.dtyp
     r.tensors[x.value][-1] = 1
     _, indices = r.call("aten.max.dim", x, 0)
     r.call("aten.neg.default", indices, phase="backward")
-    (encoding,) = r.graph().encodings
+    (encoding,) = r.graph().forms
     form = encoded(r, r.graph(), encoding)
     assert form.dtype == dtype
-    assert same(r.run(encode.decode_call(r.graph(), encoding), {encoding.encoded: form}), r.tensors[indices.value])
+    assert same(r.run(ENCODE.fetch(r.graph(), encoding), {encoding.kept: form}), r.tensors[indices.value])
 
 
 def test_what_is_small_or_read_in_another_layout_is_not_encoded() -> None:
@@ -219,7 +223,7 @@ def test_what_is_small_or_read_in_another_layout_is_not_encoded() -> None:
     r.call("aten.threshold_backward.default", g, second, 0, phase="backward")
     other = r.call("aten.relu.default", g)
     r.call("aten.threshold_backward.default", g, other, 0.5, phase="backward")
-    assert r.graph().encodings == ()
+    assert r.graph().forms == ()
 
 
 def test_readers_of_the_value_itself_are_not_direct() -> None:
@@ -229,7 +233,7 @@ def test_readers_of_the_value_itself_are_not_direct() -> None:
     r.call("aten.mm.default", g, y, phase="backward")
     r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
     r.call("aten.threshold_backward.default", y, y, 0, phase="backward")
-    (encoding,) = r.graph().encodings
+    (encoding,) = r.graph().forms
     assert encoding.direct == (2,)
     check_direct(r, r.graph(), encoding)
 
@@ -241,7 +245,7 @@ def test_a_view_in_another_shape_reads_the_same_bits() -> None:
     flat = r.call("aten.view.default", y, [4096])
     assert r.values[flat.value].is_view
     r.call("aten.threshold_backward.default", g, flat, 0, phase="backward")
-    (encoding,) = r.graph().encodings
+    (encoding,) = r.graph().forms
     assert encoding.value == y.value
     check_direct(r, r.graph(), encoding)
 
@@ -260,7 +264,7 @@ def residual(save: Save) -> JointGraph:
     r.call("aten.threshold_backward.default", g, y, 0, phase="backward")
     r.call("aten.div.Tensor", g, z, phase="backward")
     r.call("aten.threshold_backward.default", g, s, 0, phase="backward")
-    return encode.encodings(r.graph(), save)
+    return with_forms(r.graph(), Situation(save))
 
 
 @pytest.mark.parametrize(
@@ -273,8 +277,8 @@ def residual(save: Save) -> JointGraph:
 )
 def test_what_may_be_lost_decides_what_a_value_is_kept_in(save: Save, expected: list[tuple[str, bool]]) -> None:
     graph = residual(save)
-    assert [(one.codec, one.whole) for one in graph.encodings] == expected
-    assert encode.encodings(graph, save) == graph  # encodings are replaced, not added
+    assert [(one.how, one.whole) for one in graph.forms] == expected
+    assert with_forms(graph, Situation(save)) == graph  # encodings are replaced, not added
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -285,12 +289,12 @@ def test_bfloat16_gives_back_every_element_rounded(channels_last: bool) -> None:
     y = r.call("aten.tanh.default", x)
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     r.call("aten.convolution_backward.default", x, y, w, [8], *rest, [True] * 3, phase="backward")
-    graph = encode.encodings(r.graph(), "bfloat16")
-    (encoding,) = graph.encodings
+    graph = with_forms(r.graph(), Situation("bfloat16"))
+    (encoding,) = graph.forms
     form = encoded(r, graph, encoding)
-    back = r.run(encode.decode_call(graph, encoding), {encoding.encoded: form})
+    back = r.run(ENCODE.fetch(graph, encoding), {encoding.kept: form})
     assert same(back, r.tensors[y.value].bfloat16().float())
-    assert graph.values[encoding.encoded].bytes * 2 == graph.values[y.value].bytes
+    assert graph.values[encoding.kept].bytes * 2 == graph.values[y.value].bytes
 
 
 def test_a_cast_of_what_is_there_is_cast_again_and_not_kept_in_fewer_bits() -> None:
@@ -298,4 +302,4 @@ def test_a_cast_of_what_is_there_is_cast_again_and_not_kept_in_fewer_bits() -> N
     w = r.put(torch.randn(64, 64), "parameter")
     low = r.call("aten._to_copy.default", w)
     r.call("aten.mm.default", low, low, phase="backward")
-    assert encode.encodings(r.graph(), "int8").encodings == ()
+    assert with_forms(r.graph(), Situation("int8")).forms == ()

@@ -13,17 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning.graphs import Tape, random_graph, residual, transformer
+from planning.graphs import Tape, kept, random_graph, residual, transformer
 from planning.interpreter import interpreted, with_action
 from torch import nn
 from torch.nn import functional as F
 
 import memplan
-from memplan.devices import find
+from memplan.devices import Device, find
 from memplan.errors import ScheduleError, UsageError
-from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.graph.joint_graph import JointGraph, KeptForm, recomputable
 from memplan.planning.graph.resident import Surroundings
-from memplan.planning.levers.offload import WORTHWHILE, with_offloads
+from memplan.planning.levers.lever import Situation
+from memplan.planning.levers.offload import WORTHWHILE, Offload
+from memplan.planning.levers.registry import offered
 from memplan.planning.plan.decisions import decide
 from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.actions import Action, Choices
@@ -41,6 +43,10 @@ CARD = find("rtx4090")
 def linked(rate: float) -> Any:
     """The card with another link, in bytes a second."""
     return replace(CARD, link=round(rate))
+
+
+def with_offloads(graph: JointGraph, card: Device) -> JointGraph:
+    return offered(graph, Situation(card=card), [Offload()])
 
 
 # -- a step of four ops, by hand
@@ -68,7 +74,7 @@ def kinds(actions: Sequence[Action]) -> list[str]:
 
 
 def test_copies_run_beside_the_ops_and_memory_is_freed_when_they_are_done() -> None:
-    made = schedule(chain(), Choices(offload=frozenset({A})))
+    made = schedule(chain(), Choices(kept_as=kept(offload={A})))
     # a is made after 1 s, and its copy is done after 2.5 s: in the middle of op 2, which ends after 3.
     assert kinds(made.forward) == ["run 0", f"store {A}", "run 1", "run 2", f"stored {A}", "run 3"]
     # a is needed 4 s after the backward pass began (by op 6), and so fetched 2.5 s after: before op 5 begins, after 2.
@@ -85,7 +91,7 @@ def test_copies_run_beside_the_ops_and_memory_is_freed_when_they_are_done() -> N
 
 
 def test_a_queue_has_one_copy_at_a_time() -> None:
-    made = schedule(chain(), Choices(offload=frozenset({A, B})))
+    made = schedule(chain(), Choices(kept_as=kept(offload={A, B})))
     # a is copied from 1 to 2.5, b from 2.5 (not 2) to 4: at the end of op 3.
     assert kinds(made.forward)[-3:] == [f"stored {A}", "run 3", f"stored {B}"]
     # b is needed after 2, so it is fetched after 0.5: before op 4; a is needed after 4.
@@ -94,7 +100,7 @@ def test_a_queue_has_one_copy_at_a_time() -> None:
 
 
 def test_the_step_waits_where_a_pass_is_too_short() -> None:
-    made = schedule(chain(5.0), Choices(offload=frozenset({A})))
+    made = schedule(chain(5.0), Choices(kept_as=kept(offload={A})))
     # Out: from 1 to 6, and the pass ends after 4. Back: from 0 to 5, and needed after 4.
     assert made.waits == {A: pytest.approx(2.0 + 1.0)}
     assert made.seconds == pytest.approx(3.0)
@@ -110,7 +116,7 @@ def test_the_step_waits_where_a_pass_is_too_short() -> None:
 
 
 def test_whoever_makes_another_value_again_fetches_what_it_needs() -> None:
-    made = schedule(chain(), Choices(recompute=frozenset({B}), offload=frozenset({A})))
+    made = schedule(chain(), Choices(frozenset({B}), kept(offload={A})))
     # b is made again of a before op 5, which begins after 2 s: fetched after 0.5, and there before.
     assert kinds(made.backward)[1:6] == [f"fetch {A}", "run 4", f"fetched {A}", "run 1", "run 5"]
     assert made.seconds == 1.0
@@ -122,8 +128,6 @@ def test_whoever_makes_another_value_again_fetches_what_it_needs() -> None:
 def waited(graph: JointGraph, plan: Schedule) -> float:
     """What a step takes beyond its ops: the longest way through everything that must wait for something else, found by
     going over all of it until nothing changes."""
-    copies = {one.value: one.copy_seconds for one in graph.offloads}
-    codes = {one.value: one for one in graph.encodings}
     tasks: list[tuple[float, list[int]]] = []
     """Seconds, and the tasks that have to be done before: ops and copies alike."""
     last: dict[str, int] = {}
@@ -136,18 +140,18 @@ def waited(graph: JointGraph, plan: Schedule) -> float:
         return last[queue]
 
     for action in (*plan.forward, *plan.backward):
-        value = action.value or 0
-        if action.kind in ("store", "fetch"):
+        form = None if action.form is None else graph.form[action.form]
+        if form is not None and form.copy_seconds is not None and action.kind in ("store", "fetch"):
             now = add("ops", 0.0)
-            begun[action.kind, action.value] = add(action.kind, copies[value], now)
+            begun[action.kind, action.value] = add(action.kind, form.copy_seconds, now)
         elif action.kind in ("stored", "fetched"):
             add("ops", 0.0, begun[{"stored": "store", "fetched": "fetch"}[action.kind], action.value])
         else:
             op = None if action.op is None else graph.ops[action.op]
             again = op.again if op is not None and action.recomputed else None
             seconds = 0.0 if op is None else (again or op).seconds
-            seconds += codes[value].encode_seconds if action.kind == "encode" else 0.0
-            seconds += codes[value].decode_seconds if action.kind == "decode" else 0.0
+            seconds += form.store_seconds if form is not None and action.kind == "store" else 0.0
+            seconds += form.fetch_seconds if form is not None and action.kind == "fetch" else 0.0
             own += seconds
             add("ops", seconds)
     ends, before = [0.0] * len(tasks), None
@@ -157,13 +161,17 @@ def waited(graph: JointGraph, plan: Schedule) -> float:
     return ends[last["ops"]] - own
 
 
+def no_time(graph: JointGraph) -> tuple[KeptForm, ...]:
+    """The forms, with copies that take no time."""
+    return tuple(replace(form, copy_seconds=0.0) if form.is_copied else form for form in graph.forms)
+
+
 def drawn(seed: int) -> tuple[JointGraph, Schedule]:
     draw = random.Random(seed)
     graph = random_graph(seed, draw.randint(2, 12))
     choices = Choices(
         frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.4),
-        frozenset(one.value for one in graph.encodings if draw.random() < 0.5),
-        offload=frozenset(one.value for one in graph.offloads if draw.random() < 0.8),
+        frozenset((one.lever, one.value) for one in graph.forms if draw.random() < 0.7),
     )
     return graph, schedule(graph, choices)
 
@@ -173,8 +181,8 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule]:
 def test_waits_are_those_of_a_simulation_by_events(seed: int) -> None:
     graph, made = drawn(seed)
     assert sum(made.waits.values()) == pytest.approx(waited(graph, made), abs=1e-12)
-    use = {one.value: one.use_seconds for one in graph.offloads}
-    without = replace(made, graph=replace(graph, offloads=tuple(replace(o, copy_seconds=0.0) for o in graph.offloads)))
+    use = {one.value: one.use_seconds for one in graph.forms_by("offload")}
+    without = replace(made, graph=replace(graph, forms=no_time(graph)))
     assert made.seconds == pytest.approx(without.seconds + sum(made.waits.values()), abs=1e-12)
     assert without.seconds >= sum(use[value] for value in made.waits)
 
@@ -190,12 +198,12 @@ def test_random_steps_wait_now_and_then() -> None:
 @given(st.integers(0, 1 << 30))
 def test_a_link_of_no_time_is_never_waited_for_and_holds_nothing_longer(seed: int) -> None:
     graph, made = drawn(seed)
-    free = replace(graph, offloads=tuple(replace(one, copy_seconds=0.0) for one in graph.offloads))
+    free = replace(graph, forms=no_time(graph))
     made = schedule(free, made.choices)
     assert sum(made.waits.values()) == 0.0
     for passed in (made.forward, made.backward):
         for at, action in enumerate(passed):
-            if action.kind == "fetch":
+            if action.kind == "fetch" and free.form[action.form or 0].is_copied:
                 between = passed[at + 1 : next(k for k in range(at, len(passed)) if passed[k].kind == "fetched")]
                 assert {one.kind for one in between} <= {"fetch"}
 
@@ -205,8 +213,12 @@ def test_a_link_of_no_time_is_never_waited_for_and_holds_nothing_longer(seed: in
 def test_nobody_waits_because_memory_is_freed_early_or_taken_late(seed: int) -> None:
     """All waits of the forward pass at its end, and all copies of the backward pass begun with it: no less."""
     graph, made = drawn(seed)
+    copies = {form.kept for form in graph.forms if form.is_copied}
     late = sorted(made.forward, key=lambda one: one.kind == "stored")
-    early = sorted(made.backward, key=lambda one: {"receive": 0, "fetch": 1}.get(one.kind, 2))
+    early = sorted(
+        made.backward,
+        key=lambda one: 0 if one.kind == "receive" else 1 if (one.kind, one.form in copies) == ("fetch", True) else 2,
+    )
     assert sum(waits(graph, (*late, *early)).values()) == pytest.approx(sum(made.waits.values()), abs=1e-12)
 
 
@@ -242,7 +254,7 @@ def test_the_bound_of_the_seconds_knows_what_copies_run_beside(copy_seconds: flo
 # -- mistakes
 
 
-PLAN = schedule(chain(), Choices(offload=frozenset({A})))
+PLAN = schedule(chain(), Choices(kept_as=kept(offload={A})))
 STORE, STORED = 1, 4
 FETCH, FETCHED = len(PLAN.forward) + 2, len(PLAN.forward) + 4
 ALL = (*PLAN.forward, *PLAN.backward)
@@ -269,7 +281,7 @@ MISTAKES: dict[str, tuple[Schedule, str]] = {
     ),
     "waited for twice": (with_action(PLAN, STORED, replace(ALL[STORED], frees=()), ALL[STORED]), "no such copy"),
     "stored twice": (with_action(PLAN, STORE, ALL[STORE], ALL[STORE]), "is there already|is being copied"),
-    "another value is fetched": (with_action(PLAN, FETCH, replace(ALL[FETCH], value=B)), "v3 is not there yet"),
+    "another value is fetched": (with_action(PLAN, FETCH, replace(ALL[FETCH], value=B)), "no such thing"),
     "a value that cannot be offloaded": (with_action(PLAN, STORE, replace(ALL[STORE], value=LOSS)), "no such"),
 }
 
@@ -288,16 +300,16 @@ def test_each_mistake_is_refused(wrong: Schedule, why: str) -> None:
 def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(make: Any) -> None:
     graph = make()
     fast, slow = with_offloads(graph, linked(1e13)), with_offloads(graph, linked(1e6))
-    assert len(fast.offloads) > 10
+    assert len(fast.forms) > 10
     low = floor(graph).peak
     budget = low + (levels(schedule(graph, Choices())).peak - low) // 4
     plain, quick, late = (search(one, budget) for one in (graph, fast, slow))
     assert isinstance(plain, Found)
     assert isinstance(quick, Found)
     assert isinstance(late, Found)
-    assert quick.choices.offload
+    assert quick.choices.kept_by("offload")
     assert quick.seconds < 0.5 * plain.seconds
-    assert not late.choices.offload
+    assert not late.choices.kept_by("offload")
     assert late.seconds <= plain.seconds * 1.02
     for one, found in ((fast, quick), (slow, late)):
         made = schedule(one, found.choices)
@@ -305,7 +317,7 @@ def test_a_fast_link_beats_making_everything_again_and_a_slow_one_is_left_alone(
         assert made.seconds == pytest.approx(found.seconds)
     off = search(fast, budget, heuristics=Heuristics(offload=False))
     assert isinstance(off, Found)
-    assert not off.choices.offload
+    assert not off.choices.kept_by("offload")
 
 
 def test_what_may_be_offloaded() -> None:
@@ -320,11 +332,11 @@ def test_what_may_be_offloaded() -> None:
     tape.mutations.append((mean, new))
     tape.finish(tape.op("aten.sin.default", [last], 2 << 20, 1.0, saves="io"))
     graph = with_offloads(tape.graph(), CARD)
-    assert {one.value for one in graph.offloads} == {big, last}  # not small, held, written or returned
-    for one in graph.offloads:
+    assert {one.value for one in graph.forms} == {big, last}  # not small, held, written or returned
+    for one in graph.forms:
         assert one.copy_seconds == pytest.approx((2 << 20) / (0.76 * 31.5e9), rel=1e-2)
         assert one.use_seconds == pytest.approx(2 * ((2 << 20) / 1008e9 + 5e-6), rel=1e-6)
-        assert (graph.values[one.host].kind, graph.values[one.host].bytes) == ("host", 0)
+        assert (graph.values[one.kept].kind, graph.values[one.kept].bytes) == ("host", 0)
     assert graph.fingerprint == tape.graph().fingerprint
     assert with_offloads(tape.graph(), replace(CARD, link=None)) == tape.graph()
 
@@ -351,8 +363,8 @@ def test_a_plan_for_a_card_offloads_and_says_what_for() -> None:
     plan, plain = (
         planned(device="rtx4090", budget=budget, heuristics=Heuristics(offload=offload)) for offload in (True, False)
     )
-    assert plan.choices.offload
-    assert not plain.choices.offload
+    assert plan.choices.kept_by("offload")
+    assert not plain.choices.kept_by("offload")
     assert plan.peak <= budget
     assert plan.seconds < plain.seconds
     assert plan.host_bytes == sum(one.bytes for one in plan.decisions if one.lever == "offload") > 0
@@ -362,14 +374,14 @@ def test_a_plan_for_a_card_offloads_and_says_what_for() -> None:
     with pytest.raises(UsageError, match=r"keeps . values? in host memory while the step runs on rtx4090"):
         planned(budget=budget, plan=plan, costs="roofline")
     again = planned(device="rtx4090", budget=budget, plan=plan)
-    assert again.choices.offload == plan.choices.offload
+    assert again.choices.kept_by("offload") == plan.choices.kept_by("offload")
 
 
 def test_on_the_cpu_and_with_fused_kernels_nothing_is_offloaded() -> None:
     kept = planned(budget="64 GiB", costs="roofline")
     plan = planned(budget=kept.floor, costs="roofline")
-    assert not plan.choices.offload
+    assert not plan.choices.kept_by("offload")
     model, x = Mixer(16, 2), torch.randn(64, 16)
     fitted = memplan.fit(model, x, targets=x, loss=F.mse_loss, device="rtx4090", budget="16 MiB")
-    assert not fitted.plan.choices.offload
+    assert not fitted.plan.choices.kept_by("offload")
     fitted.undo()

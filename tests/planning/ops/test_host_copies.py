@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from planning.graphs import HELD, all_kept, kept
 from torch import Tensor, nn
 
 from memplan.devices import find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
-from memplan.planning.levers.offload import with_offloads
+from memplan.planning.levers.lever import Situation
+from memplan.planning.levers.offload import Offload
+from memplan.planning.levers.registry import offered
 from memplan.planning.ops import host_copies
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.codegen import program
@@ -85,21 +88,20 @@ class Net(nn.Module):
 def captured() -> JointGraph:
     torch.manual_seed(0)
     graph = capture(Net(), call_of((torch.randn(64, 32),), {})).graph
-    graph = with_offloads(graph, find("rtx4090"), least=64)
-    assert len(graph.offloads) > 5
+    graph = offered(graph, Situation(card=find("rtx4090")), [Offload(least=64)])
+    assert len(graph.forms_by("offload")) > 5
     return replace(graph, ops=tuple(replace(op, seconds=1e-6) for op in graph.ops))
 
 
 CHOICES: dict[str, Any] = {
-    "all away": lambda graph: Choices(offload=frozenset(one.value for one in graph.offloads)),
+    "all away": lambda graph: Choices(kept_as=all_kept(graph, "offload")),
     "half away, the rest made again": lambda graph: Choices(
-        recomputable(graph), offload=frozenset(one.value for one in graph.offloads[::2])
+        recomputable(graph), kept(offload=[one.value for one in graph.forms_by("offload")[::2]])
     ),
-    "away, and signs beside": lambda graph: Choices(
-        encode=frozenset(one.value for one in graph.encodings),
-        offload=frozenset(one.value for one in graph.offloads),
+    "away, and signs beside": lambda graph: Choices(kept_as=all_kept(graph, "encode", "offload")),
+    "held": lambda graph: Choices(
+        kept_as=kept(offload=[one.value for one in graph.forms_by("offload")[1::2]]), gradients=HELD
     ),
-    "held": lambda graph: Choices(held=True, offload=frozenset(one.value for one in graph.offloads[1::2])),
 }
 
 
@@ -126,7 +128,7 @@ def compared(choice: str, place: str) -> None:
     text = program(made)
     torch.manual_seed(1)
     model, x = Net().to(place), torch.randn(64, 32, device=place)
-    reference = run(program(schedule(graph, Choices(held=made.choices.held))), graph, model, x)
+    reference = run(program(schedule(graph, Choices(gradients=made.choices.gradients))), graph, model, x)
     loss, gradients = run(text, graph, model, x)
     assert torch.equal(loss, reference[0])
     assert len(gradients) == len(list(model.parameters()))
@@ -172,11 +174,11 @@ def test_the_program_can_be_read() -> None:
     graph = captured()
     text = program(schedule(graph, CHOICES["all away"](graph)))
     assert max(map(len, text.splitlines())) <= 120
-    assert "from memplan.planning import transfers" in text
+    assert "from memplan.planning.ops import host_copies as transfers" in text
     assert "gelu_host, gelu_host_copy = transfers.store(gelu)  # offloads 16.0 KiB" in text
     assert "gelu, gelu_host_copy = transfers.fetch(gelu_host)  # fetches 16.0 KiB" in text
     assert text.count("_copy.wait()") == 2 * text.count("transfers.store(")
-    assert "import transfers" not in program(schedule(graph, Choices()))
+    assert "transfers" not in program(schedule(graph, Choices()))
 
 
 @needs_gpu

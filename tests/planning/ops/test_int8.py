@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import memplan.planning.ops.piecewise  # noqa: F401  # registers the ops
-from memplan.planning.levers.encode import GROUP, quantized_bytes, quantized_piece
+from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
 from memplan.verification.measurement.peak_and_time import measure_step
 
 OPS = torch.ops.memplan
@@ -84,25 +84,25 @@ def test_zeros_and_the_largest_of_a_group_come_back() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scratch_is_what_the_graph_is_told(signed: bool, dtype: torch.dtype) -> None:
     from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
-    from memplan.planning.levers import encode
+    from memplan.planning.levers.lever import Situation
+    from memplan.planning.levers.registry import with_forms
 
     value = torch.rand(1 << 20).to(dtype)
     name, size = str(dtype).removeprefix("torch."), value.numel() * value.element_size()
     maker = "aten.tanh.default" if signed else "aten.sigmoid.default"
     x = Value(0, "x", "input", 0, size, tuple(value.shape), (1,), name)
     y, g = (Value(at, f"v{at}", "result", at, size, x.shape, (1,), name, at - 1) for at in (1, 2))
-    made = GraphOp(0, maker, (Ref(0),), {}, "forward", (1,), False, (0,), (1,))
+    maker_op = GraphOp(0, maker, (Ref(0),), {}, "forward", (1,), False, (0,), (1,))
     back = GraphOp(1, "aten.mul.Tensor", (Ref(1), Ref(1)), {}, "backward", (2,), False, (1,), (2,))
-    (encoding,) = encode.encodings(JointGraph((x, y, g), (made, back), (), ()), "int8").encodings
-    form = OPS.quantize(value, signed)
-    kept = list[Tensor]()
-    taken = measure_step(lambda: kept.append(OPS.quantize(value, signed))).growth_peak
-    assert taken - form.numel() <= encoding.encode_scratch
+    (kept,) = with_forms(JointGraph((x, y, g), (maker_op, back), (), ()), Situation("int8")).forms
+    form, made = OPS.quantize(value, signed), list[Tensor]()
+    taken = measure_step(lambda: made.append(OPS.quantize(value, signed))).growth_peak
+    assert taken - form.numel() <= kept.store_scratch
     taken = measure_step(
-        lambda: kept.append(OPS.dequantize(form, value.shape, value.stride(), dtype, signed))
+        lambda: made.append(OPS.dequantize(form, value.shape, value.stride(), dtype, signed))
     ).growth_peak
-    assert taken - size <= encoding.decode_scratch
-    assert encoding.encode_scratch < size / 2
+    assert taken - size <= kept.fetch_scratch
+    assert kept.store_scratch < size / 2
 
 
 @settings(max_examples=50, deadline=None)

@@ -17,8 +17,8 @@ from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.graph.op_schema import NUMBERS
 from memplan.planning.levers import in_place as forms
-from memplan.planning.levers.encode import DIRECT, packed
-from memplan.planning.levers.in_place import PIECE
+from memplan.planning.levers.encode import DIRECT
+from memplan.planning.ops.pieces import PIECE, packed
 
 ATEN, MEMPLAN = torch.ops.aten, torch.ops.memplan
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)

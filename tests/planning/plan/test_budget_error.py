@@ -7,10 +7,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from planning.graphs import residual, transformer
+from planning.graphs import EARLY, HELD, residual, transformer
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -21,7 +22,7 @@ from memplan.planning.search.search import floor
 @pytest.mark.parametrize("graph", [residual(3), transformer(3)], ids=["residual", "transformer"])
 @pytest.mark.parametrize("early", [False, True])
 def test_the_floor_and_what_holds_it_up(graph: JointGraph, early: bool) -> None:
-    made = schedule(graph, floor(graph, early=early).choices)
+    made = schedule(graph, floor(graph, gradients=GradientUse(updates=early)).choices)
     around = Surroundings(12345)
     error = budget_error(made, around, 7)
     peak = levels(made, around).peak
@@ -41,7 +42,7 @@ def test_what_reads_the_same_is_told_in_bytes() -> None:
     peak = levels(made).peak
     error = budget_error(made, Surroundings(), peak - 1)
     assert f" ({peak - 1} bytes). Expected at least " in str(error)
-    assert f" ({peak} bytes), the least" in str(error)
+    assert f" ({peak} bytes), the smallest" in str(error)
 
 
 @pytest.mark.parametrize("budget", [0, 7, 1 << 20])
@@ -55,7 +56,7 @@ def test_what_is_to_be_given_is_enough(budget: int) -> None:
 
 def test_ways_that_lower_it_are_below_it_and_early_is_offered_where_it_is_not_taken() -> None:
     graph = transformer(2)
-    for choices in (Choices(), Choices(early=True), Choices(held=True)):
+    for choices in (Choices(), Choices(gradients=EARLY), Choices(gradients=HELD)):
         error = budget_error(schedule(graph, choices), Surroundings(), 0)
         assert error.lower_by
         assert all(0 < way.bytes < error.smallest_budget for way in error.lower_by)

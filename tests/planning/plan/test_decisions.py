@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning.graphs import Tape, random_graph
+from planning.graphs import EARLY, HELD, Tape, kept, random_graph
 
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.decisions import decide
 from memplan.planning.plan.plan import Decision
 from memplan.planning.schedule.actions import Choices
@@ -30,11 +31,11 @@ def step() -> JointGraph:
     tape.finish(tape.op("aten.sum.default", [y], 4, 0.1))
     tape.bits(d + 1, whole=True)
     tape.bits(r, whole=False)
-    encodings = (
-        replace(tape.encodings[0], encode_seconds=0.25, decode_seconds=0.5),
-        replace(tape.encodings[1], encode_seconds=0.125),
+    forms = (
+        replace(tape.forms[0], store_seconds=0.25, fetch_seconds=0.5),
+        replace(tape.forms[1], store_seconds=0.125),
     )
-    return replace(tape.graph(), encodings=encodings)
+    return replace(tape.graph(), forms=forms)
 
 
 GRAPH = step()
@@ -79,7 +80,7 @@ def test_recomputed() -> None:
 
 
 def test_encoded() -> None:
-    found = decided(recompute=frozenset({R}), encode=frozenset({R, MASK}), in_place=False)
+    found = decided(recompute=frozenset({R}), kept_as=kept(encode={R, MASK}), in_place=False)
     bits, signs = found["encode", "v6"], found["encode", "v4"]
     assert (bits.bytes, bits.seconds) == (512 - 64, 0.75)
     assert bits.reason == "64 B instead of 512 B (bits); needed by native_dropout"
@@ -91,13 +92,13 @@ def test_encoded() -> None:
 
 
 def test_an_encoded_form_beside_the_value_frees_nothing() -> None:
-    signs = decided(encode=frozenset({R}))["encode", "v4"]
+    signs = decided(kept_as=kept(encode={R}))["encode", "v4"]
     assert signs.bytes == 0
     assert "the value itself is kept too" in signs.reason
 
 
 def test_the_whole_step() -> None:
-    plan = schedule(GRAPH, Choices(early=True))
+    plan = schedule(GRAPH, Choices(gradients=EARLY))
     reuses = [
         (GRAPH.values[action.into].name, GRAPH.values[action.makes[0]].name, GRAPH.values[action.makes[0]].bytes)
         for action in (*plan.forward, *plan.backward)
@@ -109,7 +110,7 @@ def test_the_whole_step() -> None:
     assert found["in place"].bytes == sum(size for *_, size in reuses)
     assert (found["update early"].bytes, found["update early"].details) == (64 + 32, {"parameters": 2})
     assert "accumulate" not in found
-    held = {decision.lever: decision for decision in decide(GRAPH, schedule(GRAPH, Choices(held=True)))}
+    held = {decision.lever: decision for decision in decide(GRAPH, schedule(GRAPH, Choices(gradients=HELD)))}
     assert held["accumulate"].bytes == 64 + 32
     assert "update early" not in held
 
@@ -119,8 +120,8 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule]:
     graph = random_graph(seed, draw.randint(2, 12))
     choices = Choices(
         frozenset(value for value in recomputable(graph) if draw.random() < 0.5),
-        frozenset(e.value for e in graph.encodings if draw.random() < 0.6),
-        early=draw.random() < 0.3,
+        frozenset((form.lever, form.value) for form in graph.forms_by("encode") if draw.random() < 0.6),
+        gradients=GradientUse(updates=draw.random() < 0.3),
         in_place=draw.random() < 0.8,
     )
     return graph, schedule(graph, choices)
@@ -133,7 +134,7 @@ def test_each_value_that_is_there_in_the_backward_pass_is_decided_once_and_times
     found = decide(graph, plan)
     assert sum(decision.seconds for decision in found) == pytest.approx(plan.seconds)
     there = {value for action in plan.backward for value in (*action.reads, *action.makes)}
-    there |= {e.value for e in graph.encodings if e.encoded in there} | {graph.base(value) for value in graph.outputs}
+    there |= {form.value for form in graph.forms if form.kept in there} | {graph.base(value) for value in graph.outputs}
     forward = {value for op in graph.ops if op.phase == "forward" for value in op.makes}
     named = [decision.scope.names[0] for decision in found if decision.scope.kind == "value"]
     assert sorted(named) == sorted(graph.values[value].name for value in there & forward)
@@ -144,11 +145,11 @@ def test_each_value_that_is_there_in_the_backward_pass_is_decided_once_and_times
 @given(st.integers(0, 1 << 30))
 def test_what_is_kept_is_what_lives_between_the_passes(seed: int) -> None:
     graph, plan = drawn(seed)
-    encoded = {e.encoded: e for e in graph.encodings}
+    encoded = graph.form
     forward = {value for op in graph.ops if op.phase == "forward" for value in op.makes}
     outputs = {graph.base(value) for value in graph.outputs} & forward
     lives = sum(graph.values[value].bytes for value in {*plan.saved} | outputs)
     kept = sum(decision.bytes for decision in decide(graph, plan) if decision.lever == "keep")
     small = sum(graph.values[value].bytes for value in plan.saved if value in encoded)
-    beside = sum(graph.values[e.value].bytes for e in encoded.values() if {e.value, e.encoded} <= {*plan.saved})
+    beside = sum(graph.values[e.value].bytes for e in encoded.values() if {e.value, e.kept} <= {*plan.saved})
     assert lives == kept + small + beside

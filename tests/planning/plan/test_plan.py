@@ -12,13 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning.graphs import random_graph
+from planning.graphs import kept, random_graph
 
 from memplan import _json
 from memplan._json import Unreadable
 from memplan._text import format_seconds
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import (
     Decision,
     Plan,
@@ -55,7 +56,7 @@ PLAN = Plan(
     device="cpu",
     budget=260 * MIB,
     decisions=DECISIONS,
-    choices=Choices(frozenset({5}), frozenset({8})),
+    choices=Choices(frozenset({5}), kept(encode={8})),
     names={"conv": 4, "relu": 5, "mask": 8},
     predicted=TIMELINE,
     eager_peak=381 * MIB,
@@ -104,7 +105,7 @@ def test_choices_are_names_that_a_person_can_edit() -> None:
     def keep_relu(plain: Any) -> None:
         plain["choices"]["recompute"] = ["conv"]
 
-    assert Plan.from_json(edited(keep_relu)) == replace(PLAN, choices=Choices(frozenset({4}), frozenset({8})))
+    assert Plan.from_json(edited(keep_relu)) == replace(PLAN, choices=Choices(frozenset({4}), kept(encode={8})))
 
 
 def test_a_timeline_of_a_card_survives_too() -> None:
@@ -155,7 +156,7 @@ def test_any_plan_survives(
 ) -> None:
     plan = replace(
         PLAN, decisions=decided, heuristics=heuristics, step_seconds=step, program=text, notes=(text,),
-        choices=Choices(frozenset(recompute), early=early),
+        choices=Choices(frozenset(recompute), gradients=GradientUse(updates=early)),
     )  # fmt: skip
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -271,21 +272,21 @@ def test_a_plan_that_calls_other_values_by_the_names_is_refused() -> None:
 
 def check(plan: Plan, **asked: Any) -> None:
     given: dict[str, Any] = {
-        "early": False, "held": False, "optimizer": None, "state": 0, "peak": 252 * MIB, "budget": 260 * MIB,
+        "gradients": GradientUse(), "optimizer": None, "state": 0, "peak": 252 * MIB, "budget": 260 * MIB,
     }  # fmt: skip
     check_settings(plan, **{**given, **asked})
 
 
 @pytest.mark.parametrize(("early", "held"), [(False, False), (True, False), (False, True)])
 def test_a_plan_is_for_the_settings_that_it_was_made_for(early: bool, held: bool) -> None:
-    plan = replace(PLAN, choices=Choices(early=early, held=held))
-    check(plan, early=early, held=held)
+    plan = replace(PLAN, choices=Choices(gradients=GradientUse(early, held)))
+    check(plan, gradients=GradientUse(early, held))
     if not held:
-        with pytest.raises(UsageError, match=r"made for .*early=False.* asked for is .*--early" if not early else
-                           r"made for .*--early.* asked for is .*early=False"):  # fmt: skip
-            check(plan, early=not early, held=held)
+        with pytest.raises(UsageError, match=r"made for .*early=False.* asks for .*--early" if not early else
+                           r"made for .*--early.* asks for .*early=False"):  # fmt: skip
+            check(plan, gradients=GradientUse(not early, held))
     with pytest.raises(UsageError, match=r"held gradients \(accumulate="):
-        check(plan, early=early, held=not held)
+        check(plan, gradients=GradientUse(early, not held))
 
 
 def test_a_plan_for_less_beside_the_step_says_what_it_was_made_for_and_what_it_needs() -> None:
@@ -294,7 +295,7 @@ def test_a_plan_for_less_beside_the_step_says_what_it_was_made_for_and_what_it_n
         check(PLAN, optimizer=lambda parameters: torch.optim.AdamW(parameters), state=90 * MIB, peak=342 * MIB)
     assert str(raised.value) == (
         "The plan was made without an optimizer; with an optimizer and 90.0 MiB of state it needs 342.0 MiB. Expected "
-        "no more than the budget of 260.0 MiB. Plan this step anew, with this optimizer and this budget, or give the "
+        "no more than the budget of 260.0 MiB. Plan this step again, with this optimizer and this budget, or give the "
         "plan what it needs."
     )
     assert raised.value.smallest_budget == 342 * MIB

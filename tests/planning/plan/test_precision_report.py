@@ -67,8 +67,8 @@ def test_a_plan_says_weights_copies_and_state_apart() -> None:
     from memplan.planning.planner import Planner
     from memplan.planning.settings import Settings
 
-    settings = Settings(1 << 30, torch.optim.Adam, allow="lossy", precision=LOW, costs="roofline")
-    plan = Planner(net()).planned(call_of((x,), {}), settings).plan
+    settings = Settings(optimizer=torch.optim.Adam, allow="lossy", precision=LOW, costs="roofline")
+    plan = Planner(net()).planned(call_of((x,), {}), settings, 1 << 30).plan
     size = sum(one.numel() for one in net().parameters())
     assert (plan.resident["weight"], plan.grade) == (4 * size, "lossy")
     assert plan.resident["optimizer_state"] >= 8 * size

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planning.graphs import Tape
+from planning.graphs import EARLY, HELD, Tape
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
@@ -59,7 +59,7 @@ def test_not_in_place() -> None:
 
 
 def test_encoded() -> None:
-    found = of(Choices(encode=frozenset({3})), encoded=True)
+    found = of(Choices(kept_as=frozenset({("encode", 3)})), encoded=True)
     # 25 bytes instead of 200; both passes hold 100 beside them for a moment. z stays until sum has read it.
     assert found.forward == (370, 340, 344, 344 + 25 + 100)
     assert found.boundary == 144 + 25
@@ -68,17 +68,21 @@ def test_encoded() -> None:
 
 @pytest.mark.parametrize(
     ("choices", "end", "update"),
-    [(Choices(), 184, 184 + 9), (Choices(early=True), 144, 144), (Choices(held=True), 184, 184 + 9)],
+    [
+        (Choices(), 184, 184 + 9),
+        (Choices(gradients=EARLY), 144, 144),
+        (Choices(gradients=HELD), 184, 184 + 9),
+    ],
 )
 def test_updates(choices: Choices, end: int, update: int) -> None:
     found = of(choices, Surroundings(1000, update=9, update_of={1: 70}))
     assert found.update == 1000 + update
-    give = 184 + (70 if choices.early else 40 if choices.held else 0)
+    give = 184 + (70 if choices.gradients.updates else 40 if choices.gradients.adds else 0)
     assert found.backward[-1] == 1000 + give
     assert found.peak >= 1000 + end
 
 
-@pytest.mark.parametrize("choices", [Choices(), Choices(early=True), Choices(held=True)])
+@pytest.mark.parametrize("choices", [Choices(), Choices(gradients=EARLY), Choices(gradients=HELD)])
 def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory(choices: Choices) -> None:
     """And is copied, because it is laid out otherwise."""
     graph = small()
@@ -86,12 +90,12 @@ def test_a_gradient_has_its_own_size_where_its_parameter_lies_in_anothers_memory
     graph = replace(graph, values=(graph.values[0], weight, *graph.values[2:]))
     made, around = schedule(graph, choices), Surroundings(1000, update=9, update_of={1: 70})
     found = levels(made, around)
-    level = 1000 + 100 + 4 + 40 * choices.held  # what stays, the loss, what is held; then the gradient itself
-    copy = 0 if choices.held else 40
-    assert found.backward[-1] == level + 40 + copy + 70 * choices.early
-    assert found.update == level + (0 if choices.early else copy + 9)
+    level = 1000 + 100 + 4 + 40 * choices.gradients.adds  # what stays, the loss, what is held; then the gradient itself
+    copy = 0 if choices.gradients.adds else 40
+    assert found.backward[-1] == level + 40 + copy + 70 * choices.gradients.updates
+    assert found.update == level + (0 if choices.gradients.updates else copy + 9)
     assert validate(graph, made, None, around) == timeline_of(made, around).peak_allocated == found.peak
-    evaluator = Evaluator(graph, around, early=choices.early, held=choices.held)
+    evaluator = Evaluator(graph, around, gradients=choices.gradients)
     assert evaluator.evaluate(evaluator.column(choices)[:, None]).peak == [found.peak]
 
 
@@ -104,7 +108,7 @@ def test_the_gradient_of_a_single_number_stays() -> None:
     assert before.backward == after.backward
     assert levels(after).backward == (348, 348 + 200, 348 + 200, 348 + 30 + 40, 188)
     assert levels(after).peak == validate(alone, after) == timeline_of(after, Surroundings()).steps[-1].peak_allocated
-    found = Evaluator(alone, Surroundings(), early=False, held=False)
+    found = Evaluator(alone, Surroundings())
     assert found.evaluate(found.column(Choices())[:, None]).peak == [levels(after).peak]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from planning.graphs import EARLY, HELD, all_kept
 from torch import Tensor, nn
 
 from memplan.errors import RecordingError
@@ -50,10 +51,10 @@ def handed_in(captured: Captured, model: nn.Module, x: Tensor) -> list[Any]:
 CHOICES: dict[str, Any] = {
     "all kept": lambda graph: Choices(),
     "recomputed": lambda graph: Choices(recompute=recomputable(graph)),
-    "encoded": lambda graph: Choices(encode=frozenset(one.value for one in graph.encodings)),
+    "encoded": lambda graph: Choices(kept_as=all_kept(graph, "encode")),
     "not in place": lambda graph: Choices(recompute=recomputable(graph), in_place=False),
-    "early": lambda graph: Choices(early=True),
-    "held": lambda graph: Choices(held=True),
+    "early": lambda graph: Choices(gradients=EARLY),
+    "held": lambda graph: Choices(gradients=HELD),
 }
 
 
@@ -117,7 +118,7 @@ def test_it_is_readable(captured: Captured) -> None:
     assert max(map(len, lines)) <= 120
     assert "conv_weight" in text
     assert sum("# again: " in line for line in lines) == sum(action.recomputed for action in made.backward) > 3
-    assert any("tests/planning/test_program.py:" in line and "conv" in line for line in lines)
+    assert any("tests/planning/schedule/test_codegen.py:" in line and "conv" in line for line in lines)
     compile(text, "plan", "exec")
 
 

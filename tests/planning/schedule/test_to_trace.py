@@ -8,6 +8,7 @@ from planning.graphs import random_graph
 
 from memplan.planning.graph.joint_graph import recomputable
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule, with_fewest_pieces
@@ -19,9 +20,8 @@ from memplan.planning.schedule.to_trace import timeline_of
 def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool, held: bool) -> None:
     graph, draw = random_graph(seed, 8, hooks=True), random.Random(seed)
     drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
-    encode = frozenset(one.value for one in graph.encodings if draw.random() < 0.5)
-    away = frozenset(one.value for one in graph.offloads if draw.random() < 0.5)
-    made = schedule(graph, Choices(drop, encode, early=early, held=held and not early, offload=away))
+    kept = frozenset((form.lever, form.value) for form in graph.forms if draw.random() < 0.5)
+    made = schedule(graph, Choices(drop, kept, GradientUse(early, held and not early)))
     around = Surroundings(1000, 500, {of: 70 for of, _ in graph.gradients}, {"weight": 30, "parameter_gradient": 20})
     assert timeline_of(made, around).peak_allocated == levels(made, around).peak
 

@@ -11,6 +11,7 @@ from planning.graphs import random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
@@ -21,7 +22,7 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
     """Whether both say the same of some random choices; returns whether the batch did it by itself."""
     updates = {of: draw.choice([0, 100, 1000]) for of, _ in graph.gradients}
     around = Surroundings(draw.choice([0, 1000]), draw.choice([0, 2000]), updates)
-    evaluator = Evaluator(graph, around, early=early, held=held)
+    evaluator = Evaluator(graph, around, gradients=GradientUse(early, held))
     flat = evaluator.flat
     share = np.array([draw.random() for _ in range(count)])
     columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
@@ -32,10 +33,8 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
     for at in range(count):
         drops = frozenset(v for k, v in enumerate(flat.droppable) if columns[k, at])
         some = columns[len(flat.droppable) :, at]
-        coded = frozenset(e.value for e, chosen in zip(flat.encodings, some, strict=False) if chosen)
-        some = some[len(flat.encodings) :]
-        away = frozenset(o.value for o, chosen in zip(flat.offloads, some, strict=True) if chosen)
-        choices = Choices(drops, coded, early, held, offload=away)
+        kept = frozenset((form.lever, form.value) for form, chosen in zip(flat.forms, some, strict=True) if chosen)
+        choices = Choices(drops, kept, GradientUse(early, held))
         made = schedule(graph, choices)
         expected = levels(made, around)
         assert found.peak[at] == expected.peak
@@ -51,7 +50,13 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
 def test_random_graphs() -> None:
     draw = random.Random(0)
     regular = [
-        agrees(random_graph(seed, draw.randint(2, 14), hooks=seed % 2 == 0), draw, 12, early=early, held=held)
+        agrees(
+            random_graph(seed, draw.randint(2, 14), hooks=seed % 2 == 0, more_forms=seed % 3 == 0),
+            draw,
+            12,
+            early=early,
+            held=held,
+        )
         for seed in range(120)
         for early, held in [(False, False), (True, False), (False, True), (True, True)]
     ]

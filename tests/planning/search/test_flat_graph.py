@@ -7,20 +7,21 @@ from planning.graphs import random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import schedule
 from memplan.planning.search.flat_graph import FlatGraph
 
 
 def flat(graph: JointGraph, *, early: bool = False, held: bool = False) -> FlatGraph:
-    return FlatGraph(graph, Surroundings(), early=early, held=held)
+    return FlatGraph(graph, Surroundings(), GradientUse(early, held))
 
 
 @pytest.mark.parametrize("graph", [residual(4), transformer(2), unet(2)])
 def test_gradients_that_go_are_given_where_the_schedule_gives_them(graph: JointGraph) -> None:
     """Those that stay change no level, whenever they are given: the schedule lets them wait for one another."""
     for early, held in ((True, False), (False, True)):
-        made, slot, expected = schedule(graph, Choices(early=early, held=held)), 0, list[int]()
+        made, slot, expected = schedule(graph, Choices(gradients=GradientUse(early, held))), 0, list[int]()
         for action in made.backward:
             slot += action.kind == "run"
             expected += [slot] if action.kind == "give" else []

@@ -12,6 +12,7 @@ from planning.graphs import Tape, random_graph, residual, transformer, unet
 
 from memplan.planning.graph.joint_graph import JointGraph, Ref
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.lower_bound import Relaxation, lower_bound
 from memplan.planning.search.search import Found, search
@@ -19,12 +20,12 @@ from memplan.planning.search.search import Found, search
 
 def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, count: int = 40) -> None:
     around = Surroundings(draw.choice([0, 500]), draw.choice([0, 700]), {of: 50 for of, _ in graph.gradients})
-    evaluator = Evaluator(graph, around, early=early, held=held)
+    evaluator = Evaluator(graph, around, gradients=GradientUse(early, held))
     share = np.array([draw.random() for _ in range(count)])
     columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)
     columns = columns.reshape(evaluator.rows, count)
     found = evaluator.evaluate(columns)
-    assert lower_bound(graph, around, early=early, held=held) <= found.peak.min()
+    assert lower_bound(graph, around, gradients=GradientUse(early, held)) <= found.peak.min()
     relaxation = Relaxation(evaluator.flat)
     for at in range(0, count, 8):
         least = relaxation.seconds(int(found.peak[at]))
@@ -36,7 +37,12 @@ def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, co
 def test_no_schedule_is_below(early: bool, held: bool) -> None:
     draw = random.Random(2)
     for seed in range(100):
-        below(random_graph(seed, draw.randint(1, 12), hooks=seed % 2 == 0), draw, early=early, held=held)
+        below(
+            random_graph(seed, draw.randint(1, 12), hooks=seed % 2 == 0, more_forms=seed % 3 == 0),
+            draw,
+            early=early,
+            held=held,
+        )
 
 
 @pytest.mark.parametrize("make", [residual, transformer, unet])

@@ -11,11 +11,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from planning.graphs import random_graph, residual, transformer, unet
+from planning.graphs import EARLY, random_graph, residual, transformer, unet
 from planning.milp import Rules, plain_graph
 
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
@@ -73,7 +74,7 @@ def test_against_every_choice(early: bool, held: bool) -> None:
     for seed in range(130):
         graph = random_graph(seed, 7)
         around = Surroundings(100, 300, {of: 200 for of, _ in graph.gradients})
-        one = Search(graph, around, early=early, held=held)
+        one = Search(graph, around, gradients=GradientUse(early, held))
         rows = one.evaluator.rows
         if rows > (12 if one.flat.regular else 6):
             continue
@@ -84,7 +85,7 @@ def test_against_every_choice(early: bool, held: bool) -> None:
         assert one.floor().peak == low
         for budget in {low, low + (high - low) // 3, low + (high - low) * 2 // 3}:
             best = float(every.seconds[every.peak <= budget].min())
-            found = search(graph, budget, surroundings=around, early=early, held=held)
+            found = search(graph, budget, surroundings=around, gradients=GradientUse(early, held))
             assert isinstance(found, Found)
             checked(graph, found, budget, around)
             assert found.lower_bound_seconds <= best + 1e-9
@@ -144,7 +145,7 @@ def test_every_heuristic_can_be_turned_off(name: str) -> None:
     checked(graph, found, budget)
     assert any(name in note for note in found.notes) == (name != "rounds")
     if name == "encodings":
-        assert not found.choices.encode
+        assert not found.choices.kept_by("encode")
 
 
 def test_frontier() -> None:
@@ -162,7 +163,7 @@ def test_frontier() -> None:
 
 def test_early_updates_lower_the_floor() -> None:
     graph = transformer(4)
-    assert floor(graph, early=True).peak < floor(graph).peak
+    assert floor(graph, gradients=EARLY).peak < floor(graph).peak
 
 
 def test_the_floor_is_the_same_whatever_was_measured_and_whatever_was_searched_for() -> None:

@@ -15,7 +15,7 @@ from memplan.planning.search.segments import MOST, Variants, repeated, segments
 
 
 def flat(graph: JointGraph) -> FlatGraph:
-    return FlatGraph(graph, Surroundings(), early=False, held=False)
+    return FlatGraph(graph, Surroundings())
 
 
 def test_segments_cover_the_forward_pass() -> None:
@@ -52,7 +52,7 @@ def test_blocks_that_repeat() -> None:
 
 def test_what_variants_save_is_what_the_boundary_loses() -> None:
     evaluator = Evaluator(transformer(4))
-    variants = Variants(evaluator, small=5000, encodings=True)
+    variants = Variants(evaluator, small=5000)
     kept = evaluator.profiles(np.zeros((evaluator.rows, 1), dtype=bool))[0]
     for variant in variants.all():
         column = np.zeros((evaluator.rows, 1), dtype=bool)

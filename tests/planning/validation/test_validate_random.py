@@ -15,6 +15,7 @@ from planning.interpreter import Wrong, interpreted, with_action
 from memplan.errors import ScheduleError
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.validation.validate import validate
@@ -23,18 +24,17 @@ from memplan.planning.validation.validate import validate
 def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
     """A random graph and a random schedule of it, made by schedule()."""
     draw = random.Random(seed)
-    graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5)
+    graph = random_graph(seed, draw.randint(2, 9), hooks=draw.random() < 0.5, more_forms=draw.random() < 0.5)
     later = {value for op in graph.backward_ops for value in op.reads}
     graph = replace(graph, mutations=tuple((target, new) for target, new in graph.mutations if target not in later))
     changed = {target for target, _ in graph.mutations}
     again = sorted(v for v in recomputable(graph) if changed.isdisjoint(graph.maker[v].rerun.reads))
+    forms = [form for form in graph.forms if changed.isdisjoint(form.also_reads)]
     choices = Choices(
         frozenset(value for value in again if draw.random() < 0.5),
-        frozenset(e.value for e in graph.encodings if draw.random() < 0.6),
-        early=draw.random() < 0.3,
-        held=draw.random() < 0.3,
+        kept_as=frozenset((form.lever, form.value) for form in forms if draw.random() < 0.6),
+        gradients=GradientUse(draw.random() < 0.3, draw.random() < 0.3),
         in_place=draw.random() < 0.8,
-        offload=frozenset(one.value for one in graph.offloads if draw.random() < 0.7),
     )
     update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
     return graph, schedule(graph, choices), Surroundings(1000, 500, update_of)
@@ -75,8 +75,8 @@ def mutant(graph: JointGraph, plan: Schedule, draw: random.Random) -> Schedule:
         lambda: with_action(plan, at, replace(action, into=None)),
         lambda: with_action(plan, at, replace(action, recomputed=not action.recomputed)),
         lambda: with_action(plan, coded, replace(actions[coded], copies=not actions[coded].copies)),
-        lambda: with_action(plan, at, replace(action, direct=some)),
-        lambda: with_action(plan, at, replace(action, direct=None)),
+        lambda: with_action(plan, at, replace(action, form=some)),
+        lambda: with_action(plan, at, replace(action, form=None)),
         lambda: with_action(plan, coded, replace(actions[coded], value=any_value)),
         lambda: with_action(plan, coded, replace(actions[coded], source=any_value)),
         lambda: with_action(plan, at, replace(action, op=draw.randrange(len(graph.ops)))),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.studies.axes.layers import LayerChange
+from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Maker, Subject
 from memplan.trace.step import StepOptions
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import memplan
 from memplan.studies.capacity import extrapolation as module
-from memplan.studies.capacity.extrapolation import Sample, by_steps
+from memplan.studies.capacity.extrapolation import Sample, by_steps, padding_of
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
@@ -36,3 +36,18 @@ def test_guesses_come_from_whole_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         real = attention(place)
         assert [one.bytes for one in made.storages] == [one.bytes for one in real.storages]
         assert memplan.simulate(made).peak_allocated == memplan.simulate(real).peak_allocated
+
+
+@pytest.mark.parametrize("stride", [7, 14, 32, 100, 512, 1000])
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_stride_that_places_are_padded_to_is_known(stride: int, power: int) -> None:
+    places = [1024, 2048, 167_144]
+    sizes = [12 * (-(-place // stride)) ** power for place in places]
+    found = padding_of(places, sizes, power)
+    assert found is not None
+    assert [found[1] * (-(-place // found[0])) ** power for place in places] == sizes
+
+
+def test_bytes_in_proportion_have_no_stride() -> None:
+    assert padding_of([8, 16, 32], [800, 1600, 3200]) is None
+    assert padding_of([8, 16, 32], [64, 64, 64]) is None

@@ -201,7 +201,7 @@ def test_a_card_has_its_roofline_and_its_rounding() -> None:
 
 
 def test_what_was_saved(tmp_path: Path) -> None:
-    from memplan.reports.json import dumps
+    from memplan.reports.explain import dumps
 
     explanation = memplan.explain(stack, IMAGES, **OPTIONS)
     trace = memplan.record(_build, device="cpu")

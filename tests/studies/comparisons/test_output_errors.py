@@ -72,7 +72,9 @@ def test_what_the_maker_raises_is_told_with_its_line() -> None:
     def broken() -> Any:
         raise KeyError("no weights")
 
-    with pytest.raises(StepError, match=r"making the model raised KeyError: 'no weights' \(at .*test_results.py:\d+\)"):
+    with pytest.raises(
+        StepError, match=r"making the model raised KeyError: 'no weights' \(at .*test_output_errors.py:\d+\)"
+    ):
         output_errors.made(broken)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import InputError, StepError
-from memplan.studies.axes.layers import LayerChange
+from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.points import PARTS, measured
 from memplan.trace.recording.session import choose_target

@@ -13,12 +13,12 @@ from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, SegformerConfig, SegformerForSemanticSegmentation
+from verification.fitting.quick import fit, plan
 
 from memplan.errors import UsageError
-from memplan.planning.api import plan
 from memplan.planning.capture.loss_module import with_loss
 from memplan.verification.fitting import fit as fit_module
-from memplan.verification.fitting.fit import Fitted, fit
+from memplan.verification.fitting.fit import Fitted
 
 
 def budget_between(model: nn.Module, *inputs: Any, **options: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.candidate_search import Candidate
-from memplan.planning.planner import planned
+from memplan.planning.levers.lever import GradientUse
+from memplan.planning.planner import Planner
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned
@@ -40,10 +40,10 @@ def call(batch: int, length: int) -> Call:
 def plans() -> Plans:
     torch.manual_seed(0)
     step = with_loss(SmallGPT(layers=2), token_loss)
-    return Plans(step, Settings(budget=600_000), told=[].append)
+    return Plans(step, Settings(), 600_000, told=[].append)
 
 
-def test_smaller_calls_take_over_the_decisions_and_keep_the_budget(plans: Plans, monkeypatch: Any) -> None:
+def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(plans: Plans, monkeypatch: Any) -> None:
     first = plans(call(4, 24), False)
     assert isinstance(first, Planned)
     monkeypatch.setattr(plans._planner, "planned", lambda *_, **__: pytest.fail("solved for anew"))
@@ -53,10 +53,6 @@ def test_smaller_calls_take_over_the_decisions_and_keep_the_budget(plans: Plans,
         graph = found.captured.graph
         assert validate(graph, found.schedule, budget=600_000, surroundings=found.surroundings) <= first.plan.peak
         assert len(found.schedule.choices.recompute) == len(first.schedule.choices.recompute)
-
-
-def test_what_runs_by_them_is_the_step(plans: Plans) -> None:
-    plans(call(4, 24), False)
     found, small = plans(call(3, 17), False), call(3, 17)
     step = plans._module
     gradients: list[list[Any]] = []
@@ -80,7 +76,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
         return found
 
     step = with_loss(SmallGPT(layers=2), token_loss)
-    plans = Plans(step, Settings(budget=budget, engine="inductor"), told=[].append)
+    plans = Plans(step, Settings(engine="inductor"), budget, told=[].append)
     first = plans(call(4, 24), False)
     monkeypatch.setattr(plan_cache, "judged", judged)
     found, small = plans(call(4, 20), False), call(4, 20)
@@ -95,7 +91,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
     there = storage_bytes([*step.parameters(), *step.buffers(), *small.tensors])
     assert measured + there == pytest.approx(peaks[0], rel=0.05)
     assert measured + there <= budget
-    plans._settings = replace(plans._settings, budget=peaks[0] - 1)
+    plans._budget = peaks[0] - 1
     plans.made[:] = [first]
     assert isinstance(plans(small, False), Planned)
 
@@ -103,7 +99,7 @@ def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytes
 def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told() -> None:
     torch.manual_seed(0)
     told: list[str] = []
-    plans = Plans(with_loss(SmallGPT(layers=2), token_loss), Settings(budget=700_000), told.append)
+    plans = Plans(with_loss(SmallGPT(layers=2), token_loss), Settings(), 700_000, told.append)
     plans(call(2, 10), False)
     assert told == []
     assert isinstance(plans(call(2, 11), False), Planned)
@@ -122,17 +118,17 @@ def test_larger_calls_other_modes_and_held_gradients_are_planned_anew_and_told()
 
 def test_a_budget_that_held_gradients_exceed_says_so(plans: Plans) -> None:
     plans(call(4, 24), False)
-    plans._settings = replace(plans._settings, budget=floor(plans, False))
+    plans._budget = floor(plans, False)
     with pytest.raises(BudgetError, match=r"gradients are held when the call begins.*set_to_none=True") as caught:
         plans(call(4, 24), True)
-    assert caught.value.smallest_budget == floor(plans, True) > plans._settings.budget
+    assert caught.value.smallest_budget == floor(plans, True) > plans._budget
     assert caught.value.held_by
     assert caught.value.timeline.peak_allocated == caught.value.smallest_budget
 
 
 def floor(plans: Plans, held: bool) -> int:
     with pytest.raises(BudgetError) as caught:
-        planned(plans._module, call(4, 24), Settings(budget=1, held=held))
+        Planner(plans._module).planned(call(4, 24), Settings(gradients=GradientUse(adds=held)), 1)
     return caught.value.smallest_budget
 
 
@@ -150,7 +146,7 @@ class Modes(nn.Module):
 
 def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
     x = torch.ones(2, 4)
-    plans = Plans(Modes(), Settings(budget=10_000), [].append)
+    plans = Plans(Modes(), Settings(), 10_000, [].append)
     assert plans(call_of((x,), {}), False)
     with pytest.raises(UnkeyedError, match="needs the values of a tensor"):
         plans(call_of((x, "branch"), {}), False)
@@ -163,7 +159,7 @@ def test_later_calls_that_cannot_be_captured_are_left_to_the_model() -> None:
 def test_what_is_kept_of_plans_and_shapes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memplan.verification.fitting.plan_cache._MADE", 4)
     monkeypatch.setattr("memplan.verification.fitting.plan_cache._CAPTURED", 5)
-    plans = Plans(Modes(), Settings(budget=10_000), [].append)
+    plans = Plans(Modes(), Settings(), 10_000, [].append)
     first = plans(call_of((torch.ones(2, 4),), {}), False)
     for batch in range(3, 15):
         plans(call_of((torch.ones(batch, 4),), {}), False)

@@ -11,11 +11,10 @@ import torch
 from snapshots import everything
 from torch import Tensor, nn
 from torch.nn import functional as F
+from verification.fitting.quick import fit, plan
 
 from memplan.errors import UsageError
-from memplan.planning.api import plan
 from memplan.verification.fitting import prover
-from memplan.verification.fitting.fit import fit
 from memplan.verification.measurement import free_memory
 from memplan.verification.proof.proof import Cut, dumps, loads
 
@@ -50,7 +49,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
-    monkeypatch.setattr(free_memory, "available", lambda: free)
+    monkeypatch.setattr(free_memory, "available", lambda _: free)
 
 
 @pytest.mark.parametrize("free", [None, 1 << 40])
@@ -184,7 +183,7 @@ def test_what_cannot_be_cut_is_refused_with_the_bytes_that_it_takes(monkeypatch:
     machine(monkeypatch, made.eager_peak)
     before = everything(model, x)
     with pytest.raises(
-        UsageError, match=r"The proof runs the step as it is beside the planned one, which takes .* avail"
+        UsageError, match=r"The proof runs the unplanned step beside the planned one, which takes .* avail"
     ):
         fit(model, x, budget=(made.floor + made.eager_peak) // 2)
     assert everything(model, x) == before

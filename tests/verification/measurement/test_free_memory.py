@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from memplan.planning.capture.flat_call import call_of
+from memplan.planning.graph.placement import Home
 from memplan.verification.measurement import free_memory
 
 
 def test_what_is_free_is_some_of_what_there_is() -> None:
-    free = free_memory.available()
+    free = free_memory.available(Home())
     assert free is None or free > 0
 
 
@@ -24,9 +25,9 @@ def test_a_containers_limit_counts_less_what_is_in_use_and_cannot_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(free_memory, "_GROUPS", (files(tmp_path, "1000000", 700_000, 200_000),))
-    assert free_memory.available() == int(0.9 * 500_000)
+    assert free_memory.available(Home()) == int(0.9 * 500_000)
     monkeypatch.setattr(free_memory, "_GROUPS", (files(tmp_path, "max", 700_000, 200_000),))
-    assert free_memory.available() != int(0.9 * 500_000)
+    assert free_memory.available(Home()) != int(0.9 * 500_000)
 
 
 def test_nothing_is_known_where_the_system_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ def test_nothing_is_known_where_the_system_says_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(free_memory, "_GROUPS", ())
     monkeypatch.setattr(free_memory, "_entry", lambda *_: None)
     monkeypatch.setattr(free_memory.os, "sysconf", silent)
-    assert free_memory.available() is None
+    assert free_memory.available(Home()) is None
 
 
 def test_smaller_calls_are_cut_where_the_samples_are() -> None:

@@ -34,7 +34,7 @@ def test_it_begins_anew_with_an_optimizer_that_has_updated_nothing(kind: Any, ea
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     work = Work((torch.randn(5, 4),), optimizer=lambda parameters: kind(parameters, lr=0.1))
-    begun, trial = Trial("begun", model, model, work), Trial("trial", model, model, work, early=early)
+    begun, trial = Trial("begun", model, model, work), Trial("trial", model, model, work, in_backward=early)
 
     def steps() -> list[torch.Tensor]:
         for _ in range(2):

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from memplan.errors import UsageError
 from memplan.planning.request import Request, request
-from memplan.planning.settings import Settings
+from memplan.planning.settings import PlanOptions
+from memplan.trace.step import StepOptions
 from memplan.verification.measurement import free_memory
 from memplan.verification.peers import trials
 from memplan.verification.peers.peers import EAGER, Peer
@@ -34,11 +35,8 @@ class Block(nn.Module):
 def asked(model: nn.Module, **options: Any) -> Request:
     images, labels = torch.linspace(-1, 1, 16 * 512).reshape(512, 16), torch.arange(512) % 16
     optimizer = options.pop("optimizer", None)
-    given: dict[str, Any] = {"targets": labels, "loss": F.cross_entropy, "allow": "exact"} | options
-    return request(
-        model, (images,), kwargs={}, budget="1 GiB", autocast=None, device=None, clip_norm=None,
-        accumulate=1, settings=Settings(0, optimizer), fake=False, **given,
-    )  # fmt: skip
+    step = StepOptions((images,), targets=labels, loss=F.cross_entropy, optimizer=optimizer)
+    return request(model, step, PlanOptions(budget="1 GiB", **options), fake=False)
 
 
 def network(dropout: float = 0.1) -> nn.Module:
@@ -159,6 +157,6 @@ def test_a_peer_that_fails_says_why_and_the_others_run(monkeypatch: pytest.Monke
 
 
 def test_without_memory_for_it_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "available", lambda: 1 << 20)
+    monkeypatch.setattr(free_memory, "available", lambda _: 1 << 20)
     with pytest.raises(UsageError, match=r"takes about 1\.5 MiB, and 1\.0 MiB are available.*--peers"):
         measure_peers(asked(network()), 1 << 19)

@@ -61,7 +61,16 @@ def test_no_gradients_at_all() -> None:
 
 
 def test_losses_tell_whether_the_same_numbers_were_drawn() -> None:
-    assert same_numbers(2.0, 2.001)
-    assert not same_numbers(2.0, 2.1)
+    """To a thousandth, and to a hundredth where the step computes in bfloat16, of which an eps is 0.0078."""
+    assert same_numbers(1.0, 1.00099)
+    assert not same_numbers(1.0, 1.0011)
+    assert same_numbers(-1.0, -1.0099, lossy=True)
+    assert not same_numbers(-1.0, -1.011, lossy=True)
     assert same_numbers(0.0, 0.0)
     assert not same_numbers(float("nan"), 1.0)
+
+
+def test_a_step_that_is_a_tenth_off_is_no_yardstick() -> None:
+    assert GradientErrors({"a": 0.0, "b": 0.099}).sane
+    assert not GradientErrors({"a": 0.0, "b": 0.101}).sane
+    assert not GradientErrors({"a": float("nan")}).sane

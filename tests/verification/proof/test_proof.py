@@ -64,7 +64,7 @@ def test_a_proof_prints_itself() -> None:
     [
         ("float64", 0.3, 0.01, "off from float64 by {}; the step without a plan under autocast by 30.00%; the"),
         ("float64", 0.01, 0.01, "off from float64 by {}; the step without a plan by 1.00%; the"),
-        ("reference", 0.0, 0.0, "off from the step as it is by {}; the"),
+        ("reference", 0.0, 0.0, "off from the step without a plan by {}; the"),
     ],
     ids=["autocast ran", "it did not", "neither did float64"],
 )

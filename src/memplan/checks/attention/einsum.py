@@ -24,7 +24,7 @@ class Pair:
     """Dimensions of the product in the order of the equation's result."""
 
     def result(self, product: torch.Tensor) -> torch.Tensor:
-        """The product as the equation wants it."""
+        """Return the product as the equation wants it."""
         return product.permute(self.order)
 
     @property
@@ -37,7 +37,7 @@ class Pair:
 
 
 def arranged(equation: str, tensors: Sequence[torch.Tensor]) -> Pair | None:
-    """The operands of an equation that is one batched product; None of any other.
+    """Return the operands of an equation that is one batched product; None of any other.
 
     The one whose rows come first in the result is the left one.
     """

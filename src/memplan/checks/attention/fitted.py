@@ -20,8 +20,8 @@ REPEATING = "repeat each key and value head for its query heads (repeat_interlea
 
 @contextmanager
 def heads_fitted() -> Iterator[set[str]]:
-    """`scaled_dot_product_attention` pads its heads to a multiple of 8, and repeats those of grouped queries; the
-    result is the same. What was done is noted, in words."""
+    """Make `scaled_dot_product_attention` pad its heads to a multiple of 8 and repeat those of grouped queries. The
+    result is the same; yields what was done, in words."""
     call: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
     done: set[str] = set()
 

@@ -1,7 +1,7 @@
 """The same step with the fused call in place of attention that is written out: recorded, so that its bytes are exact.
 
 While the step is recorded again, kernels of ours stand above the products, in the dispatcher. The product of queries
-and keys that is to go gives a stand-in for the scores instead; what scales, masks and drops of them is told apart and
+and keys that is to go gives a stand-in for the scores instead; what scales, masks and drops of them is
 remembered; the product with the values becomes the call. What the stand-in led to is left out of the recording.
 """
 
@@ -18,8 +18,8 @@ import torch.nn.functional as F  # torch's own name for it
 
 from memplan import _torch
 from memplan._torch import dispatch
-from memplan.checks.attention.call import Pending, call_of
 from memplan.checks.attention.einsum import arranged
+from memplan.checks.attention.fused_call import Pending, call_of
 from memplan.checks.attention.written import EMPTY, KEPT_SHAPE, SOFTMAX, VIEWS, Attention, site
 from memplan.checks.fields.walk import base_name
 from memplan.trace.recording.place import format_frame, user_frame
@@ -37,7 +37,7 @@ class Fusing:
     """Puts the fused call where attention is written out, for a recording.
 
     Args:
-        trace: the step as it is.
+        trace: the recorded step.
         found: the attention to replace.
         on_card: whether the step is recorded for a card.
         weights: whether torch's own layers are to be asked for no probabilities.
@@ -71,7 +71,7 @@ class Fusing:
                 self._known.clear()
 
     def without_matrices(self, trace: Trace) -> Trace | None:
-        """The recording without the stand-ins and all that was made of them.
+        """Return the recording without the stand-ins and all that was made of them.
 
         None where something else was made of them, or no fused call could be put in their place.
         """
@@ -96,23 +96,35 @@ class Fusing:
             "bmm": lambda a, b: self._product(_ATEN.bmm.default, a, b),
             "baddbmm": self._product_and_sum,
             "einsum": self._einsum,
-            "native_dropout": self._native_dropout,
-            "where.self": self._where,
         }
-        for name in ("mul.Tensor", "div.Tensor"):
-            kernels[name] = self._scaled(_overload(name))
-        for name in ("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"):
-            kernels[name] = self._added(_overload(name))
-        for name in ("masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor", "masked_fill_.Tensor"):
-            kernels[name] = self._filled(_overload(name))
-        for name in ("_softmax", "_to_copy", "clone"):
-            kernels[name] = self._same(_overload(name))
+        on_scores: dict[str, Callable[..., Any]] = {
+            **dict.fromkeys(("add.Tensor", "add_.Tensor", "sub.Tensor", "sub_.Tensor"), self._added),
+            **{f"masked_fill{end}": self._filled for end in (".Scalar", "_.Scalar", ".Tensor", "_.Tensor")},
+            **dict.fromkeys(("_softmax", "_to_copy", "clone"), self._same),
+            "mul.Tensor": self._scaled, "div.Tensor": self._scaled,
+            "where.self": self._where,
+            "native_dropout": self._native_dropout,
+        }  # fmt: skip
+        kernels |= {name: self._on_scores(_overload(name), handle) for name, handle in on_scores.items()}
         if not self._on_card:  # there the recording itself stands above it
             kernels["dropout"] = self._dropout
         return kernels
 
+    def _on_scores(self, op: Any, handle: Callable[..., Any]) -> Kernel:
+        """Return a kernel that hands an op on stand-ins to a method, and runs any other op unchanged."""
+
+        def interposed(*args: Any, **kwargs: Any) -> Any:
+            pending = self._of(*args)
+            if pending is not None:
+                return handle(pending, op, *args, **kwargs)
+            if handle == self._scaled and self._is_at(self._scalings, _size(args[0])) and _size(args[1]) == 1:
+                return _ATEN.alias.default(args[0])  # the call scales by itself
+            return dispatch.whole(op, *args, **kwargs)
+
+        return interposed
+
     def _of(self, *tensors: Any) -> Pending | None:
-        """The scores that one of these goes back to."""
+        """Return the scores that one of these goes back to."""
         if not self._known:
             return None
         for tensor in tensors:
@@ -127,7 +139,7 @@ class Fusing:
         return result
 
     def _stood_in(self, pending: Pending, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """An op on a stand-in, without a graph: nothing is to be kept for it."""
+        """Return an op on a stand-in, without a graph: nothing is to be kept for it."""
         with torch.no_grad():
             return self._keep(pending, dispatch.whole(op, *args, **kwargs))
 
@@ -137,7 +149,7 @@ class Fusing:
         return (format_frame(user_frame()), size) in sites
 
     def _begin(self, left: torch.Tensor, right: torch.Tensor) -> tuple[Pending, torch.Tensor] | None:
-        """A stand-in for a product of queries and keys, if it is one of those to go."""
+        """Return a stand-in for a product of queries and keys, if it is one of those to go."""
         if left.dim() < 3 or right.dim() < 3:
             return None
         lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
@@ -195,58 +207,35 @@ class Fusing:
                 return pair.result(begun[1])
         return dispatch.composite(_ATEN.einsum.default, equation, tensors, **more)
 
-    def _scaled(self, op: Any) -> Kernel:
-        def interposed(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-            pending = self._of(x, other)
-            if pending is not None:
-                pending.spoiled |= _size(x) > 1 and _size(other) > 1
-                return self._stood_in(pending, op, x, other)
-            if self._is_at(self._scalings, _size(x)) and _size(other) == 1:
-                return _ATEN.alias.default(x)  # the call scales by itself
-            return dispatch.whole(op, x, other)
+    def _scaled(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        pending.spoiled |= _size(x) > 1 and _size(other) > 1
+        return self._stood_in(pending, op, x, other)
 
-        return interposed
+    def _added(self, pending: Pending, op: Any, x: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor:
+        mask = other if self._of(x) is pending else x
+        result = self._stood_in(pending, op, x, other, **more)
+        if _size(mask) > 1:
+            pending.masked("add", mask, result.shape)
+        return result
 
-    def _added(self, op: Any) -> Kernel:
-        def interposed(x: torch.Tensor, other: torch.Tensor, **more: Any) -> torch.Tensor:
-            pending = self._of(x, other)
-            if pending is None:
-                return dispatch.whole(op, x, other, **more)
-            mask = other if self._of(x) is pending else x
-            result = self._stood_in(pending, op, x, other, **more)
-            if _size(mask) > 1:
-                pending.masked("add", mask, result.shape)
-            return result
+    def _filled(self, pending: Pending, op: Any, x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+        pending.masked("drop", mask, x.shape)
+        return self._stood_in(pending, op, x, mask, value)
 
-        return interposed
-
-    def _filled(self, op: Any) -> Kernel:
-        def interposed(x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
-            pending = self._of(x)
-            if pending is None:
-                return dispatch.whole(op, x, mask, value)
-            pending.masked("drop", mask, x.shape)
-            return self._stood_in(pending, op, x, mask, value)
-
-        return interposed
-
-    def _where(self, keep: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        pending = self._of(x, other)
-        if pending is None:
-            return dispatch.whole(_ATEN.where.self, keep, x, other)
-        result = self._stood_in(pending, _ATEN.where.self, keep, x, other)
+    def _where(self, pending: Pending, op: Any, keep: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> Any:
+        result = self._stood_in(pending, op, keep, x, other)
         pending.masked("keep" if self._of(x) is pending else "drop", keep, result.shape)
         return result
 
-    def _same(self, op: Any) -> Kernel:
-        def interposed(x: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-            pending = self._of(x)
-            if pending is None:
-                return dispatch.whole(op, x, *args, **more)
-            pending.normalized |= op is _ATEN._softmax.default
-            return self._stood_in(pending, op, x, *args, **more)
+    def _same(self, pending: Pending, op: Any, *args: Any, **more: Any) -> torch.Tensor:
+        pending.normalized |= op is _ATEN._softmax.default
+        return self._stood_in(pending, op, *args, **more)
 
-        return interposed
+    def _native_dropout(self, pending: Pending, op: Any, x: torch.Tensor, p: float, train: bool | None) -> Any:
+        pending.dropout = max(pending.dropout, p)
+        with torch.no_grad():
+            result, mask = dispatch.whole(op, x, p, train)
+        return self._keep(pending, result), mask
 
     def _dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         pending = self._of(x)
@@ -255,18 +244,9 @@ class Fusing:
         pending.dropout = max(pending.dropout, p if train else 0.0)
         return x
 
-    def _native_dropout(self, x: torch.Tensor, p: float, train: bool | None) -> Any:
-        pending = self._of(x)
-        if pending is None:
-            return dispatch.whole(_ATEN.native_dropout.default, x, p, train)
-        pending.dropout = max(pending.dropout, p)
-        with torch.no_grad():
-            result, mask = dispatch.whole(_ATEN.native_dropout.default, x, p, train)
-        return self._keep(pending, result), mask
-
 
 def _nothing(storage: Storage) -> Storage:
-    """A storage that takes nothing, neither on the CPU nor on a card."""
+    """Return a storage that takes nothing, neither on the CPU nor on a card."""
     return replace(storage, bytes=0, low=None, device=HOST)
 
 

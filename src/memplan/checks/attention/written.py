@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memplan.checks.fields.walk import base_name
+from memplan.checks.savings import readers_of
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
@@ -55,12 +56,13 @@ class Attention:
 
     @property
     def inside_of_sdpa(self) -> bool:
-        """Whether it is torch's own math path, for which `scaled_dot_product_attention` was called."""
+        """Return whether it is torch's own math path, for which `scaled_dot_product_attention` was called."""
         return base_name(self.softmax.name) == "_safe_softmax"
 
 
 def attentions(trace: Trace) -> list[Attention]:
-    """The attention of the first step's forward pass that is computed by products and a softmax, in its order."""
+    """Return the attention of the first step's forward pass that is computed by products and a softmax, in its
+    order."""
     return list(_Search(trace).found())
 
 
@@ -68,10 +70,7 @@ class _Search:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._forward = [op for op in trace.ops if op.phase == "forward" and op.step == 0]
-        self._readers: dict[int, list[Op]] = {}
-        for op in self._forward:
-            for storage in {operand.storage for operand in op.reads}:
-                self._readers.setdefault(storage, []).append(op)
+        self._readers = readers_of(self._forward)
 
     def found(self) -> Iterator[Attention]:
         for op in self._forward:
@@ -86,7 +85,7 @@ class _Search:
                 yield attention
 
     def _scores_of(self, softmax: Op, size: int) -> Op | None:
-        """The product that a softmax reads, scales and masks apart."""
+        """Return the product that a softmax reads, scales and masks apart."""
         op = softmax
         for _ in range(12):
             whole = [self._trace.storages[operand.storage] for operand in op.reads]
@@ -103,7 +102,7 @@ class _Search:
         return None
 
     def _followed(self, scores: Op, softmax: Op) -> Attention | None:
-        """Everything that reads the matrices, up to the product with the values; None where there is none."""
+        """Follow everything that reads the matrices, up to the product with the values; None where there is none."""
         matrices, waiting = dict.fromkeys(scores.writes), [*scores.writes]
         seen: set[int] = set()
         otherwise, ended, dropped = list[Op](), False, False
@@ -157,10 +156,10 @@ class _Search:
 
 
 def site(trace: Trace, op: Op) -> Site:
-    """How another recording of the step can know an op again: its line, and how much it makes."""
+    """Return what identifies an op in another recording of the step: its line, and how much it makes."""
     return op.where, elements(trace.storages[op.writes[0]])
 
 
 def elements(storage: Storage) -> int:
-    """Numbers that the first tensor on a storage had."""
+    """Return the number of elements of the first tensor on a storage."""
     return math.prod(storage.shape)

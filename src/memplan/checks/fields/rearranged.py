@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memplan.checks.fields.call import Call, Rule, at, shifted
+from memplan.checks.fields.op_call import Call, Rule, at, shifted
 from memplan.checks.fields.spans import IDENTITY, Span
-from memplan.checks.fields.tensors import Dim, Factor, Fields, charged, mapped, resolved, size_of, unknown, viewed
+from memplan.checks.fields.tensor_fields import Dim, Factor, Fields, charged, mapped, resolved, size_of, unknown, viewed
 
 
 def _apart(fields: Fields, shape: Sequence[int], order: Sequence[int], wanted: Sequence[int]) -> Fields:
-    """A view, a permutation, and a view again."""
+    """Return a view, a permutation, and a view again."""
     split = viewed(fields, shape)
     return viewed(tuple(split[place] for place in order), wanted)
 
 
 def _shuffled(call: Call) -> Fields:
-    """pixel_shuffle: (C r r, H, W) to (C, H r, W r)."""
+    """Follow pixel_shuffle: (C r r, H, W) to (C, H r, W r)."""
     *lead, channels, high, wide = (size_of(dim) for dim in call.main)
     r, n = int(call.form.option("upscale_factor", 1)), len(call.main) - 3
     shape = (*lead, channels // (r * r), r, r, high, wide)
@@ -24,7 +24,7 @@ def _shuffled(call: Call) -> Fields:
 
 
 def _unshuffled(call: Call) -> Fields:
-    """pixel_unshuffle: (C, H r, W r) to (C r r, H, W)."""
+    """Follow pixel_unshuffle: (C, H r, W r) to (C r r, H, W)."""
     *lead, channels, high, wide = (size_of(dim) for dim in call.main)
     r, n = int(call.form.option("downscale_factor", 1)), len(call.main) - 3
     shape = (*lead, channels, high // r, r, wide // r, r)
@@ -32,7 +32,8 @@ def _unshuffled(call: Call) -> Fields:
 
 
 def _slid(dim: Dim, size: int, call: Call, change: Span | None, spread: float = 0.0) -> Dim:
-    """A dimension after a kernel slid along it; ``change`` is the field of one step, of a tensor that sees itself."""
+    """Return a dimension after a kernel slid along it; ``change`` is the field of one step, of a tensor that sees
+    itself."""
     axis = resolved(dim)
     moved = mapped(axis, lambda span: _after(span, change), windowed=True, spread=spread)
     return (Factor(size, charged(axis, size_of(dim), moved, size, call.form.op)),)
@@ -46,7 +47,7 @@ def _after(span: Span, change: Span | None) -> Span | None:
 
 
 def _windows(call: Call) -> list[tuple[int, int, int, int]]:
-    """Kernel, stride, padding and dilation of im2col and col2im, for each dimension."""
+    """Return kernel, stride, padding and dilation of im2col and col2im, for each dimension."""
     form = call.form
     names = (("kernel_size", 1), ("stride", 1), ("padding", 0), ("dilation", 1))
     return [tuple(at(form.option(name), n, least) for name, least in names) for n in range(2)]  # pyright: ignore[reportReturnType]  # four
@@ -61,7 +62,7 @@ def _side_by_side(windows: Sequence[tuple[int, int, int, int]]) -> bool:
 
 
 def _patches(call: Call) -> Fields:
-    """im2col: (N, C, H, W) to (N, C kernel, positions). Patches side by side only take positions apart."""
+    """Follow im2col: (N, C, H, W) to (N, C kernel, positions). Patches side by side only take positions apart."""
     dims, windows = call.main, _windows(call)
     if len(dims) != 4:
         return unknown(call.shape)
@@ -82,7 +83,7 @@ def _patches(call: Call) -> Fields:
 
 
 def _put_together(call: Call) -> Fields:
-    """col2im: (N, C kernel, positions) to (N, C, H, W): what overlaps is added up."""
+    """Follow col2im: (N, C kernel, positions) to (N, C, H, W): what overlaps is added up."""
     dims, windows = call.main, _windows(call)
     if len(dims) != 3:
         return unknown(call.shape)
@@ -100,7 +101,7 @@ def _put_together(call: Call) -> Fields:
 
 
 def _unfolded(call: Call) -> Fields:
-    """Tensor.unfold: windows along a dimension, whose taps become the last one."""
+    """Follow Tensor.unfold: windows along a dimension, whose taps become the last one."""
     dims, form = list(call.main), call.form
     place = int(form.option("dimension", 0)) % len(dims)
     size, step, count = int(form.option("size", 1)), int(form.option("step", 1)), call.shape[place]
@@ -112,7 +113,7 @@ def _unfolded(call: Call) -> Fields:
 
 
 def _unpooled(call: Call) -> Fields:
-    """max_unpool: each value goes back to where it was the largest, somewhere in the window of the pool."""
+    """Follow max_unpool: each value goes back to where it was the largest, somewhere in the window of the pool."""
     indices = call.form.read("indices")
     maker = call.makers.get(indices.storage) if indices is not None else None
     if maker is None or not maker.name.startswith("max_pool"):
@@ -128,7 +129,7 @@ def _unpooled(call: Call) -> Fields:
 
 
 def _turned(call: Call) -> Fields:
-    """rot90: a flip of one of two dimensions for each quarter, and the two exchanged."""
+    """Follow rot90: a flip of one of two dimensions for each quarter, and the two exchanged."""
     dims = list(call.main)
     first, second = call.dims("dims", len(dims))
     for _ in range(int(call.form.option("k", 1)) % 4):
@@ -138,7 +139,7 @@ def _turned(call: Call) -> Fields:
 
 
 def _repeated(call: Call) -> Fields:
-    """repeat: dimensions that are repeated once stay what they are."""
+    """Follow repeat: dimensions that are repeated once stay what they are."""
     times = call.form.option("repeats", ())
     extra = len(times) - len(call.main)
     kept = [dim if count == 1 else (Factor(size),)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
-from memplan.checks.fields.call import Call, Rule, at, shifted, spatial
+from memplan.checks.fields.op_call import Call, Rule, at, shifted, spatial
 from memplan.checks.fields.rearranged import REARRANGING
 from memplan.checks.fields.spans import Span
-from memplan.checks.fields.tensors import (
+from memplan.checks.fields.tensor_fields import (
     Axis,
     Factor,
     Fields,
@@ -25,7 +25,8 @@ from memplan.trace.records import Form
 
 
 def fields_of(call: Call) -> list[Fields]:
-    """The fields of every result of an op; of one that no rule knows, those of an elementwise op if it can be one."""
+    """Return the fields of every result of an op; of one that no rule knows, those of an elementwise op if it can be
+    one."""
     rule = RULES.get(call.name, _elementwise)
     found = rule(call)
     results = found if isinstance(found, list) else [found]
@@ -49,66 +50,46 @@ def _broadcasts(fields: Fields, shape: Sequence[int]) -> bool:
 
 
 def _mixes(call: Call) -> Fields:
-    """Every position sees all others."""
+    """Follow an op each of whose positions sees all others."""
     return unknown(call.shape)
 
 
 def kernel_of(name: str, form: Form) -> tuple[tuple[int, ...], ...] | None:
-    """Kernel, stride, padding and dilation of a convolution or pool, for each dimension; None of any other op."""
-    rule = RULES.get(name)
-    if rule is _convolution and not form.option("transposed", False):
-        weight = form.read("weight")
-        assert weight is not None, "every convolution reads a weight"
-        kernel: tuple[int, ...] = weight.shape[2:]
-        stride = form.option("stride")
-    elif rule is _pool:
-        kernel = form.option("kernel_size")
-        stride = form.option("stride") or kernel
-    else:
-        return None
-    count = len(form.writes[0].shape) - 2 if rule is _convolution else len(kernel)
-    given = (kernel, stride, form.option("padding", 0), form.option("dilation", 1))
+    """Return kernel, stride, padding and dilation of a convolution or pool by dimension; None of any other op."""
+    known = RULES.get(name) in (_convolution, _pool) and not form.option("transposed", False)
+    return _windows(form) if known else None
+
+
+def _windows(form: Form) -> tuple[tuple[int, ...], ...]:
+    weight = form.read("weight")
+    kernel = form.option("kernel_size") if weight is None else weight.shape[2:]
+    count = len(kernel) if weight is None else len(form.writes[0].shape) - 2
+    given = (kernel, form.option("stride") or kernel, form.option("padding", 0), form.option("dilation", 1))
     return tuple(tuple(at(values, n, 0 if k == 2 else 1) for n in range(count)) for k, values in enumerate(given))
 
 
-def _spread(taps: float) -> float:
-    return max(0.0, taps * taps - 1) / 12
-
-
 def _convolution(call: Call) -> Fields:
-    form, weight = call.form, call.form.read("weight")
-    assert weight is not None, "every convolution reads a weight"
-    stride, padding, dilation = (form.option(name) for name in ("stride", "padding", "dilation"))
-    kernel = weight.shape[2:]
+    kernel, stride, padding, dilation = _windows(call.form)
+    transposed = call.form.option("transposed", False)
 
     def change(n: int, span: Span) -> Span | None:
-        if form.option("transposed", False):
-            return span.transposed(kernel[n], at(stride, n), at(padding, n, 0), at(dilation, n))
-        return span.window(kernel[n], at(stride, n), at(padding, n, 0), at(dilation, n))
+        return (span.transposed if transposed else span.window)(kernel[n], stride[n], padding[n], dilation[n])
 
     def spread(n: int) -> float:
-        if form.option("transposed", False):
-            return _spread(kernel[n] / at(stride, n)) * at(dilation, n) ** 2
-        return _spread(kernel[n]) * at(dilation, n) ** 2
+        taps = kernel[n] / stride[n] if transposed else kernel[n]
+        return max(0.0, taps * taps - 1) / 12 * dilation[n] ** 2
 
     return spatial(call, change, spread)
 
 
 def _pool(call: Call) -> Fields:
-    form = call.form
-    kernel, padding, dilation = (form.option(name) for name in ("kernel_size", "padding", "dilation"))
-    stride = form.option("stride") or kernel
-
-    def change(n: int, span: Span) -> Span | None:
-        return span.window(at(kernel, n), at(stride, n), at(padding, n, 0), at(dilation, n))
-
-    found = spatial(call, change, lambda n: _spread(at(kernel, n)) * at(dilation, n) ** 2)
-    channels = len(found) - len(kernel) - 1
-    return tuple(call.main[place] if place == channels else dim for place, dim in enumerate(found))  # they stay apart
+    found = _convolution(call)
+    channels = len(found) - len(call.form.option("kernel_size")) - 1  # they stay apart
+    return tuple(call.main[place] if place == channels else dim for place, dim in enumerate(found))
 
 
 def _resized(call: Call, seen: Callable[[int, int, Fraction], tuple[int, int, Callable[[int], list[int]]]]) -> Fields:
-    """Interpolation and adaptive pools: ``seen(size, new, ratio)`` is a period, an advance and the taps."""
+    """Follow interpolation and adaptive pools: ``seen(size, new, ratio)`` is a period, an advance and the taps."""
     shape, dims = call.shape, call.main
     count = len(call.form.option("output_size", ())) or len(shape) - 2
     scales = _scales(call, count)
@@ -146,7 +127,8 @@ def _nearest(shift: Fraction) -> Rule:
 
 
 def _linear(before: int, after: int) -> Rule:
-    """``before`` and ``after``: taps beside the two neighbours (bicubic has one on each side)."""
+    """Return the rule of linear interpolation; ``before`` and ``after``: taps beside the two neighbours (bicubic has
+    one on each side)."""
 
     def rule(call: Call) -> Fields:
         corners = bool(call.form.option("align_corners", False))
@@ -168,7 +150,8 @@ def _linear(before: int, after: int) -> Rule:
 
 
 def _antialiased(reach: int) -> Rule:
-    """Interpolation whose filter widens with the step down; ``reach``: of the filter, in steps (UpSampleKernel.cpp)."""
+    """Return the rule of interpolation whose filter widens with the step down; ``reach``: of the filter, in steps
+    (UpSampleKernel.cpp)."""
 
     def seen(old: int, new: int, ratio: Fraction) -> tuple[int, int, Callable[[int], list[int]]]:
         support = reach * max(ratio, Fraction(1))
@@ -192,7 +175,7 @@ def _adaptive(call: Call) -> Fields:
 
 
 def _pad(name: str) -> Rule:
-    """``(before, after)`` of the last dimension, then of the one before it, and so on."""
+    """Return the rule of a pad, ``(before, after)`` of the last dimension, then of the one before it, and so on."""
 
     def rule(call: Call) -> Fields:
         amounts, dims, shape = call.form.option(name, ()), list(call.main), call.shape
@@ -236,7 +219,7 @@ def _flip(call: Call) -> Fields:
 
 
 def _without(call: Call) -> Fields:
-    """One dimension less: select."""
+    """Follow select: one dimension less."""
     place = int(call.form.option("dim", 0)) % len(call.main)
     return tuple(dim for number, dim in enumerate(call.main) if number != place)
 
@@ -290,7 +273,7 @@ def _expanded(call: Call) -> Fields:
 
 
 def _product(call: Call) -> Fields:
-    """A matrix product: rows of the first matrix and columns of the second stay, what lies between is mixed."""
+    """Return a matrix product: rows of the first matrix and columns of the second stay, what lies between is mixed."""
     added = call.name in ("addmm", "baddbmm") and len(call.reads) > 2
     given = [fields for _, fields in call.reads][1 if added else 0 :]
     left = given[0]
@@ -313,15 +296,15 @@ _MADE_LIKE = (*(f"new_{kind}" for kind in ("zeros", "ones", "empty", "full", "em
 
 
 def ends(call: Call, results: Sequence[Fields]) -> bool:
-    """Whether positions are lost on the way through an op although its results have some: they depend on values, or
-    nobody has told what the op does. Where every position sees all others, none are left to lose."""
+    """Return whether positions are lost on the way through an op although its results have some: they depend on values,
+    or no rule says what the op does. Where every position sees all others, none are left to lose."""
     if call.name in RULES and call.name not in (*_BY_VALUES, "as_strided", *REARRANGING):
         return False
     return _slid(fields for _, fields in call.reads) and not _slid(results) and any(map(len, results))
 
 
 def _slid(many: Iterable[Fields]) -> bool:
-    """Whether any of the dimensions is one that a kernel slid along."""
+    """Return whether any of the dimensions is one that a kernel slid along."""
     return any(f.windowed for fields in many for dim in fields for factor in dim for f in factor.axis)
 
 

@@ -33,7 +33,7 @@ class Span:
 
     @property
     def period(self) -> int:
-        """After how many positions the field repeats, moved by ``advance``."""
+        """Positions after which the field repeats, moved by ``advance``."""
         return len(self.lows)
 
     @property
@@ -42,12 +42,12 @@ class Span:
         return Fraction(self.advance, self.period)
 
     def low(self, position: int) -> int:
-        """The first position of the input that a position sees."""
+        """Return the first position of the input that a position sees."""
         turn, place = divmod(position, self.period)
         return self.lows[place] + turn * self.advance
 
     def high(self, position: int) -> int:
-        """The last one."""
+        """Return the last one."""
         turn, place = divmod(position, self.period)
         return self.highs[place] + turn * self.advance
 
@@ -71,7 +71,7 @@ class Span:
         return max(high - low + 1 for low, high in zip(self.lows, self.highs, strict=True))
 
     def through(self, period: int, advance: int, seen: Callable[[int], Sequence[int]]) -> Span | None:
-        """The fields of another tensor, each of whose positions sees the positions ``seen(o)`` of this one.
+        """Return the fields of another tensor, each of whose positions sees the positions ``seen(o)`` of this one.
 
         ``seen(o + period)`` must be ``seen(o)`` moved by ``advance``. A position that sees nothing (between the taps of
         a transposed convolution) takes the field of the one before it. None where the period would grow too long.
@@ -99,14 +99,14 @@ class Span:
         )
 
     def window(self, kernel: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> Span | None:
-        """Through a convolution or a pool. The inner taps of a long kernel cannot be the outermost."""
+        """Follow a convolution or a pool. The inner taps of a long kernel cannot be the outermost."""
         taps = (
             range(kernel) if kernel <= 2 * self.period else (*range(self.period), *range(kernel - self.period, kernel))
         )
         return self.through(1, stride, lambda _: [tap * dilation - padding for tap in taps])
 
     def transposed(self, kernel: int, stride: int, padding: int, dilation: int = 1) -> Span | None:
-        """Through a transposed convolution: o sees those i with ``i * stride - padding + k * dilation = o``."""
+        """Follow a transposed convolution: o sees those i with ``i * stride - padding + k * dilation = o``."""
 
         def seen(position: int) -> list[int]:
             targets = (position + padding - tap * dilation for tap in range(kernel))
@@ -115,11 +115,11 @@ class Span:
         return self.through(stride, 1, seen)
 
     def moved(self, offset: int, step: int = 1) -> Span | None:
-        """Through a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
+        """Follow a crop (offset > 0), a pad (offset < 0), a slice with a step, or a flip (step -1)."""
         return self.through(1, step, lambda _: [offset])
 
     def joined(self, other: Span) -> Span | None:
-        """The fields of a position that sees what both see; both have the same stride."""
+        """Return the fields of a position that sees what both see; both have the same stride."""
         assert self.stride == other.stride, "spans of different strides stand apart"
         period = math.lcm(self.period, other.period)
         if period > _LONGEST:
@@ -133,7 +133,7 @@ class Span:
 
 
 def _simplest(advance: int, lows: tuple[int, ...], highs: tuple[int, ...]) -> Span:
-    """The same fields with the shortest period."""
+    """Return the same fields with the shortest period."""
     length = len(lows)
     for period in range(1, length):
         if length % period or advance * period % length:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from memplan.checks.fields.call import Call, shifted
+from memplan.checks.fields.op_call import Call, shifted
 from memplan.checks.fields.rules import ends, fields_of
-from memplan.checks.fields.tensors import Factor, Field, Fields, resolved, size_of, union, unknown
+from memplan.checks.fields.tensor_fields import Factor, Field, Fields, resolved, size_of, union, unknown
 from memplan.trace.records import Form, View
 from memplan.trace.trace import Trace
 
@@ -50,7 +50,7 @@ class Followed:
     outputs: tuple[Output, ...]
     results: dict[int, tuple[Fields, ...]]
     ended: dict[int, Output] = field(default_factory=dict)
-    """What went into the ops from which on nobody can tell positions, by the op's index."""
+    """Inputs of the ops behind which positions are unknown, by the op's index."""
 
 
 def follow(trace: Trace) -> Followed:
@@ -110,7 +110,7 @@ class _Walk:
             self._put_into(form, reads)
 
     def _put_into(self, form: Form, reads: tuple[tuple[str, Fields], ...]) -> None:
-        """A part of an empty tensor is written: it has the positions of what is written there (a pad by hand)."""
+        """Give an empty tensor, part of which is written, the positions of what is written there (a pad by hand)."""
         part, whole = form.writes[0], self._whole.get(form.writes[0].storage)
         if whole is None or part.shape == whole.shape or part.strides != whole.strides or len(reads) < 2:
             return
@@ -132,7 +132,7 @@ class _Walk:
         return known
 
     def _is_input(self, view: View) -> bool:
-        """Data of the step: made while building, or from nothing outside of every layer."""
+        """Return whether a view shows data of the step: made while building, or from nothing outside of every layer."""
         if view.storage < 0 or len(view.shape) < _LEAST:
             return False
         storage = self._trace.storages[view.storage]
@@ -148,7 +148,7 @@ class _Walk:
         return tuple(fields)
 
     def _is_read(self, output: Output, after: int) -> bool:
-        """Whether a model that runs later reads an output."""
+        """Return whether a model that runs later reads an output."""
         key, models = shown(output.view), _models(self._trace)
         losses = {one.layer for one in self._trace.returned} - models
         for form in self._trace.forms:
@@ -160,7 +160,7 @@ class _Walk:
         return False
 
     def _last(self) -> tuple[Output, ...]:
-        """Where no module returned anything: the last result with a spatial dimension."""
+        """Return the last result with a spatial dimension, where no module returned anything."""
         for form in reversed(self._trace.forms):
             for view, fields in zip(form.writes, self._results.get(form.op, ()), strict=False):
                 output = Output(self._trace.ops[form.op].layer, view, fields)
@@ -173,7 +173,8 @@ _REAL = ("float", "bfloat", "complex", "uint8", "double", "half")
 
 
 def _models(trace: Trace) -> set[str]:
-    """Layers called from outside that own weights; where the only model's layers do not carry its name, the first."""
+    """Return the layers called from outside that own weights; where the only model's layers do not carry its name, the
+    first."""
     called = list(dict.fromkeys(one.layer for one in trace.returned))
     owners = [layer.name for layer in trace.layers if layer.weights]
     found = {name for name in called if any(own == name or own.startswith(name + ".") for own in owners)}
@@ -183,12 +184,12 @@ def _models(trace: Trace) -> set[str]:
 
 
 def shown(view: View) -> View:
-    """The same for every tensor that shows the same elements: the stride of a dimension of one element says nothing."""
+    """Return a view that is equal for tensors of the same elements: a dimension of one element has the stride 0."""
     strides = tuple(0 if size == 1 else stride for size, stride in zip(view.shape, view.strides, strict=True))
     return replace(view, strides=strides)
 
 
 def base_name(name: str) -> str:
-    """An op without its namespace, its overload and the underscore of the form in place: ``convolution``."""
+    """Return an op without its namespace, its overload and the underscore of the form in place: ``convolution``."""
     base = name.split(".")[1] if name.count(".") > 1 else name.split(".")[0]
     return base.removesuffix("_") if base.endswith("_") and not base.endswith("__") else base

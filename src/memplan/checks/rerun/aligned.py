@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memplan.checks.mending import Unmendable, Unmended
+from memplan.checks.changed_step import Unmendable, Unmended
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for
@@ -16,7 +16,7 @@ from memplan.trace.trace import Trace
 
 
 def changed(trace: Trace, changes: Changes) -> Trace | Unmended:
-    """The trace with the bytes that each storage would have if ops were called with other arguments.
+    """Return the trace with the bytes that each storage would have if ops were called with other arguments.
 
     The ops of the first step are called again on fake tensors, and their backward pass is run; what an op of the trace
     makes then gets the bytes of its counterpart, in every step alike, and lives as long as it did. Wherever that cannot
@@ -37,7 +37,7 @@ def changed(trace: Trace, changes: Changes) -> Trace | Unmended:
 _CONSTANT = "aten.lift_fresh.default"
 
 Sizes = dict[int, tuple[int, int | None]]
-"""Storage -> its bytes, and the least of them where they are known as an interval."""
+"""Storage -> its bytes, and the lower bound where they are known as an interval."""
 
 
 def _apart(trace: Trace, sizes: Sizes, added: list[Storage]) -> bool:
@@ -46,7 +46,8 @@ def _apart(trace: Trace, sizes: Sizes, added: list[Storage]) -> bool:
 
 
 def _matched(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage]]:
-    """Sizes of the trace's storages in a run with changes, and kernels' temporaries that there were none of before.
+    """Return sizes of the trace's storages in a run with changes, and temporaries of kernels that there were none of
+    before.
 
     Raises:
         Unmendable: the runs have not the same ops.
@@ -74,8 +75,9 @@ def _ops(trace: Trace, step: int) -> list[Op]:
 
 
 def _pairs(ops: list[Op], model: list[Op], made: Mapping[int, list[Storage]] | None) -> Iterator[tuple[Op, Op]]:
-    """Each op with its counterpart. Later steps have ops besides that make no tensor, and only write: gradients that
-    are added to those of the step before, or set to zero; ``made`` says what ops make, where such are allowed."""
+    """Yield each op with its counterpart. Later steps have ops besides that make no tensor, and only write: gradients
+    that are added to those of the step before, or set to zero; ``made`` maps an op to what it makes, where such are
+    allowed."""
     waiting = iter(model)
     counterpart = next(waiting, None)
     for op in ops:

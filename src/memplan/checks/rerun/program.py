@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.checks.changed_step import Unmendable
 from memplan.checks.fields.walk import base_name, shown
-from memplan.checks.mending import Unmendable
 from memplan.checks.rerun.sizes import resized
 from memplan.trace.records import Form, Op, Option, View
 from memplan.trace.trace import Trace
@@ -47,7 +47,7 @@ class Program:
         self.grown: dict[View, tuple[int, ...]] = {}
 
     def build(self) -> Callable[[], None]:
-        """A `build` of the step: its leaves are made by it, its ops run in it.
+        """Return a `build` of the step: its leaves are made by it, its ops run in it.
 
         Raises:
             Unmendable: an op cannot be called again from what is known of it.
@@ -112,7 +112,7 @@ class Program:
             self._overwritten |= views
 
     def _is_autograds(self, form: Form) -> bool:
-        """Whether an op is the clone that autograd makes before an op in place whose formula reads its input."""
+        """Return whether an op is the clone that autograd makes before an op in place whose formula reads its input."""
         if not self._trace.ops[form.op].name.startswith("aten.clone") or form.op + 1 not in self._forms:
             return False
         after = self._forms[form.op + 1]
@@ -131,7 +131,7 @@ class Program:
         self._last[view.storage] = shown(view)
 
     def _fitting(self, form: Form, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Data of the step (a target) that had another operand's size, and is to have it again."""
+        """Grow data of the step (a target) that had another operand's size to the new size."""
         grown = [
             view for (_, view), tensor in zip(form.reads, tensors, strict=True) if tuple(tensor.shape) != view.shape
         ]
@@ -180,17 +180,19 @@ class Program:
 
 
 def _names_its_dtype(form: Form, name: str) -> bool:
-    """Whether an op makes another dtype than it reads: a form leaves dtypes out, which are those of the results."""
+    """Return whether an op makes another dtype than it reads: a form leaves dtypes out, which are those of the
+    results."""
     return not form.reads or name == "_to_copy" or name.startswith("new_") or name.endswith("_like")
 
 
 def _number(value: Option) -> Any:
-    """A number of a form, which writes those that are not finite as text."""
+    """Return a number of a form, which writes those that are not finite as text."""
     return float(value) if isinstance(value, str) else value
 
 
 def _layout(view: View) -> torch.memory_format:
-    """The memory format that makes a tensor lie as this one does; that of the tensor it is made of, if none says so."""
+    """Return the memory format that makes a tensor lie as this one does; that of the tensor it is made of, if none says
+    so."""
     rank = len(view.shape)
     if shown(view).strides == _strides(view.shape, range(rank)):
         return torch.contiguous_format
@@ -201,7 +203,8 @@ def _layout(view: View) -> torch.memory_format:
 
 
 def _strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
-    """Of a dense tensor whose dimensions lie in this order; 0 for those of one element, as `shown` has it."""
+    """Return the strides of a dense tensor whose dimensions lie in this order; 0 for those of one element, as `shown`
+    has it."""
     found, step = [0] * len(shape), 1
     for place in reversed([*order]):
         found[place] = 0 if shape[place] == 1 else step

@@ -1,4 +1,4 @@
-"""Ops that are told sizes, told those of tensors that have grown: views, crops, pads and upsampling."""
+"""Size arguments of ops whose inputs have grown: views, crops, pads and upsampling."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from memplan.checks.changed_step import Unmendable
 from memplan.checks.fields.walk import base_name, shown
-from memplan.checks.mending import Unmendable
 from memplan.trace.records import Form, Option, View
 from memplan.trace.trace import Trace
 
@@ -24,10 +24,10 @@ def resized(
     given: Mapping[str, Option],
     made: Mapping[View, torch.Tensor],
 ) -> dict[str, Option]:
-    """The arguments that have to change since what an op reads has another size; none where it has not.
+    """Return the arguments that have to change since what an op reads has another size; none where it has not.
 
     Raises:
-        Unmendable: nobody can tell what the op would be told then.
+        Unmendable: the new arguments of the op are unknown.
     """
     if not form.reads or not form.writes:
         return {}
@@ -47,7 +47,8 @@ def resized(
 
 
 def viewed_size(old: Sequence[int], wanted: Sequence[int], new: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of a view of a tensor that has grown: whole dimensions stay together, the outer part of a split one grows.
+    """Return the sizes of a view of a tensor that has grown: whole dimensions stay together, the outer part of a split
+    one grows.
 
     Example:
         >>> viewed_size((2, 3, 4, 5), (2, 3, 20), (2, 3, 6, 7))
@@ -88,7 +89,7 @@ def _cropped(
     given: Mapping[str, Option],
     made: Mapping[View, torch.Tensor],
 ) -> dict[str, Option]:
-    """A crop or a pad before another path is met gives that path's size; any other takes as much as it did."""
+    """Return a crop or a pad before another path is met gives that path's size; any other takes as much as it did."""
     partner = _partner(trace, form, made)
     wanted = form.writes[0].shape
     if name in ("slice", "narrow"):
@@ -133,13 +134,14 @@ def _upsampled(
     sizes: list[int] = []
     for before, after, now in zip(old[-count:], form.writes[0].shape[-count:], new[-count:], strict=True):
         if now * after % before:
-            raise Unmendable("an upsampling by no whole number, to a size that nobody tells")
+            raise Unmendable("an upsampling by no whole number, to an unknown size")
         sizes.append(now * after // before)
     return tuple(sizes)
 
 
 def _partner(trace: Trace, form: Form, made: Mapping[View, torch.Tensor]) -> tuple[int, ...] | None:
-    """The new size of the tensor that the result meets, maybe further crops later; None where it meets none yet."""
+    """Return the new size of the tensor that the result meets, maybe further crops later; None where it meets none
+    yet."""
     result = shown(form.writes[0])
     for later in trace.forms:
         views = [shown(view) for _, view in later.reads]

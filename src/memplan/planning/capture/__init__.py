@@ -1,1 +1,1 @@
-"""A model's call -> JointGraph."""
+"""Capture of a model's call as a joint graph."""

@@ -1,4 +1,5 @@
-"""How much memory calls take: by the allocator's own events where they really run, else as a recording counts it."""
+"""Measure how much memory calls take: from the allocator's own events where they really run, else as a recording
+counts."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from memplan.trace.semantics.traced_results import INSTEAD, RESULTS
 
 
 class Allocations:
-    """What is allocated while it is entered. Ask for a span's bytes when it is left.
+    """Record of what is allocated while it is entered. Ask for a span's bytes after it is left.
 
     Really run, it goes by what the CPU's allocator tells torch's profiler, of which there can be one at a time: what a
     library takes inside of an op of its own is seen, too. Tensors without data are counted as in a recording.
@@ -70,7 +71,7 @@ class Allocations:
             self._events.append((when, size))
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """What is allocated and freed in here belongs to that name."""
+        """Attribute what is allocated and freed in this context to a name."""
         return _torch.marker(name) if self._observer is None else self._span(name, self._observer.ledger)
 
     @contextmanager
@@ -80,11 +81,11 @@ class Allocations:
         self._ranges[name] = start, ledger.clock
 
     def most(self, name: str) -> int:
-        """The most bytes at any time in a span beyond those at its start."""
+        """Return the most bytes at any time in a span beyond those at its start."""
         return max(self._levels(name))
 
     def left(self, name: str) -> int:
-        """Bytes at a span's end beyond those at its start."""
+        """Return the bytes at a span's end beyond those at its start."""
         return self._levels(name)[-1]
 
     def _levels(self, name: str) -> list[int]:

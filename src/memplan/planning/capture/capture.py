@@ -1,4 +1,4 @@
-"""A model and what it is called with -> JointGraph, through AOTAutograd, on fake tensors."""
+"""Capture a model and the arguments of one call as a JointGraph, through AOTAutograd, on fake tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from memplan.planning.capture.side_effects import Watch, is_fake, line_of, refus
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.levers import encode
-from memplan.planning.passes.chunk_convolutions import chunked
+from memplan.planning.levers.lever import Situation
+from memplan.planning.levers.registry import rewritten, with_forms
 from memplan.planning.passes.copies_and_views import guarded, without_copies
 from memplan.planning.passes.merge_cross_entropy_backward import fused
 from memplan.planning.passes.pipeline import _with_overwrites
@@ -43,23 +43,23 @@ __all__ = ["TRAINING_NORM", "Captured", "SymbolicError", "capture", "capture_sym
 
 @dataclass(frozen=True)
 class Captured:
-    """A joint graph, and how it hangs together with the call that it was captured from."""
+    """A joint graph, and what relates it to the call that it was captured from."""
 
     graph: JointGraph
     constants: Mapping[int, torch.Tensor]
     """Tensors that the graph holds itself, by the value they are."""
     returned: Returned
     differentiable: tuple[int, ...]
-    """Which of the graph's outputs have a tangent, in the order of the tangents."""
+    """Outputs of the graph that have a tangent, in the order of the tangents."""
     opaque: tuple[Opaque, ...] = ()
-    """What could not be traced and is called as it is, once: what it is, and where."""
+    """Calls that could not be traced and run as they are, once: what each is, and where."""
     conditions: tuple[_torch.Condition, ...] = ()
     """Values of inputs that decided what was traced (see `capture`)."""
     relaid: bool = False
-    """Whether convolutions work in channels last (see planning.layouts)."""
+    """Whether convolutions work in channels last (see recapture.py)."""
 
     def holds(self, call: Call) -> bool:
-        """Whether a call of the same shapes takes the same branches."""
+        """Return whether a call of the same shapes takes the same branches."""
         return all(condition.holds(call.tensors) for condition in self.conditions)
 
 
@@ -128,7 +128,7 @@ def capture_symbolic(
         if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
             raise SymbolicError("the call does more than compute tensors of tensors")
         return _torch.Symbolic(joint), flat
-    except Exception as error:  # it was captured with numbers: those who cannot be traced are refused there
+    except Exception as error:  # capturing with numbers refuses what cannot be traced
         raise SymbolicError(str(error)) from error
     finally:
         watch.restore()
@@ -141,7 +141,7 @@ class SymbolicError(Exception):
 def read(
     joint: _torch.Joint, flat: Flat, call: Call, opaque: tuple[Opaque, ...] = (), precision: Precision = EXACT
 ) -> Captured:
-    """What was traced, in a precision, as a graph with all that is known of its ops."""
+    """Build the graph of a traced call in a precision, with everything that is known of its ops."""
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
@@ -153,12 +153,13 @@ def read(
             do="Unfreeze a parameter",
         )
     graph = fused(apart(split(graph)))
-    if reader.on_cpu:
+    if reader.values.on_cpu:
         graph = with_again(graph)
-    if precision.compute and reader.on_cpu and not precision.whole:
-        graph = chunked(graph)
-    graph = encode.encodings(_with_overwrites(graph), precision.save)
-    return Captured(graph, reader.constants, flat.returned, tuple(reader.tangents), opaque, joint.conditions)
+    graph = rewritten(graph, precision)
+    graph = with_forms(_with_overwrites(graph), Situation(precision.save))
+    return Captured(
+        graph, reader.values.constants, flat.returned, tuple(reader.values.tangents), opaque, joint.conditions
+    )
 
 
 _Traced = tuple[_torch.Joint, Flat]
@@ -191,7 +192,7 @@ def _run(model: nn.Module, call: Call) -> None:
 
 
 class _Untraceable(Exception):
-    """What torch or the user's code raised, and in which layer."""
+    """Error that torch or the user's code raised while tracing, and the layer in which it did."""
 
     def __init__(self, error: Exception, layer: str | None) -> None:
         super().__init__(str(error))
@@ -240,7 +241,7 @@ _capturing = threading.local()
 
 
 def is_capturing() -> bool:
-    """Whether a call is being traced in this thread: a planned module in it is to run as it is written."""
+    """Return whether a call is being traced in this thread: a planned module in it is to run as it is written."""
     return getattr(_capturing, "depth", 0) > 0
 
 
@@ -267,7 +268,7 @@ def _finished(
 
 @contextmanager
 def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -> Iterator[None]:
-    """What the step computes in: autocast, where that is not what it is written in, but for the layers apart."""
+    """Enter the autocast of a precision, in which the layers that are kept apart compute as they are written."""
     if not precision.compute:
         yield
         return
@@ -281,12 +282,12 @@ def _lowered(model: nn.Module, names: Mapping[int, str], precision: Precision) -
 
 
 def _within(name: str, layers: Sequence[str]) -> bool:
-    """Whether a layer is one of these or in one: what is in a list of layers is called one by one."""
+    """Return whether a layer is one of these or in one: what is in a list of layers is called one by one."""
     return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
 
 
 def _as_written(module: nn.Module, place: str, low: torch.dtype) -> Callable[..., Any]:
-    """Its forward without autocast: inputs in lower precision are cast to what its parameters have."""
+    """Return a layer's forward without autocast: inputs in lower precision are cast to the dtype of its parameters."""
     forward = module.forward
     own = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
 
@@ -347,7 +348,7 @@ def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
         watch.restore()
         where = line_of(trace, watch.draws)
         raise RecordingError(
-            f"forward() draws from {draws[0]}, and a planned step would do so once, now",
+            f"forward() draws from {draws[0]}: a planned step would draw once, while it is planned",
             expected="random numbers from torch",
             do="Draw by torch.rand() and the like, or pass what was drawn as an input",
             where=where,
@@ -365,7 +366,7 @@ def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
 
 
 def _layers(model: nn.Module) -> dict[int, str]:
-    """Names of the layers, as the user calls them, by the module's id."""
+    """Return the names of the layers, as the user calls them, by the module's id."""
     own = model.model if isinstance(model, WithLoss) else model
     names = {id(module): name for name, module in model.named_modules()}
     return {**names, **{id(module): name for name, module in own.named_modules()}}

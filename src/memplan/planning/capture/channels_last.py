@@ -1,4 +1,4 @@
-"""Convolutions of tensors in channels last: the layout that oneDNN computes in, so that it need not change it and back.
+"""Run convolutions on tensors in channels last: the layout that oneDNN computes in, so that it need not reorder.
 
 What a fused step computes may be rounded otherwise, so it may be laid out otherwise, too. A step is captured anew with
 the first operand of every convolution of images or volumes in channels last; what follows takes that over, as eager
@@ -7,17 +7,14 @@ mode has it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-if TYPE_CHECKING:
-    pass
-
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By number of dimensions."""
+"""Memory format by number of dimensions."""
 _CONVOLUTIONS = frozenset([torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d])
 
 
@@ -35,12 +32,12 @@ class ChannelsLast(TorchFunctionMode):
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """The tensor in channels last, where it has channels."""
+    """Return the tensor in channels last, where it has channels."""
     known = _FORMATS.get(tensor.dim())
     return tensor if known is None else tensor.contiguous(memory_format=known)
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """A result in the order that callers expect."""
+    """Return a result in the order that callers expect."""
     known = _FORMATS.get(tensor.dim())
     return tensor if known is None or not tensor.is_contiguous(memory_format=known) else tensor.contiguous()

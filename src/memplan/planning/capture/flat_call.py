@@ -1,4 +1,4 @@
-"""A call of a model as flat tensors: what a graph is captured from, and what the engine is called with."""
+"""Flatten a call of a model to tensors: a graph is captured from them, and the engine is called with them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Call:
     structure: Structure
 
     def rebuild(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with these tensors."""
+        """Return the positional and keyword arguments with these tensors."""
         return self.structure.rebuild(tensors)
 
     def name_of(self, number: int) -> str:
-        """The argument that a tensor is in, for people: ``argument attention_mask``, ``argument 0``."""
+        """Return the argument that a tensor is in, for people: ``argument attention_mask``, ``argument 0``."""
         marks = [object() for _ in self.tensors]
         args, kwargs = self.structure.rebuild(marks)
         for name, part in (*enumerate(args), *kwargs.items()):
@@ -38,12 +38,12 @@ class Call:
 
     @property
     def constants(self) -> tuple[Any, ...]:
-        """What is no tensor, in order."""
+        """Return the arguments that are no tensors, in order."""
         return tuple(self.structure.constants())
 
     @property
     def aliases(self) -> tuple[int, ...]:
-        """For each tensor the first one that shares its memory: calls that differ here are different steps."""
+        """For each tensor, the first one that shares its memory. Calls that differ in this are different steps."""
         first: dict[int, int] = {}
         return tuple(first.setdefault(_memory(tensor), at) for at, tensor in enumerate(self.tensors))
 
@@ -55,16 +55,16 @@ def call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
 
 @dataclass(frozen=True)
 class Returned:
-    """How a model's output is put together from the tensors that its graph returns."""
+    """Recipe that builds a model's output from the tensors that its graph returns."""
 
     structure: Structure
     order: tuple[int, ...]
-    """For each tensor of the output: which of the graph's outputs it is."""
+    """Index among the graph's outputs of each tensor of the output."""
     cut: tuple[int, ...] = ()
     """Outputs of the graph that have a gradient in the model, but none here: the loss does not read them."""
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The output with these tensors, the graph's outputs in order."""
+        """Return the output with these tensors, the graph's outputs in order."""
         return self.structure.rebuild([tensors[at] for at in self.order])
 
 
@@ -88,17 +88,17 @@ class Flat(nn.Module):
         """Makes the outputs what the caller expects, whatever the call computes in; and how they are put together then,
         since objects that hold tensors can note their dtype."""
         self.dtypes: tuple[torch.dtype, ...] = ()
-        """Of the outputs of the last call, before that."""
+        """Dtypes of the outputs of the last call, before any cast."""
         self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
         self._call, self._around = call, around
         self.paths: dict[str, str] = {}
-        """By name of a parameter or buffer of this module: its name in the model."""
+        """The model's name of each parameter and buffer of this module."""
         for path, parameter in model.named_parameters():
             self.register_parameter(self._number(path), parameter)
         for path, buffer in model.named_buffers():
             self.register_buffer(self._number(path), buffer)
         self.returned: Returned | None = None
-        """Of the last call, as is ``written``."""
+        """Output of the last call, as is ``written``."""
         self.written: tuple[str, ...] = ()
         """Names in the model of the buffers whose new values are returned after the outputs."""
 
@@ -143,7 +143,8 @@ class Flat(nn.Module):
 
 
 def _alone(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """An output that shares no memory with those before it, nor with what is handed in, as far as autograd knows."""
+    """Return an output that shares no memory with those before it, nor with what is handed in, as far as autograd
+    knows."""
     if _base(tensor) in taken:
         return tensor.clone()
     taken.add(_base(tensor))
@@ -151,7 +152,7 @@ def _alone(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 
 def _before(tensor: torch.Tensor, changed: set[int]) -> torch.Tensor:
-    """A tensor without a gradient, as it is now: a copy where it looks into a buffer that gets a new value."""
+    """Return a tensor without a gradient, as it is now: a copy where it looks into a buffer that gets a new value."""
     return tensor.detach().clone() if _memory(tensor) in changed else tensor.detach()
 
 
@@ -175,7 +176,7 @@ class _Bare(nn.Module):
         """Buffers in whose place forward() put another tensor."""
 
     def called(self, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's output with these tensors in place of its parameters and buffers."""
+        """Return the model's output with these tensors in place of its parameters and buffers."""
         self._state = state
         try:
             own = {id(one): state[path] for path, one in self._own() if path in state}
@@ -227,7 +228,7 @@ as long as the call lasts."""
 
 
 def is_transparent(hook: Any) -> bool:
-    """Whether a hook has no effect but on what passes it, or on what the call returns: torch's own, that compute a
-    weight, and the like."""
+    """Return whether a hook has no effect but on what passes it, or on what the call returns: torch's own, that compute
+    a weight, and the like."""
     made_by = getattr(hook, "__module__", "") or type(hook).__module__
     return made_by.startswith(_MADE_BY) or getattr(hook, "__name__", "") in _PURE

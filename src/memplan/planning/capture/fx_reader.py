@@ -25,148 +25,36 @@ from memplan.trace.semantics.traced_results import TRAINING_NORM, eager_argument
 _KINDS: Mapping[str, Kind] = {"parameter": "parameter", "buffer": "buffer", "input": "input", "tangent": "tangent"}
 
 
-class Reader:
-    """Reads one joint graph."""
+class Values:
+    """Values of a graph as they are read from its nodes.
+
+    Args:
+        joint: the traced graph.
+        paths: by the traced module's name of a parameter or buffer, the model's.
+        aliases: for each input the first one that shares its memory.
+        hooked: the model's names of parameters with hooks that may change them in the backward pass.
+    """
 
     def __init__(
-        self,
-        joint: _torch.Joint,
-        paths: Mapping[str, str],
-        written: Sequence[str],
-        aliases: Sequence[int],
-        hooked: Collection[str] = (),
+        self, joint: _torch.Joint, paths: Mapping[str, str], aliases: Sequence[int], hooked: Collection[str]
     ) -> None:
-        """Take a graph.
-
-        Args:
-            joint: what was traced.
-            paths: by the traced module's name of a parameter or buffer, the model's.
-            written: the model's names of buffers whose new values are the last outputs.
-            aliases: for each input the first one that shares its memory.
-            hooked: the model's names of parameters with hooks that may change them in the backward pass.
-        """
-        self.joint, self.paths, self.written, self.aliases, self.hooked = joint, paths, written, aliases, hooked
-        self.values: list[Value] = []
-        self.ops: list[GraphOp] = []
+        self._module, self._paths, self._aliases, self._hooked = joint.module, paths, aliases, hooked
+        self.all: list[Value] = []
         self.constants: dict[int, torch.Tensor] = {}
-        """Tensors that the graph holds itself, by the value they are."""
-        self.casts: dict[int, int] = {}
-        """By forward op that is a cast of autocast's own: the region of autocast in which it is kept."""
+        """Tensors that the graph holds itself, by value."""
         self.tangents: list[int] = []
-        """Which of the outputs have a tangent, in the order of the tangents."""
+        """Outputs that have a tangent, in the order of the tangents."""
         self.on_cpu = True
-        """Whether all that it read is there, or stands for what is."""
+        """False once a value lies elsewhere than on the CPU or on meta."""
+        self.of: dict[Any, Any] = {}
+        """Id of the value of each node."""
+        self.handed: dict[_torch.Role, int] = {}
+        """Value of each placeholder, by its role."""
         self._on_card = any(node.meta["val"].device.type == "cuda" for node in _placeholders(joint))
-        self._value: dict[Any, Any] = {}
-        """By node: the id of its value, or ids for an op with several results."""
         self._owner: dict[int, int] = {}
-        """By storage: the value that owns it."""
-        self._handed: dict[_torch.Role, int] = {}
-        self._forward_op: dict[int, int] = {}
-        """By sequence number: the forward op that drew it."""
-        self._sequences: list[int] = []
-        """Its keys, in order."""
-        self._mutated: set[int] = set()
-
-    def graph(self) -> JointGraph:
-        """Read all nodes: forward before backward, else in order."""
-        nodes = list(self.joint.module.graph.nodes)
-        for node, role in zip(_placeholders(self.joint), self.joint.inputs, strict=True):
+        """Value that owns each storage."""
+        for node, role in zip(_placeholders(joint), joint.inputs, strict=True):
             self._placeholder(node, role)
-        output = next(node for node in nodes if node.op == "output")
-        results = [
-            (node, role)
-            for node, role in zip(output.args[0], self.joint.outputs, strict=True)
-            if role is not None and role.kind != "token"
-        ]
-        self._mutated = {self._handed[role.of] for _, role in results if role.kind == "mutation" and role.of}
-        self._mutated |= {value.id for value in self.values if value.kind == "buffer" and value.path in self.written}
-        for node in nodes:
-            if node.op == "get_attr":
-                self._constant(node)
-        calls = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
-        for backward in (False, True):
-            for node in calls:
-                if _torch.is_backward(node) == backward:
-                    self._call(node)
-            self._sequences = sorted(self._forward_op)
-        return self._finished(results)
-
-    def _finished(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
-        outputs: list[int] = []
-        gradients: list[tuple[int, int]] = []
-        mutations: list[tuple[int, int]] = []
-        for node, role in results:
-            if role.kind == "output":
-                outputs.append(self._value[node])
-            elif role.kind == "gradient" and role.of is not None:
-                if node is not None:
-                    gradients.append((self._handed[role.of], self._value[node]))
-            elif role.kind == "mutation" and role.of is not None:
-                self._check_changed(role.of)
-                mutations.append((self._handed[role.of], self._value[node]))
-            else:
-                raise UsageError(
-                    f"forward() changes more of a tensor than its values ({role.name})",
-                    expected="inputs and buffers that keep shape and strides",
-                    do="Do that to a copy",
-                )
-        buffers = {value.path: value.id for value in self.values if value.kind == "buffer"}
-        last = len(outputs) - len(self.written)
-        written = {buffers[path]: value for path, value in zip(self.written, outputs[last:], strict=True)}
-        return JointGraph(
-            tuple(self.values), tuple(self.ops), tuple(outputs[:last]), tuple(gradients),
-            tuple({**dict(mutations), **written}.items()),
-            torch=torch.__version__,
-        )  # fmt: skip
-
-    def _check_changed(self, role: _torch.Role) -> None:
-        if role.kind == "input" and self.aliases.count(self.aliases[role.index]) > 1:
-            raise UsageError(
-                f"forward() changes input {role.index} in place, and another input shares its memory",
-                expected="inputs that are changed to have memory of their own",
-                do="Pass a copy",
-            )
-
-    # -- values
-
-    def _add(
-        self,
-        name: str,
-        kind: Kind,
-        tensor: torch.Tensor,
-        op: int | None = None,
-        path: str = "",
-        looked_into: Mapping[int, int] = {},  # read only
-    ) -> int:
-        """A new value. What an op makes of memory that is known is a view; what is handed in never is.
-
-        ``looked_into``: by storage, the base of what the op reads: several parameters can lie in one storage.
-        """
-        key = _torch.storage_key(tensor.untyped_storage())
-        number = len(self.values)
-        self.on_cpu &= tensor.device.type in ("cpu", "meta")
-        known = looked_into.get(key, self._owner.setdefault(key, number))
-        base = known if op is not None else number
-        size = self._size(tensor) if known == number else 0
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        made = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
-        place = str(tensor.device) if tensor.device.type == "cuda" else HOST
-        self.values.append(replace(made, place=place))
-        return number
-
-    def _size(self, tensor: torch.Tensor) -> int:
-        """Bytes that a tensor's memory takes: on a card in blocks; where a step runs there, in host memory none."""
-        size = int(tensor.untyped_storage().nbytes())
-        if not self._on_card:
-            return size
-        return blocks(size) if tensor.device.type == "cuda" else 0
-
-    def _discarded(self, result: Any) -> int:
-        """The same of a result that nobody reads."""
-        if not isinstance(result, torch.Tensor) or _torch.storage_key(result.untyped_storage()) in self._owner:
-            return 0
-        return self._size(result)
 
     def _placeholder(self, node: Any, role: _torch.Role) -> None:
         if role.kind == "token":
@@ -183,31 +71,197 @@ class Reader:
                 expected="parameters that only the optimizer changes (an embedding with max_norm changes its own)",
                 do="Change a copy, or leave that layer out of the plan",
             )
-        path = self.paths[role.name] if role.name else str(role.index)
+        path = self._paths[role.name] if role.name else str(role.index)
         number = self._add(node.name, _KINDS[role.kind], node.meta["val"], path=path)
-        if role.kind == "input" and self.aliases[role.index] != role.index:
-            self.values[number] = replace(self.values[number], bytes=0)
-        if role.kind == "parameter" and path in self.hooked:
-            self.values[number] = replace(self.values[number], hooked=True)
-        self._value[node] = self._handed[role] = number
+        if role.kind == "input" and self._aliases[role.index] != role.index:
+            self.all[number] = replace(self.all[number], bytes=0)
+        if role.kind == "parameter" and path in self._hooked:
+            self.all[number] = replace(self.all[number], hooked=True)
+        self.of[node] = self.handed[role] = number
         if role.kind == "tangent":
             self.tangents.append(role.index)
 
-    def _constant(self, node: Any) -> None:
-        tensor = getattr(self.joint.module, node.target)
+    def constant(self, node: Any) -> None:
+        """Add a tensor that the graph holds itself."""
+        tensor = getattr(self._module, node.target)
         if tensor.requires_grad:
             _refuse_unregistered(node, tensor)
         number = next((known for known, one in self.constants.items() if one is tensor), None)
         if number is None:
             number = self._add(node.name, "constant", tensor)
             self.constants[number] = tensor
-        self._value[node] = number
+        self.of[node] = number
         node.meta.setdefault("val", tensor)
 
-    # -- ops
+    def results(self, node: Any, results: Sequence[Any], tokens: int, index: int) -> tuple[tuple[int | None, ...], int]:
+        """Add the results of an op that are read; return them, and the bytes of those that nobody reads."""
+        single = isinstance(node.meta["val"], torch.Tensor)
+        getters = [] if single else [user for user in node.users if user.target is operator.getitem]
+        named = {0: node.name} if single else {user.args[1] - tokens: user.name for user in getters}
+        outputs: list[int | None] = []
+        discarded = 0
+        for position, tensor in enumerate(results):
+            if position in named and isinstance(tensor, torch.Tensor):
+                outputs.append(self._add(named[position], "result", tensor, index, looked_into=self._bases(node)))
+            else:
+                outputs.append(None)
+                discarded += self._discarded(tensor)
+        if single:
+            self.of[node] = outputs[0]
+        for user in getters:
+            if user.args[1] >= tokens:
+                self.of[user] = outputs[user.args[1] - tokens]
+        return tuple(outputs) or (None,), discarded
+
+    def references(self, arguments: Any) -> Any:
+        """Return arguments of a node with references to values in place of nodes."""
+        if isinstance(arguments, torch.fx.Node):
+            return Ref(self.of[arguments])
+        if isinstance(arguments, tuple):
+            return tuple(self.references(part) for part in arguments)
+        if isinstance(arguments, list):
+            return [self.references(part) for part in arguments]
+        if isinstance(arguments, dict):
+            return {name: self.references(part) for name, part in arguments.items()}
+        return arguments
+
+    def _add(
+        self,
+        name: str,
+        kind: Kind,
+        tensor: torch.Tensor,
+        op: int | None = None,
+        path: str = "",
+        looked_into: Mapping[int, int] = {},  # read only
+    ) -> int:
+        """Add a value and return its id. A result in memory that is known is a view; what is handed in never is.
+
+        ``looked_into``: by storage, the base of what the op reads: several parameters can lie in one storage.
+        """
+        key = _torch.storage_key(tensor.untyped_storage())
+        number = len(self.all)
+        self.on_cpu &= tensor.device.type in ("cpu", "meta")
+        known = looked_into.get(key, self._owner.setdefault(key, number))
+        base = known if op is not None else number
+        size = self._size(tensor) if known == number else 0
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        made = Value(number, name, kind, base, size, tuple(tensor.shape), tuple(tensor.stride()), dtype, op, path)
+        place = str(tensor.device) if tensor.device.type == "cuda" else HOST
+        self.all.append(replace(made, place=place))
+        return number
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a tensor's memory: on a card in blocks; of host memory beside a step on a card none."""
+        size = int(tensor.untyped_storage().nbytes())
+        if not self._on_card:
+            return size
+        return blocks(size) if tensor.device.type == "cuda" else 0
+
+    def _discarded(self, result: Any) -> int:
+        """Return the bytes of a result that nobody reads."""
+        if not isinstance(result, torch.Tensor) or _torch.storage_key(result.untyped_storage()) in self._owner:
+            return 0
+        return self._size(result)
+
+    def _bases(self, node: Any) -> dict[int, int]:
+        """Return, by storage, the base of the first argument that lies in it."""
+        bases: dict[int, int] = {}
+        for one in node.all_input_nodes:
+            if one in self.of and isinstance(one.meta["val"], torch.Tensor):
+                key = _torch.storage_key(one.meta["val"].untyped_storage())
+                bases.setdefault(key, self.all[self.of[one]].base)
+        return bases
+
+
+class Reader:
+    """Reads one joint graph.
+
+    Args:
+        joint: the traced graph.
+        paths, aliases, hooked: as for `Values`.
+        written: the model's names of buffers whose new values are the last outputs.
+    """
+
+    def __init__(
+        self,
+        joint: _torch.Joint,
+        paths: Mapping[str, str],
+        written: Sequence[str],
+        aliases: Sequence[int],
+        hooked: Collection[str] = (),
+    ) -> None:
+        self._joint, self._written, self._aliases = joint, written, aliases
+        self.values = Values(joint, paths, aliases, hooked)
+        self.ops: list[GraphOp] = []
+        self.casts: dict[int, int] = {}
+        """Forward ops that are casts of autocast's own, with the region of autocast in which each is kept."""
+        self._forward_op: dict[int, int] = {}
+        """Forward op that drew each of autograd's sequence numbers."""
+        self._sequences: list[int] = []
+        """Its keys, in order."""
+        self._mutated: set[int] = set()
+
+    def graph(self) -> JointGraph:
+        """Read all nodes: forward before backward, else in order."""
+        nodes, values = list(self._joint.module.graph.nodes), self.values
+        output = next(node for node in nodes if node.op == "output")
+        results = [
+            (node, role)
+            for node, role in zip(output.args[0], self._joint.outputs, strict=True)
+            if role is not None and role.kind != "token"
+        ]
+        self._mutated = {values.handed[role.of] for _, role in results if role.kind == "mutation" and role.of}
+        self._mutated |= {value.id for value in values.all if value.kind == "buffer" and value.path in self._written}
+        for node in nodes:
+            if node.op == "get_attr":
+                values.constant(node)
+        calls = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
+        for backward in (False, True):
+            for node in calls:
+                if _torch.is_backward(node) == backward:
+                    self._call(node)
+            self._sequences = sorted(self._forward_op)
+        return self._finished(results)
+
+    def _finished(self, results: Sequence[tuple[Any, _torch.Role]]) -> JointGraph:
+        values, handed = self.values.of, self.values.handed
+        outputs: list[int] = []
+        gradients: list[tuple[int, int]] = []
+        mutations: list[tuple[int, int]] = []
+        for node, role in results:
+            if role.kind == "output":
+                outputs.append(values[node])
+            elif role.kind == "gradient" and role.of is not None:
+                if node is not None:
+                    gradients.append((handed[role.of], values[node]))
+            elif role.kind == "mutation" and role.of is not None:
+                self._check_changed(role.of)
+                mutations.append((handed[role.of], values[node]))
+            else:
+                raise UsageError(
+                    f"forward() changes more of a tensor than its values ({role.name})",
+                    expected="inputs and buffers that keep shape and strides",
+                    do="Do that to a copy",
+                )
+        buffers = {value.path: value.id for value in self.values.all if value.kind == "buffer"}
+        last = len(outputs) - len(self._written)
+        written = {buffers[path]: value for path, value in zip(self._written, outputs[last:], strict=True)}
+        return JointGraph(
+            tuple(self.values.all), tuple(self.ops), tuple(outputs[:last]), tuple(gradients),
+            tuple({**dict(mutations), **written}.items()),
+            torch=torch.__version__,
+        )  # fmt: skip
+
+    def _check_changed(self, role: _torch.Role) -> None:
+        if role.kind == "input" and self._aliases.count(self._aliases[role.index]) > 1:
+            raise UsageError(
+                f"forward() changes input {role.index} in place, and another input shares its memory",
+                expected="inputs that are changed to have memory of their own",
+                do="Pass a copy",
+            )
 
     def _call(self, node: Any) -> None:
-        index, first = len(self.ops), len(self.values)
+        index, first = len(self.ops), len(self.values.all)
         effect = _torch.effect_of(node)
         function, given = (node.target, node.args) if effect is None else (effect, node.args[2:])
         layer, where = _torch.place_of(node)
@@ -217,13 +271,13 @@ class Reader:
         results = (found,) if isinstance(found, torch.Tensor) else tuple(found)[tokens:]
         _refuse_sparse(results, target, layer, where)
         multiple = len(results) > 1 if tokens else not isinstance(found, torch.Tensor)
-        outputs, discarded = self._outputs(node, results, tokens, index)
+        outputs, discarded = self.values.results(node, results, tokens, index)
         args = eager_arguments(
-            target, idle_arguments(target, self._arguments(tuple(given))), results[0] if results else None
+            target, idle_arguments(target, self.values.references(tuple(given))), results[0] if results else None
         )
-        kwargs = self._arguments(node.kwargs)
-        makes = tuple(v.id for v in self.values[first:] if v.base == v.id)
-        reads = tuple(dict.fromkeys(self.values[v].base for v in refs((args, kwargs))))
+        kwargs = self.values.references(node.kwargs)
+        makes = tuple(v.id for v in self.values.all[first:] if v.base == v.id)
+        reads = tuple(dict.fromkeys(self.values.all[v].base for v in refs((args, kwargs))))
         backward = _torch.is_backward(node)
         layer, where, forward = self._place(node, index, backward)
         region = None if backward else _torch.cast_in(node)
@@ -239,48 +293,6 @@ class Reader:
             )
         )  # fmt: skip
 
-    def _outputs(
-        self, node: Any, results: Sequence[Any], tokens: int, index: int
-    ) -> tuple[tuple[int | None, ...], int]:
-        """Values for the results that somebody reads, and the bytes of those that nobody does."""
-        single = isinstance(node.meta["val"], torch.Tensor)
-        getters = [] if single else [user for user in node.users if user.target is operator.getitem]
-        named = {0: node.name} if single else {user.args[1] - tokens: user.name for user in getters}
-        outputs: list[int | None] = []
-        discarded = 0
-        for position, tensor in enumerate(results):
-            if position in named and isinstance(tensor, torch.Tensor):
-                outputs.append(self._add(named[position], "result", tensor, index, looked_into=self._bases(node)))
-            else:
-                outputs.append(None)
-                discarded += self._discarded(tensor)
-        if single:
-            self._value[node] = outputs[0]
-        for user in getters:
-            if user.args[1] >= tokens:
-                self._value[user] = outputs[user.args[1] - tokens]
-        return tuple(outputs) or (None,), discarded
-
-    def _bases(self, node: Any) -> dict[int, int]:
-        """By storage: the base of the first argument that lies in it."""
-        found: dict[int, int] = {}
-        for one in node.all_input_nodes:
-            if one in self._value and isinstance(one.meta["val"], torch.Tensor):
-                key = _torch.storage_key(one.meta["val"].untyped_storage())
-                found.setdefault(key, self.values[self._value[one]].base)
-        return found
-
-    def _arguments(self, found: Any) -> Any:
-        if isinstance(found, torch.fx.Node):
-            return Ref(self._value[found])
-        if isinstance(found, tuple):
-            return tuple(self._arguments(part) for part in found)
-        if isinstance(found, list):
-            return [self._arguments(part) for part in found]
-        if isinstance(found, dict):
-            return {name: self._arguments(part) for name, part in found.items()}
-        return found
-
     def _place(self, node: Any, index: int, backward: bool) -> tuple[str, str | None, int | None]:
         sequence = _torch.sequence_of(node)
         if not backward:
@@ -293,14 +305,14 @@ class Reader:
         return self.ops[forward].layer, self.ops[forward].where, forward
 
     def _forward_of(self, sequence: int) -> int | None:
-        """The forward op with a number; where no op of the graph drew it (a change in place), the next one's."""
+        """Return the forward op with a number; where no op of the graph drew it (a change in place), the next one's."""
         at = bisect.bisect_left(self._sequences, sequence)
         return self._forward_op[self._sequences[at]] if at < len(self._sequences) else None
 
     def _once(self, target: str, reads: tuple[int, ...]) -> bool:
-        """An opaque call holds what its derivative needs. A library's op may draw random numbers. A recomputed op would
-        read the new value of what the step has changed; a training batch norm does not mind, as its results do not
-        depend on the running statistics."""
+        """Return whether an op may run only once: an opaque call holds what its derivative needs, and a library's op
+        may draw random numbers. A recomputed op would read the new value of a tensor that the step has changed; a
+        training batch norm may run again all the same, as its results do not depend on the running statistics."""
         if target == _torch.OPAQUE or opaque_calls.is_foreign(target):
             return True
         return target != TRAINING_NORM and any(value in self._mutated for value in reads)
@@ -316,7 +328,7 @@ def _placeholders(joint: _torch.Joint) -> list[Any]:
 
 
 def _values(node: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A node's arguments as fake tensors."""
+    """Return a node's arguments as fake tensors."""
     return torch.fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # pyright: ignore
 
 
@@ -337,7 +349,7 @@ def _check(function: Any, layer: str, where: str | None) -> None:
 
 
 def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str | None) -> None:
-    """A plan counts the one storage of each tensor."""
+    """Raise RecordingError for results that are not strided: a plan counts the one storage of each tensor."""
     odd = [one.layout for one in results if isinstance(one, torch.Tensor) and one.layout != torch.strided]
     if odd:
         raise RecordingError(
@@ -350,7 +362,7 @@ def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str |
 
 
 def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
-    """A plan would give it no gradient."""
+    """Raise InputError for a tensor that needs a gradient and is not the model's: a plan would give it none."""
     layer, where = next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
     place = ", ".join(part for part in (layer, where) if part)
     what = "A parameter" if isinstance(tensor, torch.nn.Parameter) else "A tensor"

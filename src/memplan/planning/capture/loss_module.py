@@ -1,4 +1,4 @@
-"""What a step's backward pass starts from."""
+"""Combine a model with its loss, and find the tensors that a backward pass starts from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WithLoss", "default_loss", "differentiable", "with_loss"]
 
 
 def with_loss(model: nn.Module, loss: Callable[..., Any], targets: int = 1) -> nn.Module:
-    """Model and loss as one module: ``(*inputs, *targets) -> loss``.
+    """Combine model and loss in one module: ``(*inputs, *targets) -> loss``.
 
     Args:
         model: called with all positional arguments but the last ``targets``, and with all keywords.
@@ -40,7 +40,7 @@ class WithLoss(nn.Module):
         self.targets = targets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of the model's output."""
+        """Return the loss of the model's output."""
         if len(args) < self.targets:
             raise InputError(
                 f"{len(args)} positional arguments", expected=f"the inputs and then {self.targets} targets"

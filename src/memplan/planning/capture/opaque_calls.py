@@ -1,4 +1,4 @@
-"""What cannot be traced, or not with the same bits: kept as it is, called once, planned around.
+"""Keep calls that cannot be traced, or not with the same bits, as single ops: called once, planned around.
 
 A custom autograd function that leaves torch (numpy, a library of its own), an op without a fake implementation, and
 torch's LSTM and GRU (their kernels save more than tensors) become one op of the graph each. It runs the very code that
@@ -34,7 +34,7 @@ _ALWAYS = ("lstm", "gru")
 
 @dataclass(frozen=True)
 class Like:
-    """What a tensor looks like."""
+    """Shape, strides, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -43,16 +43,16 @@ class Like:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Like:
-        """Of a tensor."""
+        """Describe a tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
     def empty(self) -> torch.Tensor:
-        """A tensor that looks so."""
+        """Return an uninitialized tensor of this description."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     @property
     def bytes(self) -> int:
-        """Of the memory that it lies in."""
+        """Bytes of the memory that it spans."""
         last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
@@ -68,16 +68,16 @@ class Opaque:
     function: Callable[..., Any]
     arguments: Structure
     needed: tuple[bool, ...]
-    """Which of its tensors need a gradient."""
+    """Whether each of its tensors needs a gradient."""
     inputs: tuple[Like, ...]
     results: tuple[Like, ...]
     smooth: tuple[bool, ...]
-    """Which of its results have one."""
+    """Whether each of its results has a gradient."""
     returned: Structure
     held: int
     """Bytes that the handle holds: what stays from the call and is neither argument nor result."""
     kept: tuple[int, ...]
-    """Which arguments and results somebody holds on to: positions among the arguments, then the results."""
+    """Arguments and results that the call keeps references to: positions among the arguments, then the results."""
     around: Callable[[], AbstractContextManager[Any]] = field(compare=False)
     """The autocast under which it is called."""
     scratch: int = field(default=0, compare=False)
@@ -94,7 +94,7 @@ class Opaque:
         return _torch.Recorded(lambda given: self.called(given)[0], tensors, self.needed)
 
     def called(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Structure]:
-        """What it returns for these tensors, taken apart."""
+        """Call the function with these tensors and return the tensors of its output and their structure."""
         args, kwargs = self.arguments.rebuild(tensors)
         with self.around():
             return take_apart(self.function(*args, **kwargs))
@@ -102,7 +102,7 @@ class Opaque:
     def gradients(
         self, recorded: _torch.Recorded, gradients: Sequence[torch.Tensor | None], *, keep: bool = False
     ) -> list[torch.Tensor]:
-        """Of the tensors that need one, laid out as they are, in memory of their own."""
+        """Return the gradients of the tensors that need one, in their layout, each in memory of its own."""
         made = recorded.gradients(gradients, keep=keep)
         taken = {_torch.storage_key(one.untyped_storage()) for one in gradients if one is not None}
         results = list[torch.Tensor]()
@@ -118,7 +118,7 @@ class Opaque:
 
     @property
     def receivers(self) -> list[Like]:
-        """Those of its tensors that need a gradient."""
+        """Descriptions of the tensors that need a gradient."""
         return [like for like, one in zip(self.inputs, self.needed, strict=True) if one]
 
 
@@ -147,7 +147,7 @@ def _call(inputs: Sequence[torch.Tensor], key: str) -> list[torch.Tensor]:
 
 
 def _own(recorded: _torch.Recorded, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of a call, each in memory of its own. The call lets go of them."""
+    """Return the results of a call, each in memory of its own. The call lets go of them."""
     taken = {_torch.storage_key(one.untyped_storage()) for one in inputs}
     results = list[torch.Tensor]()
     while recorded.results:
@@ -181,7 +181,7 @@ _torch.define_opaque(_call, _call_without_data, _backward, _backward_without_dat
 
 
 class _Traced(torch.autograd.Function):
-    """How a call stands in a graph that is traced: one op, and one for its derivative."""
+    """A call as it stands in a traced graph: one op, and one for its derivative."""
 
     @staticmethod
     def forward(ctx: Any, found: Opaque, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -199,18 +199,18 @@ class _Traced(torch.autograd.Function):
         return None, *(next(made) if needed else None for needed in found.needed)
 
 
-# -- finding out
+# -- descriptions of calls
 
 
 class Around:
-    """What is opaque in a model, and, once that is known, what each call of it looks like."""
+    """The opaque functions of a model, and, once a run has shown it, the description of each call of them."""
 
     def __init__(self) -> None:
         self.marked: list[Any] = []
         """Functions and ops that are opaque."""
         self.found: list[Opaque] = []
         self._before: list[Opaque] = []
-        """What the pass before has found."""
+        """Calls that the previous pass found."""
         self._examples: list[Opaque] = []
         """Calls of what is marked, in order, from running the model."""
         self._next = 0
@@ -244,7 +244,7 @@ class Around:
 
     @contextmanager
     def tracing(self, layer: Callable[[], str]) -> Iterator[None]:
-        """A context in which what is opaque becomes an op of the graph. It is entered for each pass of the trace."""
+        """Make calls of what is opaque ops of the graph, in this context. It is entered for each pass of the trace."""
         self._next, self._before, self.found = 0, self.found, []
         with self._replaced(self._traced, layer):
             yield
@@ -311,12 +311,12 @@ class Around:
         return found.returned.rebuild(_Traced.apply(found, *tensors))
 
     def _same_before(self, *looks: Any) -> Opaque | None:
-        """The same call in the pass before."""
+        """Return the description of the same call from the previous pass, if there was one."""
         found = self._before[len(self.found)] if len(self.found) < len(self._before) else None
         return found if found and (found.title, found.arguments, found.needed, found.inputs) == looks else None
 
     def _example_of(self, title: str, tensors: Sequence[torch.Tensor], layer: str) -> Opaque:
-        """What the same call looked like when the model ran."""
+        """Return the description of the same call from the run of the model."""
         at, self._next = self._next, self._next + 1
         inputs = tuple(Like.of(tensor) for tensor in tensors)
         example = self._examples[at] if at < len(self._examples) else None
@@ -335,7 +335,7 @@ class Around:
         return replace(example, inputs=inputs)
 
     def _registered(self, found: Opaque) -> Opaque:
-        """The same under a key of its own: with the same key in every process, so that plans can be kept."""
+        """Return the description under a key of its own, the same in every process, so that plans can be saved."""
         looks = (found.inputs, found.results, found.needed, found.smooth, found.held, found.kept)
         digest = hashlib.sha256(repr(looks).encode()).hexdigest()[:8]
         number, key = 1, ""
@@ -406,14 +406,14 @@ def _runs(example: Callable[[Sequence[bool]], Any], needed: Sequence[bool]) -> b
 
 
 def _users(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """By storage: how many hold it."""
+    """Count the references to each storage."""
     return {_torch.storage_key(one.untyped_storage()): _torch.use_counts(one)[1] for one in tensors}
 
 
 def _kept(
     before: Mapping[int, int], tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> tuple[int, ...]:
-    """Positions of the arguments and results that more hold than did before, or than there are results."""
+    """Return the positions of the arguments and results that more hold than did before, or than there are results."""
     (alone,) = _users([torch.empty(0)]).values()
     storages = [_torch.storage_key(one.untyped_storage()) for one in (*tensors, *results)]
     shown, now = Counter(storages[len(tensors) :]), _users([*tensors, *results])
@@ -422,7 +422,7 @@ def _kept(
 
 
 def _derivative(found: Opaque, gradients: Sequence[torch.Tensor | None]) -> int:
-    """Bytes that the derivative of a call takes beyond what was there, with gradients that look like these.
+    """Return the bytes that the derivative of a call takes beyond what was there, with gradients that look like these.
 
     Those that were at hand when it ran lay in order: of others, a copy is taken to be made.
     """
@@ -445,11 +445,12 @@ def _derivative(found: Opaque, gradients: Sequence[torch.Tensor | None]) -> int:
     return allocations.most("derivative")
 
 
-# -- what the graph has to know
+# -- what the graph needs to know
 
 
 def scratch(target: str, args: Sequence[Any]) -> int | None:
-    """Bytes that an op of the graph takes beyond its results while it runs; None where it is not an opaque one.
+    """Return the bytes that an op of the graph takes beyond its results while it runs; None where it is not an opaque
+    one.
 
     They are negative where it frees what the handle holds as it goes.
     """
@@ -463,7 +464,7 @@ def scratch(target: str, args: Sequence[Any]) -> int | None:
 
 
 def title_of(target: str, args: Sequence[Any]) -> str:
-    """What an op of the graph is called: of an opaque one, what it calls."""
+    """Return the name of an op for people: of an opaque one, that of the function it calls."""
     found = _KNOWN.get(args[-1]) if target in (_torch.OPAQUE, _torch.OPAQUE_BACKWARD) else None
     if found is None:
         return target
@@ -471,12 +472,12 @@ def title_of(target: str, args: Sequence[Any]) -> str:
 
 
 def is_foreign(target: str) -> bool:
-    """Whether an op is of a library, which may draw random numbers without saying so."""
+    """Return whether an op is of a library, which may draw random numbers without saying so."""
     return target.split(".")[0] not in ("aten", "prim", "prims", "memplan")
 
 
 def foreign(graph: JointGraph) -> tuple[str, ...]:
-    """What a plan has to say of the ops of libraries."""
+    """Return a plan's notes on ops of other libraries."""
     found = [op for op in graph.forward_ops if is_foreign(op.target)]
     places = [(op.target, ", ".join(part for part in (op.layer, op.where or "") if part)) for op in found]
     return tuple(

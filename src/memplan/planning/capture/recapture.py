@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
 from memplan.errors import MemplanError
+from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.channels_last import _FORMATS
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import JointGraph, Value
 from memplan.planning.graph.precision import Precision
 from memplan.planning.graph.roofline import work_of
-
-if TYPE_CHECKING:
-    from memplan.planning.capture.capture import Captured
-
 
 _CORE = ("aten", "prims", "memplan")
 
@@ -26,23 +21,20 @@ _COPIES = frozenset(["aten.clone.default", "aten._to_copy.default", "aten.copy.d
 
 
 MORE = 1.1
-"""How many times the bytes a step may make in the other layout: changed back and forth, it gains nothing."""
+"""Factor by which a step may make more bytes in the other layout: more means that it reorders back and forth."""
 
 
 SHARE = 0.1
-"""Of a step's FLOPs that convolutions have at least: to capture a transformer again for its one of patches gains
-nothing."""
+"""Smallest share of a step's FLOPs in convolutions: a transformer gains nothing by its one convolution of patches."""
 
 
 def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precision) -> Captured | None:
-    """A call captured anew with its convolutions in channels last; None where that is no use.
+    """Return a call captured again with its convolutions in channels last; None where that does not pay.
 
     Args:
         model, call, precision: as for `capture`.
         captured: the call as it is.
     """
-    from memplan.planning.capture.capture import capture
-
     if captured.opaque or not _convolves_in_order(captured.graph) or not _convolves_much(captured.graph):
         return None
     try:
@@ -53,13 +45,13 @@ def relaid(model: nn.Module, call: Call, captured: Captured, precision: Precisio
 
 
 def _convolves_in_order(graph: JointGraph) -> bool:
-    """Whether there is a convolution of images or volumes that is not in channels last."""
+    """Return whether there is a convolution of images or volumes that is not in channels last."""
     first = (graph.values[op.args[0].value] for op in graph.forward_ops if op.target == "aten.convolution.default")
     return any(len(x.shape) in _FORMATS and not _is_channels_last(x) for x in first)
 
 
 def _convolves_much(graph: JointGraph) -> bool:
-    """Whether convolutions are a good part of what it computes."""
+    """Return whether convolutions are a good part of what it computes."""
     each = [(op.target, work_of(graph, op).flops) for op in graph.forward_ops]
     convolved = sum(flops for target, flops in each if target == "aten.convolution.default")
     return convolved >= SHARE * sum(flops for _, flops in each)
@@ -71,7 +63,7 @@ def _is_channels_last(value: Value) -> bool:
 
 
 def _is_as_good(relaid: JointGraph, graph: JointGraph) -> bool:
-    """Whether a step computes the same in the other layout, and does not change it back and forth.
+    """Return whether a step computes the same in the other layout, and does not change it back and forth.
 
     Random numbers are drawn in the order of memory, and what the user's code looks at as memory, or hands to ops that
     are not torch's, sees the layout.
@@ -89,8 +81,8 @@ def _is_as_good(relaid: JointGraph, graph: JointGraph) -> bool:
 
 
 def _computed(graph: JointGraph) -> list[str]:
-    """The forward pass without copies. What is a view in one layout is a copy in the other, into which nothing that is
-    written comes back: then what follows is not the same."""
+    """Return the forward pass without copies. What is a view in one layout is a copy in the other, into which nothing
+    that is written comes back: then what follows is not the same."""
     return [op.target for op in graph.forward_ops if op.target not in _COPIES]
 
 

@@ -1,4 +1,4 @@
-"""What a call of a model does beside computing tensors: a graph would not do it again, so it is refused by name.
+"""Refuse by name, or undo, what a call of a model does beside computing tensors: a graph would not repeat it.
 
 A capture runs the model's Python twice, on tensors without data. What that changes outside of the graph (attributes
 of modules, generators of random numbers) is put back.
@@ -64,7 +64,7 @@ def refuse_hooks(model: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """The outermost module's hooks do not run meanwhile, but for those that compute a weight."""
+    """Switch the outermost module's hooks off meanwhile, but for those that compute a weight."""
     tables = [getattr(model, name) for name in _HOOKS]
     before = [dict(table) for table in tables]
     try:
@@ -79,7 +79,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def is_fake(model: nn.Module) -> bool:
-    """Whether a model was made under fake tensors: it can be captured, and not run."""
+    """Return whether a model was made under fake tensors: it can be captured, and not run."""
     parameters = list(model.parameters())
     return bool(parameters) and all(isinstance(parameter, _torch.FakeTensor) for parameter in parameters)
 
@@ -104,7 +104,7 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def _refuse_loose(model: nn.Module) -> None:
-    """A graph holds tensors that are neither parameters nor buffers as they are: fake ones are no use there."""
+    """Raise InputError for fake tensors that are neither parameters nor buffers: a graph would hold them itself."""
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
         for key, attribute in vars(module).items():
@@ -118,7 +118,7 @@ def _refuse_loose(model: nn.Module) -> None:
 
 
 class Watch:
-    """What a model's modules hold at one moment, and where the generators of random numbers stand."""
+    """Snapshot of what a model's modules hold, and of the states of random number generators."""
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes = {
@@ -128,7 +128,7 @@ class Watch:
         self._random = [(called, get(), get, put) for called, get, put in _generators()]
 
     def changes(self) -> list[str]:
-        """Names of the attributes that are not what they were."""
+        """Return the names of the attributes that are not what they were."""
         return [
             f"{name}.{key}" if name else key
             for name, kept in self._attributes.items()
@@ -137,12 +137,12 @@ class Watch:
         ]
 
     def has_changed(self, attribute: str) -> bool:
-        """Whether one of them, by the name that `changes` gives it, is not what it was: quicker than all."""
+        """Return whether one attribute, by the name that `changes` gives it, has changed: quicker than all of them."""
         name, _, key = attribute.rpartition(".")
         return self._attributes[name].has_changed(key)
 
     def draws(self) -> list[str]:
-        """What random numbers were drawn from, beside torch's own generator."""
+        """Return the names of random number generators, beside torch's own, that were drawn from."""
         return [called for called, before, get, _ in self._random if not _same(before, get())]
 
     def restore(self) -> None:
@@ -155,14 +155,14 @@ class Watch:
 
 
 def _only_transparent(before: dict[Any, _Kept] | None, now: dict[str, Any], table: str) -> bool:
-    """Whether nothing but transparent hooks has come to a module's table of hooks, and none has gone."""
+    """Return whether only transparent hooks were added to a module's table of hooks, and none was removed."""
     known = {} if before is None else before[table].inside or {}
     came = [hook for number, hook in now[table].items() if number not in known]
     return known.keys() <= now[table].keys() and all(map(is_transparent, came))
 
 
 def line_of(run: Callable[[], Any], happened: Callable[[], Any]) -> str | None:
-    """The user's line that makes something happen, found by running all of it line by line; None where none does."""
+    """Find the user's line that makes something happen, by running everything line by line; None where none does."""
     last: tuple[str, int] | None = None
     found: tuple[str, int] | None = None
 
@@ -191,8 +191,8 @@ _INSTALLED = "_output_capturing_hooks_installed"
 
 
 def computed(module: nn.Module) -> frozenset[str]:
-    """Attributes that are no state: what torch's own modules compute from parameters in each forward (weight norm's
-    weight), and that transparent hooks are there."""
+    """Return the names of attributes that are no state: what torch's own modules compute from parameters in each
+    forward (weight norm's weight), and the marks that transparent hooks are installed."""
     if isinstance(module, nn.RNNBase):
         return frozenset({"_flat_weights", "_flat_weight_refs"})
     hooks = (hook for hook in _torch.pre_hooks(module) if is_transparent(hook))
@@ -201,7 +201,7 @@ def computed(module: nn.Module) -> frozenset[str]:
 
 
 class _Kept:
-    """A value and, as deep as it is a container or an object, what is in it."""
+    """Snapshot of a value and of the contents of containers and objects in it, down to a depth."""
 
     def __init__(self, value: Any, depth: int, without: frozenset[str] = frozenset()) -> None:
         self.value, self.without = value, without
@@ -212,14 +212,14 @@ class _Kept:
             self.inside = {key: _Kept(part, depth - 1) for key, part in content.items()}
 
     def changed_keys(self, now: Any = None) -> Iterator[Any]:
-        """Which parts are not what they were, of the value or of another one in its place."""
+        """Yield the keys of parts that differ from the snapshot, in the value or in another one in its place."""
         now, before = _content(self.value if now is None else now) or {}, self.inside or {}
         for key in (*before, *(key for key in now if key not in before)):
             if key not in self.without and self._apart(key, before, now):
                 yield key
 
     def has_changed(self, key: Any) -> bool:
-        """Whether one part of the value is not what it was."""
+        """Return whether one part of the value is not what it was."""
         return self._apart(key, self.inside or {}, _content(self.value) or {})
 
     @staticmethod
@@ -227,8 +227,8 @@ class _Kept:
         return (key in before) != (key in now) or (key in before and before[key].differs(now[key]))
 
     def differs(self, now: Any) -> bool:
-        """Whether another value is in its place, or what is in it has changed. That nothing becomes something plain
-        does not count: a model that finds out in its first call what kind of labels it is given."""
+        """Return whether another value is in its place, or what is in it has changed. That nothing becomes something
+        plain does not count: a model that finds out in its first call what kind of labels it is given."""
         if self.value is None and isinstance(now, _EQUAL):
             return False
         if isinstance(self.value, _EQUAL):
@@ -298,7 +298,7 @@ def _generators() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None
 
 
 def _state_of(value: Any) -> Any:
-    """The state of a generator of random numbers, None of anything else."""
+    """Return the state of a generator of random numbers, None of anything else."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):

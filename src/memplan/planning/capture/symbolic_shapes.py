@@ -34,7 +34,7 @@ class Template:
     relaid: bool = False
 
     def at(self, call: Call) -> Captured | None:
-        """What capturing the call would give; None where its sizes lead to another graph."""
+        """Return what capturing the call would give; None where its sizes lead to another graph."""
         joint = self.symbolic.at(call.tensors)
         if joint is None:
             return None
@@ -42,7 +42,7 @@ class Template:
 
 
 class _Kind:
-    """What is known of the calls that differ in sizes alone."""
+    """Calls that differ only in sizes, and what is known of them."""
 
     def __init__(self) -> None:
         self.seen: list[Sizes] = []
@@ -52,7 +52,7 @@ class _Kind:
 
 
 class Shapes:
-    """Captures the calls of one module.
+    """Captures calls of one module, by symbols for their sizes where that works.
 
     Args:
         module: whose calls they are.
@@ -72,11 +72,11 @@ class Shapes:
         self._kinds: dict[Hashable, _Kind] = {}
 
     def known(self, call: Call) -> None:
-        """Somebody else captured this call, or will."""
+        """Note a call that was captured elsewhere, or will be."""
         self._of(call).seen.append(_sizes(call))
 
     def captured(self, call: Call) -> Captured:
-        """As `capture`."""
+        """Capture a call, as `capture` does, or derive it from an earlier one."""
         kind = self._of(call)
         found = None if kind.template is None else kind.template.at(call)
         if found is None and self._renewed(kind, call) and kind.template is not None:
@@ -89,7 +89,7 @@ class Shapes:
         return self._kinds.setdefault((self._kind(call), about, call.aliases), _Kind())
 
     def _renewed(self, kind: _Kind, call: Call) -> bool:
-        """Whether there is a new template: one in which more sizes are symbols than in the last."""
+        """Return whether there is a new template: one in which more sizes are symbols than in the last."""
         varying = _varying([*kind.seen, _sizes(call)])
         if varying == kind.varying or not any(varying) or not _distinct(call, kind.seen, varying):
             return False
@@ -108,7 +108,7 @@ def _sizes(call: Call) -> Sizes:
 
 
 def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
-    """The dimensions that are not the same in all of these, by tensor."""
+    """Return the dimensions that are not the same in all of these, by tensor."""
     return [
         frozenset(dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1)
         for shapes in zip(*seen, strict=True)
@@ -116,8 +116,8 @@ def _varying(seen: Sequence[Sizes]) -> list[frozenset[int]]:
 
 
 def _distinct(call: Call, seen: Sequence[Sizes], varying: Sequence[frozenset[int]]) -> bool:
-    """Whether a call is one to learn from: sizes that are equal in it are equal in all calls, none is 0 or 1, which
-    torch takes for numbers, and its tensors share no memory."""
+    """Return whether a call is one to learn from: sizes that are equal in it are equal in all calls, none is 0 or 1,
+    which torch takes for numbers, and its tensors share no memory."""
     classes: dict[int, set[tuple[int, ...]]] = {}
     for at, dims in enumerate(varying):
         for dim in dims:

@@ -1,6 +1,6 @@
 """Scratch of convolutions, and of matrix products in bfloat16 and float16, measured on this machine.
 
-Which buffers oneDNN takes for these hangs on the processor: with tiles (AMX) it computes otherwise than with vectors
+Which buffers oneDNN takes for these depends on the processor: with tiles (AMX) it computes otherwise than with vectors
 alone, and packs as much of an operand as its caches take. The formulas (convolution.py and matmul.py in
 memplan.trace.semantics) fit some of them, and whole derivatives better than their parts. Each distinct call runs once,
 on zeros, and the allocator's own events say what it holds beyond its results. That holds for the process.
@@ -20,7 +20,7 @@ from memplan import _torch
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.op_schema import CHUNKED, NUMBERS
-from memplan.planning.passes.chunk_convolutions import CONVOLUTION, alike
+from memplan.planning.levers.chunk_convolutions import CONVOLUTION, alike
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
 from memplan.trace.records import HOST
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
@@ -33,13 +33,14 @@ REDUCED = frozenset([torch.bfloat16, torch.float16])
 
 _Key = tuple[int, str]
 _known: dict[_Key, int] = {}
-"""By threads and call."""
+"""Measured bytes, by number of threads and call."""
 _refused: set[_Key] = set()
-"""Those that failed."""
+"""Calls that failed when they were measured."""
 
 
 def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph:
-    """The graph with what its convolutions, and its products in fewer bits, hold on this machine beyond their results.
+    """Return the graph with what its convolutions, and its products in fewer bits, hold on this machine beyond their
+    results.
 
     Args:
         graph: of a step on the CPU.
@@ -51,7 +52,7 @@ def with_measured_scratch(graph: JointGraph, limit: float = LIMIT) -> JointGraph
 
 
 def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
-    """The semantics of the CPU, with what these kernels hold on this machine in place of what formulas say.
+    """Return the CPU's semantics, with these kernels' workspaces as measured on this machine in place of formulas.
 
     Args:
         semantics: of a recording.
@@ -72,7 +73,7 @@ def known(semantics: Semantics, limit: float = math.inf) -> Semantics:
 
 
 def measured(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, anew: bool = True) -> int | None:
-    """What a call holds beyond its results, in bytes; None for what goes by formulas.
+    """Return the bytes that a call holds beyond its results; None for an op that goes by its formula.
 
     Args:
         name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
@@ -138,7 +139,7 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
 
 
 def _held(profile: _torch.Profile, calls: int) -> list[int]:
-    """By number of a call: its highest level less what is left of it, its results."""
+    """Return, by number of a call, its highest level less what remains of it: its results."""
     level, most = [0] * calls, [0] * calls
     for _, size, _, mark in profile.events:
         if mark:

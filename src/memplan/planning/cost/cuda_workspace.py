@@ -1,6 +1,6 @@
-"""What the ops of a graph take on a CUDA card beside their results, by the formulas of recorded steps.
+"""Workspaces of a graph's ops on a CUDA card, by the formulas of recorded steps.
 
-What ran there while it was timed was measured, and that is taken instead (see `costs`).
+What ran there while it was timed was measured, and that is taken instead (see op_timing.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import alone, held_on
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home, blocks
-from memplan.planning.passes.chunk_convolutions import alike
+from memplan.planning.levers.chunk_convolutions import alike
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Extra
 
 
 @dataclass(frozen=True)
 class OnCard:
-    """A graph for a card."""
+    """A graph with the workspaces of a card's kernels."""
 
     graph: JointGraph
     """Its ops have the scratch that CUDA's kernels take."""
@@ -32,7 +32,7 @@ class OnCard:
 
 
 def on_card(graph: JointGraph, device: Device) -> OnCard:
-    """A captured graph with what its ops take on a card.
+    """Return a captured graph with the workspaces of its ops on a card.
 
     Args:
         graph: of a step whose tensors are on a card.
@@ -57,11 +57,12 @@ def libraries(graph: JointGraph, home: Home) -> int:
 
 
 _known: dict[tuple[str, bool, bool], dict[str, int | None]] = {}
-"""By card, with cuDNN's switches, and call: bytes; None where it failed."""
+"""Measured bytes by card, with cuDNN's switches, and call; None where it failed."""
 
 
 def known(place: str) -> dict[str, int | None]:
-    """What was measured on a card in this process, by `KernelCall.key`. How cuDNN chooses is part of the question."""
+    """Return the workspaces measured on a card in this process, by `KernelCall.key`, which includes cuDNN's
+    switches."""
     cudnn = torch.backends.cudnn
     return _known.setdefault((place, cudnn.benchmark, cudnn.deterministic), {})
 

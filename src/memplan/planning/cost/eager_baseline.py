@@ -1,4 +1,4 @@
-"""The step as it is without a plan: its predicted peak, by recording it."""
+"""Predict the peak of the step without a plan, by recording it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memplan.trace.spec import like
 from memplan.trace.step import copy_module
 
 AS_MODELLED: Known = lambda semantics: semantics  # noqa: E731
-"""Nothing is known of kernels but what memplan models."""
+"""Kernels' workspaces by memplan's models alone, without measurements."""
 
 
 def baseline(
@@ -32,7 +32,8 @@ def baseline(
     home: Home | None = None,
     known: Known = AS_MODELLED,
 ) -> Timeline:
-    """Bytes over time of two steps of the model as it is, under the autocast that is on; nothing is allocated.
+    """Return the bytes over time of two steps of the model as it is, under the autocast that is on; nothing is
+    allocated.
 
     What counts is the second step: the optimizer has its state, and gradients are held where they are to be.
 
@@ -76,7 +77,7 @@ def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:
 
 
 def _autocast(place: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What turns on the autocast that is on now."""
+    """Return a context that turns on the autocast that is on now."""
     if not torch.is_autocast_enabled(place):
         return nullcontext
     dtype = torch.get_autocast_dtype(place)

@@ -1,4 +1,4 @@
-"""Calls of kernels by what tells their cost: ops, and of tensors shape, strides and dtype."""
+"""Keys of kernel calls: the op, and shape, strides and dtype of each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplan.planning.graph.op_schema import overload
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What tells the cost of an operand from that of another."""
+    """Shape, strides and dtype of an operand, which decide its cost."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,11 +27,11 @@ class Operand:
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     def zeros(self, place: str) -> Tensor:
-        """A tensor like it, of zeros: where they are indices, into anything."""
+        """Return zeros of this shape and layout; as indices, they are valid for any tensor."""
         reach = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         flat = torch.zeros(reach if prod(self.shape) else 0, dtype=self.dtype, device=place)
         return flat.as_strided(self.shape, self.stride)
@@ -39,7 +39,7 @@ class Operand:
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """A call of an op."""
+    """An op with the operands of one call."""
 
     name: str
     args: tuple[Any, ...]
@@ -48,7 +48,7 @@ class KernelCall:
 
     @classmethod
     def of(cls, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCall:
-        """A call by what it is called with.
+        """Describe a call by its arguments.
 
         Args:
             name: of the op, as ``aten.convolution.default``; ``aten.mm.out`` counts as its default.
@@ -59,22 +59,22 @@ class KernelCall:
 
     @property
     def key(self) -> str:
-        """What tells it from others."""
+        """Key that distinguishes calls of different cost."""
         given = [*map(_text, self.args), *(f"{name}={_text(one)}" for name, one in self.kwargs.items())]
         return f"{self.name}({', '.join(given)})"
 
     @property
     def bytes(self) -> int:
-        """Of its operands."""
+        """Bytes of its operands."""
         return sum(one.bytes for one in self.args if isinstance(one, Operand))
 
     def on_zeros(self, place: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What to call it with: zeros on a device."""
+        """Return arguments for the call: zeros on a device."""
         given = self.args, dict(self.kwargs)
         return _torch.tree_map(lambda one: one.zeros(place) if isinstance(one, Operand) else one, given)
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Its results."""
+        """Call the op and return its results."""
         return overload(self.name)(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The seconds of every op and encoding: measured on this machine, by roofline, or known from before.
+"""Seconds of every op and encoding: measured on this machine, by roofline, or known from earlier.
 
 Each distinct op (target, shapes, strides, dtypes, constants) is timed once, alone, on made-up tensors. Measured times
 differ from run to run, and so may the plans that follow from them: `costs_of` takes the seconds out as plain data,
@@ -18,9 +18,11 @@ import torch
 
 from memplan.devices import Device
 from memplan.planning.graph import roofline
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Ref, Value, map_refs, recomputable, refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value, map_refs, recomputable, refs
 from memplan.planning.graph.roofline import Work
-from memplan.planning.levers import encode as codecs
+from memplan.planning.levers import registry
+from memplan.planning.levers.lever import Called
+from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers timed ops
 
 How = Literal["measured", "roofline"]
 
@@ -29,8 +31,8 @@ NEEDS_SEEDS = frozenset(
     for kind in ("efficient", "flash", "cudnn")
     for name in (f"_scaled_dot_product_{kind}_attention", f"_{kind}_attention")
 )
-"""What reads the state of a forward pass's random numbers where that lies, in host memory (attention_backward.cu, by
-`data_ptr`): on a card it is not run on made-up tensors."""
+"""Ops that read the forward pass's random state in host memory (attention_backward.cu, by `data_ptr`): on a card they
+are not run on made-up tensors."""
 LIMIT = 1.5
 """Seconds that measuring takes, more or less: what is not measured by then is estimated."""
 _RUNS = 3
@@ -48,7 +50,7 @@ def with_costs(
     on: str = "cpu",
     limit: float = LIMIT,
 ) -> JointGraph:
-    """The same graph with the seconds of its ops and encodings.
+    """Return the graph with the seconds of its ops and kept forms.
 
     What may be recomputed is measured first, the largest first. What was not measured (the time was up, the op is not
     torch's own, or fails alone: see `unmeasured`) is estimated by roofline, times what the measured ops took against
@@ -74,32 +76,32 @@ def with_costs(
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
-    """The seconds of a graph's ops and encodings by what they are, fit for JSON: ``known`` of `with_costs`."""
+    """Return the seconds of a graph's ops and kept forms by what they are, fit for JSON: ``known`` of `with_costs`."""
     return dict(sorted(_Sheet.of(graph).seconds(graph).items()))
 
 
 def step_seconds(graph: JointGraph) -> float:
-    """Of forward and backward as they are, before anything is recomputed or encoded."""
+    """Return the seconds of forward and backward before anything is recomputed or encoded."""
     return sum(op.seconds for op in graph.ops)
 
 
 def unmeasured(graph: JointGraph, on: str = "cpu") -> dict[str, str]:
-    """The graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
+    """Return the graph's ops that were to be measured in this process and could not be: the reason by `signature`."""
     refused = _clock(on).refused
     keys = dict.fromkeys(signature(graph, op) for op in _calls(graph))
     return {key: refused[key] for key in keys if key in refused}
 
 
 def signature(graph: JointGraph, op: GraphOp) -> str:
-    """What tells the cost of an op from that of others: ``aten.relu.default(float32[8, 64])``."""
+    """Return the key of an op's cost: ``aten.relu.default(float32[8, 64])``."""
     return _Writer(graph).signature(op)
 
 
-# -- what there is to price
+# -- calls to time
 
 
 def _calls(graph: JointGraph) -> Iterator[GraphOp]:
-    """The ops that cost something, and those that make results of theirs again."""
+    """Yield the ops that cost something, and those that recompute results of theirs."""
     for op in graph.ops:
         if not op.is_view:
             yield op
@@ -138,39 +140,46 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(max(size, 1) for size in shape[at + 1 :]) for at in range(len(shape)))
 
 
-def _coding_keys(graph: JointGraph, encoding: Encoding) -> tuple[str, str, str]:
-    """Of the seconds that an encoding has."""
-    shown = f"{encoding.codec}({_tensor_text(graph.values[encoding.value])})"
-    return f"encode {shown}", f"decode {shown}", f"{len(encoding.direct)} direct {shown}"
+def _plain_forms(graph: JointGraph) -> Iterator[KeptForm]:
+    """Yield the kept forms whose seconds are those of calls: a copy's are given by its link."""
+    return (form for form in graph.forms if not form.is_copied)
 
 
-def _coding_calls(graph: JointGraph, encoding: Encoding) -> tuple[tuple[_Timed, ...], ...]:
-    """What is timed for each of these."""
-    decoded = (_Timed(codecs.decode_call(graph, encoding)),) if encoding.whole else ()
+def _form_keys(graph: JointGraph, form: KeptForm) -> tuple[str, str, str]:
+    """Return the keys of a kept form's seconds."""
+    stores, fetches = registry.find(form.lever).verbs
+    shown = f"{form.how or form.lever}({_tensor_text(graph.values[form.value])})"
+    return f"{stores} {shown}", f"{fetches} {shown}", f"{len(form.direct)} direct {shown}"
+
+
+def _form_calls(graph: JointGraph, form: KeptForm) -> tuple[tuple[_Timed, ...], ...]:
+    """Return the calls that are timed for a kept form."""
+    lever = registry.find(form.lever)
+    fetched = (_Timed(lever.fetch(graph, form)),) if form.whole else ()
     direct = tuple(
-        _Timed(codecs.direct_call(graph, encoding, op, in_place=False), (op.target, op.args, op.kwargs))
-        for op in map(graph.ops.__getitem__, encoding.direct)
+        _Timed(lever.read_directly(graph, form, op, in_place=False), (op.target, op.args, op.kwargs))
+        for op in map(graph.ops.__getitem__, form.direct)
     )
-    return (_Timed(codecs.encode_call(graph, encoding)),), decoded, direct
+    return (_Timed(lever.store(graph, form)),), fetched, direct
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """A call, and one instead of which it is made: its time is what it takes more."""
+    """A call to time, and a call that is subtracted: the time is the difference."""
 
-    call: codecs.Called
-    instead: codecs.Called | None = None
+    call: Called
+    instead: Called | None = None
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """A graph's ops and encodings by what tells their costs apart."""
+    """A graph's ops and kept forms by the keys of their costs."""
 
     keys: Mapping[tuple[int, str], str]
-    """By an op's index and name: its signature."""
+    """Signature by an op's index and name."""
     works: Mapping[str, Work]
     timed: Mapping[str, tuple[_Timed, ...]]
-    """What to run to measure the seconds, which add up."""
+    """Calls to measure, by key; the seconds of one key add up."""
 
     @classmethod
     def of(cls, graph: JointGraph) -> _Sheet:
@@ -181,31 +190,31 @@ class _Sheet:
             if key not in works:
                 works[key] = roofline.work_of(graph, op)
                 timed[key] = (_Timed((op.target, op.args, op.kwargs)),)
-        for one in graph.encodings:
-            names = _coding_keys(graph, one)
-            works.update(zip(names, roofline.coding_of(graph, one), strict=True))
-            timed.update(zip(names, _coding_calls(graph, one), strict=True))
+        for form in _plain_forms(graph):
+            names = _form_keys(graph, form)
+            works.update(zip(names, registry.find(form.lever).works(graph, form), strict=True))
+            timed.update(zip(names, _form_calls(graph, form), strict=True))
         return cls(keys, works, timed)
 
     def key(self, op: GraphOp) -> str:
-        """The signature of an op of the graph."""
+        """Return the signature of an op of the graph."""
         return self.keys[op.index, op.target]
 
     def seconds(self, graph: JointGraph) -> dict[str, float]:
-        """The seconds that this graph has, by signature."""
+        """Return the seconds that this graph has, by signature."""
         found = {self.key(op): op.seconds for op in _calls(graph)}
-        for one in graph.encodings:
-            seconds = one.encode_seconds, one.decode_seconds, one.direct_seconds
-            found.update(zip(_coding_keys(graph, one), seconds, strict=True))
+        for form in _plain_forms(graph):
+            seconds = form.store_seconds, form.fetch_seconds, form.direct_seconds
+            found.update(zip(_form_keys(graph, form), seconds, strict=True))
         return found
 
     def expected(self) -> dict[str, float]:
-        """The seconds by roofline, by signature."""
+        """Return the seconds by roofline, by signature."""
         return {key: roofline.CPU.seconds(work) for key, work in self.works.items()}
 
 
 def _with_scratch(graph: JointGraph, sheet: _Sheet, on: str) -> JointGraph:
-    """The graph with what its ops held on a card beside their results when they were timed there."""
+    """Return the graph with what its ops held on a card beside their results when they were timed there."""
     held = _clock(on).scratch
     ops = (replace(op, scratch=held.get(sheet.keys.get((op.index, op.target), ""), op.scratch)) for op in graph.ops)
     return replace(graph, ops=tuple(ops)) if held else graph
@@ -221,19 +230,22 @@ def _priced(graph: JointGraph, sheet: _Sheet, seconds: Mapping[str, float]) -> J
         return replace(op, seconds=own, again=again)
 
     ops = tuple(map(priced, graph.ops))
-    encodings = list[Encoding]()
-    for one in graph.encodings:
-        encode, decode, direct = (seconds[key] for key in _coding_keys(graph, one))
-        encodings.append(replace(one, encode_seconds=encode, decode_seconds=decode, direct_seconds=direct))
-    return replace(graph, ops=ops, encodings=tuple(encodings))
+    return replace(graph, ops=ops, forms=tuple(_form_priced(graph, form, seconds) for form in graph.forms))
+
+
+def _form_priced(graph: JointGraph, form: KeptForm, seconds: Mapping[str, float]) -> KeptForm:
+    if form.is_copied:
+        return form
+    store, fetch, direct = (seconds[key] for key in _form_keys(graph, form))
+    return replace(form, store_seconds=store, fetch_seconds=fetch, direct_seconds=direct)
 
 
 # -- estimates from what was measured
 
 
 def _completed(measured: Mapping[str, float], works: Mapping[str, Work]) -> dict[str, float]:
-    """Seconds of all: those measured as they are, the others by roofline times what those of their kind (that compute,
-    or that only move bytes) took against theirs."""
+    """Return the seconds of all: those measured as they are, the others by roofline times what those of their kind
+    (that compute, or that only move bytes) took against theirs."""
     expected = {key: roofline.CPU.seconds(work) for key, work in works.items()}
     overall = _ratio(measured, expected)
     ratios = {
@@ -253,7 +265,7 @@ def _ratio(measured: Mapping[str, float], expected: Mapping[str, float], otherwi
 
 @dataclass
 class _Clock:
-    """What was measured on one device with so many threads."""
+    """Seconds that were measured on one device with one number of threads."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     scratch: dict[str, int] = field(default_factory=dict)
@@ -269,7 +281,8 @@ def _clock(on: str) -> _Clock:
 
 
 def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
-    """What to measure: what the planner weighs, encodings and the rest of the forward pass, the backward pass."""
+    """Order calls for measuring: what the planner weighs, then encodings and the forward pass, then the backward
+    pass."""
     again, expected = recomputable(graph), sheet.expected()
     ranks = dict.fromkeys(sheet.timed, 1)
     for op in _calls(graph):
@@ -279,14 +292,14 @@ def _most_wanted_first(graph: JointGraph, sheet: _Sheet) -> list[str]:
 
 
 def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit: float) -> dict[str, float]:
-    """Seconds by signature, as far as the time goes."""
+    """Return the seconds by signature, as far as the time goes."""
     clock, end = _clock(on), time.perf_counter() + limit
     with alone(on):
         for key in keys:
             if key in clock.seconds or key in clock.refused:
                 continue
             if time.perf_counter() >= end:
-                clock.refused[key] = "the time for measuring was up"  # planning anew has to cost nothing
+                clock.refused[key] = "the time for measuring was up"  # planning again must not measure again
                 continue
             if torch.device(on).type != "cpu" and key.partition("(")[0] in NEEDS_SEEDS:
                 clock.refused[key] = "it reads the seeds of its forward pass"
@@ -306,7 +319,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
 
 @contextmanager
 def alone(on: str) -> Iterator[None]:
-    """Nothing that the caller has switched on has a part in what is measured, and his random numbers stay."""
+    """Shield measurements from everything that the caller has switched on, and keep the caller's random state."""
     device = torch.device(on)
     devices = [] if device.type == "cpu" else [device]
     with (
@@ -324,8 +337,8 @@ def _taken(graph: JointGraph, timed: _Timed, on: str) -> float:
     return seconds if timed.instead is None else max(0.0, seconds - _timed(graph, timed.instead, on))
 
 
-def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
-    """Seconds of a call. The least of a few runs: other work on the machine only ever adds to it."""
+def _timed(graph: JointGraph, called: Called, on: str) -> float:
+    """Return the seconds of a call: the smallest of a few runs, as other work on the machine only ever adds to it."""
     call, wait = _ready(graph, called, on), torch.get_device_module(torch.device(on)).synchronize
 
     def run() -> float:
@@ -343,7 +356,7 @@ def _timed(graph: JointGraph, called: codecs.Called, on: str) -> float:
 
 
 def held_on(on: str, call: Callable[[], Any]) -> int:
-    """Bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
+    """Return the bytes that a call holds on a card beside what is left of it: its results, and what a library keeps."""
     torch.cuda.reset_peak_memory_stats(on)
     result = call()
     beside = torch.cuda.max_memory_allocated(on) - torch.cuda.memory_allocated(on)
@@ -351,8 +364,8 @@ def held_on(on: str, call: Callable[[], Any]) -> int:
     return beside
 
 
-def _ready(graph: JointGraph, called: codecs.Called, on: str) -> Callable[[], Any]:
-    """A call on made-up tensors."""
+def _ready(graph: JointGraph, called: Called, on: str) -> Callable[[], Any]:
+    """Return a call on made-up tensors."""
     target, args, kwargs = called
     made = {value: _made_up(graph.values[value], on) for value in dict.fromkeys(refs((args, kwargs)))}
     args, kwargs = map_refs(args, made.__getitem__), map_refs(kwargs, made.__getitem__)
@@ -363,8 +376,8 @@ def _ready(graph: JointGraph, called: codecs.Called, on: str) -> Callable[[], An
 
 
 def _made_up(value: Value, on: str) -> torch.Tensor:
-    """A tensor of this shape, layout and dtype: between 0.1 and 1, where every op is defined; of integers zeros, which
-    are indices into anything."""
+    """Return a tensor of this shape, layout and dtype: between 0.1 and 1, where every op is defined; of integers zeros,
+    which are indices into anything."""
     reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     count = reach if all(value.shape) else 0
     dtype = getattr(torch, value.dtype)

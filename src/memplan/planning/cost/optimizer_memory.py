@@ -1,4 +1,4 @@
-"""What an optimizer holds: its state, and the bytes of a moment while it updates."""
+"""Memory of an optimizer: its state, and the temporaries of an update."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from memplan.planning.cost.cuda_workspace import libraries
 from memplan.planning.graph.joint_graph import JointGraph, Value
 from memplan.planning.graph.placement import Home
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record_for
 from memplan.trace.records import Cause
@@ -35,25 +36,23 @@ def surroundings(
     model: nn.Module,
     graph: JointGraph,
     optimizer: Optimizer | None,
+    gradients: GradientUse = STAYS,
     *,
-    early: bool = False,
-    held: bool = False,
     home: Home | None = None,
 ) -> Surroundings:
-    """What there is beside the graph's values.
+    """Return what is on the device beside the graph's values.
 
     Args:
         model: what the graph was captured from. Parameters that need a gradient and get none in this graph may get one
             in another step: they have optimizer state, and where gradients are held, theirs are.
         graph: whose parameters with a gradient are updated.
         optimizer: a callable of the parameters; None: no update is counted.
-        early: each parameter is updated by itself.
-        held: gradients are there when the step begins.
+        gradients: whether each parameter is updated by itself, and whether gradients are there when the step begins.
         home: where the step runs; None: on the CPU.
     """
     home = home or Home()
     idle, others = _untrained(model, graph), dict[Cause, int]()
-    if held:
+    if gradients.adds:
         others["parameter_gradient"] = sum(home.taken(one.numel() * one.element_size()) for one in idle)
     kept = libraries(graph, home)
     if kept:
@@ -65,9 +64,9 @@ def surroundings(
     own = update_of(optimizer, shapes, home)
     all_ = update_of(optimizer, [*shapes, *map(_shape_of, idle)], home) if idle else own
     others["optimizer_state"] = all_.state - own.state
-    alone = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if early else {}
-    each = {value.id: alone[_shape(value)].most for value in parameters} if early else {}
-    return Surroundings(own.state, (all_ if held else own).most, each, others, home)
+    alone = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if gradients.updates else {}
+    each = {value.id: alone[_shape(value)].most for value in parameters} if gradients.updates else {}
+    return Surroundings(own.state, (all_ if gradients.adds else own).most, each, others, home)
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None = None) -> Update:
@@ -120,6 +119,6 @@ def _shape_of(tensor: torch.Tensor) -> _Shape:
 
 
 def _untrained(model: nn.Module, graph: JointGraph) -> list[nn.Parameter]:
-    """The model's parameters that need a gradient and get none in the graph."""
+    """Return the model's parameters that need a gradient and get none in the graph."""
     given = {graph.values[of].path for of, _ in graph.gradients}
     return [one for name, one in model.named_parameters() if one.requires_grad and name not in given]

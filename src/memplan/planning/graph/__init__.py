@@ -1,1 +1,1 @@
-"""The joint graph: values, bytes, what is known without running."""
+"""The joint graph: values, bytes, and what is known of ops without running them."""

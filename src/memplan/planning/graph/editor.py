@@ -1,4 +1,4 @@
-"""A joint graph with other ops in place of some: values keep their ids, ops are numbered anew."""
+"""Replace ops of a joint graph: values keep their ids, ops are renumbered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rebuild:
         self.values = list(graph.values)
         self.ops: list[GraphOp] = []
         self._moved: dict[int, int] = {}
-        """By old index of an op: the new one."""
+        """New index of each op, by its old one."""
 
     def add(self, op: GraphOp, **changes: Any) -> None:
         """Add an op of the old graph, changed; or a new one, with an index below 0."""
@@ -36,7 +36,7 @@ class Rebuild:
         return number
 
     def finished(self) -> JointGraph:
-        """The new graph."""
+        """Return the new graph."""
         made = {value: op.index for op in self.ops for value in op.outputs if value is not None}
         values = tuple(
             value if value.op == made.get(value.id) else replace(value, op=made.get(value.id)) for value in self.values

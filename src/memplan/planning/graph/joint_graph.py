@@ -20,18 +20,18 @@ from memplan.trace.records import HOST
 
 Kind = Literal["parameter", "buffer", "input", "constant", "tangent", "result", "encoded", "host"]
 """Where a value comes from. ``tangent``: the gradient of an output, handed in when backward begins; ``encoded``: the
-smaller form of another value (see Encoding), which no op of the graph makes; ``host``: a copy of another value in
-host memory (see Offload), of no bytes on the device."""
+form that a lever keeps of another value (see KeptForm), which no op of the graph makes; ``host``: such a form in host
+memory, of no bytes on the device."""
 
 RESIDENT: tuple[Kind, ...] = ("parameter", "buffer", "input", "constant")
-"""What is there before the step and stays: never freed, never written over by a schedule."""
+"""Kinds of values that exist before the step and stay: a schedule never frees or overwrites them."""
 
 Phase = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In an op's arguments: the place of a value."""
+    """Place of a value in an op's arguments."""
 
     value: int
 
@@ -48,18 +48,18 @@ class Value:
     base: int
     """Id of the value that owns the memory: its own, unless it is a view."""
     bytes: int
-    """Of the memory that it owns; 0 for a view."""
+    """Bytes of the memory that it owns; 0 for a view."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     op: int | None = None
     """Index of the op that makes it; None for what is handed in."""
     path: str = ""
-    """Of a parameter or buffer its name in the model; of an input or tangent which one it is."""
+    """Name in the model of a parameter or buffer; index of an input or tangent."""
     hooked: bool = False
-    """Of a parameter: it has hooks that run once its gradient was added to ``.grad``, and that may change it."""
+    """Whether a parameter has hooks that run once its gradient was added to ``.grad``, and may change it."""
     place: str = HOST
-    """Where it lies, as torch calls it: ``cpu``, ``cuda:0``."""
+    """Device in torch's words: ``cpu``, ``cuda:0``."""
 
     @property
     def is_view(self) -> bool:
@@ -88,7 +88,7 @@ class GraphOp:
     """``aten.relu.default``: looked up under ``torch.ops``."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    """As called, with Ref in place of tensors, at any depth."""
+    """Keyword arguments, with Ref in place of tensors, at any depth."""
     phase: Phase
     outputs: tuple[int | None, ...]
     """Ids of the results in order; None for one that nobody reads or that is no tensor."""
@@ -107,14 +107,14 @@ class GraphOp:
     whole of that memory, of the same size and layout."""
     seconds: float = 0.0
     random: bool = False
-    """It draws random numbers: it runs once, never again."""
+    """Whether it draws random numbers: then it runs once, never again."""
     once: bool = False
-    """It must not be recomputed for another reason: it has an effect, or it is not deterministic."""
+    """Whether it must not be recomputed for another reason: it has an effect, or is not deterministic."""
     layer: str = ""
     where: str | None = None
     """``file:line`` of the user's code; of a backward op, that of its forward op."""
     gradient_of: int | None = None
-    """Of a backward op: index of the forward op whose derivative it computes, where it is known."""
+    """Index of the forward op whose derivative a backward op computes, where it is known."""
     scratch_into: int | None = None
     """``scratch`` where its first result takes over memory piece by piece; None: as ``scratch``."""
     holds: tuple[int, ...] = ()
@@ -143,46 +143,49 @@ class GraphOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
-    """A smaller form in which a value can be kept, and got back from without a difference (see planning.codecs)."""
+class KeptForm:
+    """A form in which a lever keeps a forward value for the backward pass, instead of the value itself.
 
+    It is *stored* in the forward pass and *fetched* back in the backward pass. Both are actions of the schedule, after
+    the last forward op that reads the value and before the first backward op that needs it; or copies that run beside
+    the ops, where ``copy_seconds`` is given.
+    """
+
+    lever: str
+    """Name of the lever (see `memplan.planning.levers.registry`)."""
     value: int
-    encoded: int
-    """Id of the value of kind ``encoded`` that stands for it."""
-    codec: str
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    encode_scratch: int = 0
-    decode_scratch: int = 0
+    kept: int
+    """Id of the value that stands for it, of kind ``encoded`` or ``host``: its bytes are held between the passes."""
+    how: str = ""
+    """What else the lever needs to know: a codec."""
+    store_seconds: float = 0.0
+    fetch_seconds: float = 0.0
+    store_scratch: int = 0
+    fetch_scratch: int = 0
+    """Bytes that each action holds while it runs, beside what it reads and makes."""
     whole: bool = True
-    """Whether the value can be got back from it. If not, it serves its ``direct`` readers only."""
+    """Whether the value can be fetched from it. If not, it serves its ``direct`` readers only."""
     direct: tuple[int, ...] = ()
-    """Backward ops that read the encoded form as it is, instead of the value (a ReLU's gradient and its bits)."""
+    """Backward ops that read the kept form itself, instead of the value (a ReLU's gradient and its bits)."""
     direct_scratch: int = 0
     """Bytes that each of these holds beyond its results then, in place of its own scratch."""
     direct_seconds: float = 0.0
-    """What its ``direct`` readers take more, together, than with the value itself."""
+    """Seconds that its ``direct`` readers take more, together, than with the value itself."""
+    also_reads: tuple[int, ...] = ()
+    """Values (bases) that fetching reads beside the kept form: made before the value, by other ops or handed in. Then
+    the value is the only result of its op, and is fetched where that op would run again."""
+    copy_seconds: float | None = None
+    """Seconds of a copy in either direction, which runs beside the ops and is waited for; None: no copy."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether copies that run beside the ops store and fetch it."""
+        return self.copy_seconds is not None
 
     @property
     def use_seconds(self) -> float:
-        """What it takes to keep the value in this form, however often it is decoded."""
-        return self.encode_seconds + self.direct_seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """A value that may wait for the backward pass in host memory (see planning.offload).
-
-    It is none that the forward pass writes into something.
-    """
-
-    value: int
-    host: int
-    """Id of the value of kind ``host`` that stands for the copy."""
-    copy_seconds: float
-    """Of the copy over the link, in either direction, beside which ops can run."""
-    use_seconds: float = 0.0
-    """What both copies cost these ops."""
+        """Seconds that keeping the value in this form adds to the ops, without fetching it."""
+        return self.store_seconds + self.direct_seconds
 
 
 @dataclass(frozen=True)
@@ -197,24 +200,39 @@ class JointGraph:
     """(value that a gradient is of, the gradient), parameters and inputs."""
     mutations: tuple[tuple[int, int], ...] = ()
     """(value handed in, the value that is written into it), of buffers mostly."""
-    encodings: tuple[Encoding, ...] = ()
+    forms: tuple[KeptForm, ...] = ()
+    """Forms in which values may be kept, lever by lever in the order of the registry."""
     torch: str = ""
-    offloads: tuple[Offload, ...] = ()
 
     @cached_property
     def forward_ops(self) -> tuple[GraphOp, ...]:
-        """Those of the forward pass that are more than views, in order."""
+        """Ops of the forward pass that are more than views, in order."""
         return tuple(op for op in self.ops if op.phase == "forward" and not op.is_view)
 
     @cached_property
     def backward_ops(self) -> tuple[GraphOp, ...]:
-        """Those of the backward pass that are more than views, in order."""
+        """Ops of the backward pass that are more than views, in order."""
         return tuple(op for op in self.ops if op.phase == "backward" and not op.is_view)
 
     @cached_property
     def maker(self) -> dict[int, GraphOp]:
         """The op that makes each value that owns memory."""
         return {value: op for op in self.ops for value in op.makes}
+
+    @cached_property
+    def form(self) -> dict[int, KeptForm]:
+        """Each kept form by the id of the value that stands for it."""
+        return {form.kept: form for form in self.forms}
+
+    @cached_property
+    def ranked_forms(self) -> tuple[KeptForm, ...]:
+        """Kept forms by rank: of several whole forms chosen for one value, the first is used. Copies come last."""
+        levers = list(dict.fromkeys(form.lever for form in self.forms))
+        return tuple(sorted(self.forms, key=lambda form: (form.is_copied, levers.index(form.lever), form.value)))
+
+    def forms_by(self, lever: str) -> tuple[KeptForm, ...]:
+        """Return the kept forms of one lever."""
+        return tuple(form for form in self.forms if form.lever == lever)
 
     @cached_property
     def irreplaceable(self) -> frozenset[int]:
@@ -228,8 +246,7 @@ class JointGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """What tells this graph from another: ops, shapes, dtypes and how they hang together; not costs, places or what
-        may be offloaded."""
+        """Digest of ops, shapes, dtypes and how they are connected; without costs, places and forms in host memory."""
         digest = hashlib.sha256()
         for value in self.values:
             if value.kind == "host":
@@ -243,12 +260,12 @@ class JointGraph:
         return digest.hexdigest()
 
     def base(self, value: int) -> int:
-        """The id of the value that owns the memory of another."""
+        """Return the id of the value that owns the memory of another."""
         return self.values[value].base
 
 
 def refs(arguments: Any) -> Iterator[int]:
-    """The values in an op's arguments, in order, at any depth."""
+    """Yield the values in an op's arguments, in order, at any depth."""
     found: list[int] = []
     _collect(arguments, found)
     return iter(found)
@@ -266,7 +283,7 @@ def _collect(arguments: Any, found: list[int]) -> None:
 
 
 def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
-    """The arguments with every Ref replaced by ``change(its value)``."""
+    """Return the arguments with every Ref replaced by ``change(its value)``."""
     if isinstance(arguments, Ref):
         return change(arguments.value)
     if isinstance(arguments, (tuple, list)):
@@ -277,7 +294,8 @@ def map_refs(arguments: Any, change: Callable[[int], Any]) -> Any:
 
 
 def recomputable(graph: JointGraph) -> frozenset[int]:
-    """The forward values that may be made again: of an op without randomness or effect, not returned, not held."""
+    """Return the forward values that may be recomputed: of an op without randomness or effect, not returned, not
+    held."""
     fixed = _outputs(graph) | graph.irreplaceable
     again = (op.rerun for op in graph.forward_ops if not (op.random or op.once))
     return frozenset(value for op in again for value in op.makes if value not in fixed)

@@ -13,7 +13,8 @@ from memplan.planning.graph.joint_graph import Value
 
 
 def is_dense(value: Value) -> bool:
-    """Whether its elements follow one another in memory in some order of its dimensions, without gap or overlap."""
+    """Return whether its elements follow one another in memory in some order of its dimensions, without gap or
+    overlap."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
         if stride != expected:
@@ -23,7 +24,7 @@ def is_dense(value: Value) -> bool:
 
 
 def is_contiguous(value: Value) -> bool:
-    """Whether its elements follow one another in memory in the order of its dimensions."""
+    """Return whether its elements follow one another in memory in the order of its dimensions."""
     expected = 1
     for stride, size in zip(reversed(value.stride), reversed(value.shape), strict=True):
         if size != 1 and stride != expected:
@@ -34,7 +35,7 @@ def is_contiguous(value: Value) -> bool:
 
 @cache
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return getattr(torch, dtype).itemsize
 
 
@@ -70,7 +71,7 @@ not load what registers them."""
 
 
 def overload(target: str) -> Any:
-    """The op that a target names: ``aten.relu.default``."""
+    """Return the op that a target names: ``aten.relu.default``."""
     namespace, name, variant = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), variant)
 
@@ -81,10 +82,16 @@ def _names(target: str) -> tuple[str, ...]:
 
 
 def arguments_of(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, in the order of the op's schema; those left out are missing."""
+    """Return the arguments of a call by name, in the order of the op's schema; those left out are missing."""
     given = {**dict(zip(_names(target), args, strict=False)), **kwargs}
     return {name: given[name] for name in _names(target) if name in given}
 
 
 NUMBERS = 128
 """Bytes in which torch wraps the numbers that its kernels are called with, at most."""
+
+
+def short(target: str) -> str:
+    """Return the name of an op alone: ``relu`` of ``aten.relu.default``."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 2 else target

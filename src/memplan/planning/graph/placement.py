@@ -1,4 +1,4 @@
-"""Where a planned step runs: on the CPU, or on the one CUDA card that its parameters are on."""
+"""Device that a planned step runs on: the CPU, or the one CUDA card that holds its parameters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BLOCK = 512
 
 @dataclass(frozen=True)
 class Home:
-    """Where a step's tensors lie, and what computes it."""
+    """Where a step's tensors lie, and the device that computes it."""
 
     name: str = HOST
-    """As torch calls it: ``cpu``, ``cuda:0``."""
+    """Device in torch's words: ``cpu``, ``cuda:0``."""
     card: Device | None = None
     """None: the CPU."""
 
@@ -33,17 +33,17 @@ class Home:
         return torch.device(self.name).type
 
     def taken(self, size: int) -> int:
-        """Bytes that the allocator there gives out for so many."""
+        """Return the bytes that the allocator there gives out for so many."""
         return size if self.card is None else blocks(size)
 
     @property
     def target(self) -> Target:
-        """What a step as it is is recorded for."""
+        """Target to record the unplanned step for."""
         return Target(HOST) if self.card is None else Target(self.card.name, self.card)
 
 
 def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
-    """The home of a step. Inputs may wait in host memory, as sizes or masks do: there they do not count.
+    """Return the home of a step. Inputs may wait in host memory, as sizes or masks do: there they do not count.
 
     Args:
         step: what is planned.
@@ -72,12 +72,12 @@ def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:
 
 
 def is_on_card(model: Any) -> bool:
-    """Whether something of a model is on a CUDA card."""
+    """Return whether something of a model is on a CUDA card."""
     return isinstance(model, nn.Module) and any(
         tensor.device.type == "cuda" for tensor in (*model.parameters(), *model.buffers())
     )
 
 
 def blocks(size: int) -> int:
-    """Bytes of a block of CUDA's caching allocator for so many."""
+    """Return the bytes of a block of CUDA's caching allocator for so many."""
     return -(-size // BLOCK) * BLOCK

@@ -1,4 +1,4 @@
-"""In how many bits a step is computed and kept: what a lossy plan changes, before anything is searched for."""
+"""Precisions in which a step is computed and its values saved: what a lossy plan changes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ SMALLEST_HALF = 2.0**-24
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What a step computes in, and what its values may be kept in from the forward to the backward pass."""
+    """Dtypes that a step computes in, and in which it may save values from the forward to the backward pass."""
 
     compute: Compute = ""
-    """What convolutions and matrix products run in, as under autocast; weights stay what they are, and are cast where
-    they are used. Nothing: what the step is written in."""
+    """Dtype of convolutions and matrix products, as under autocast; weights keep theirs and are cast where they are
+    used. Empty: the dtype that the step is written in."""
     save: Save = "exact"
-    """What a value may be kept in that a plan encodes: only what gives it back bit for bit, bfloat16, or eight bits an
-    element with a scale for every group (see planning.codecs)."""
+    """Encodings of saved values: only exact ones, bfloat16, or eight bits an element with a scale for every group."""
     apart: tuple[str, ...] = ()
     """Layers that compute in what they are written in all the same, with all that is in them: where that is faster."""
     whole: bool = False
-    """Convolutions run in one go, where they would run a few samples at a time (planning.chunks): as near, faster, and
-    they hold more."""
+    """Convolutions run in one go, where they would run a few samples at a time (chunk_convolutions.py): as near,
+    faster, and they hold more."""
 
     @property
     def lossy(self) -> bool:
@@ -46,4 +45,4 @@ UNSCALED = (
     f"float16 holds nothing between 0 and {SMALLEST_HALF:.0e}: small gradients vanish unless the loss is scaled; call "
     "backward() on what torch.amp.GradScaler makes of the loss, or use bfloat16, which reaches as far as float32"
 )
-"""To be said wherever a step computes in float16: nothing here knows whether there is a scaler."""
+"""Note for every step that computes in float16: whether its loss is scaled is unknown here."""

@@ -11,18 +11,18 @@ from memplan.trace.records import Cause
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What there is on the device beside the graph's values."""
+    """Memory on the device beside the graph's values."""
 
     state: int = 0
     """Bytes of the optimizer's state of the parameters that get a gradient in the graph."""
     update: int = 0
     """Bytes that the optimizer holds for a moment when it updates all parameters after the backward pass."""
     update_of: Mapping[int, int] = field(default_factory=dict)
-    """The same for one parameter (its value's id), where each is updated early."""
+    """The same for one parameter (its value's id), where each is updated by itself, in the backward pass."""
     others: Mapping[Cause, int] = field(default_factory=dict)
     """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
     home: Home = field(default_factory=Home)
-    """Where the step runs."""
+    """Device that the step runs on."""
 
     @property
     def held_bytes(self) -> int:
@@ -31,7 +31,7 @@ class Surroundings:
         return self.state + sum(self.others.values())
 
     def by_cause(self) -> dict[Cause, int]:
-        """The same, by cause."""
+        """Return the same, by cause."""
         found = dict(self.others)
         found["optimizer_state"] = found.get("optimizer_state", 0) + self.state
         return {cause: size for cause, size in found.items() if size}

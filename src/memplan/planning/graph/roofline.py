@@ -15,31 +15,30 @@ import torch
 from memplan import _torch
 from memplan.devices import Device
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, Value, map_refs, refs
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Value, map_refs, refs
 
 LAUNCH = 5e-6
 """Seconds that a call of torch and the launch of its kernel cost on a card."""
 
 LINK_SHARE = 0.76
-"""What copies between pinned host memory and a card reach of the link's rate by the standard. Published readings of
-copies in one direction, over the rate by the standard: RTX 4090, eight cards, PCIe 4.0 x16: 0.76 to 0.86
-(NVIDIA/nvbandwidth#15); Tesla P100, 3.0 x16: 0.77 and 0.82 (mpicbg-scicomp/gearshifft#82); A100, 4.0 x16: 0.80
-(NVIDIA/nvbandwidth#42); H100, 5.0 x16, to the host: 0.84 (NVIDIA/nvbandwidth#24). The least of them."""
+"""Share of the link's standard rate that copies between pinned host memory and a card reach: the smallest of published
+readings of copies in one direction. RTX 4090, eight cards, PCIe 4.0 x16: 0.76 to 0.86 (NVIDIA/nvbandwidth#15); Tesla
+P100, 3.0 x16: 0.77 and 0.82 (mpicbg-scicomp/gearshifft#82); A100, 4.0 x16: 0.80 (NVIDIA/nvbandwidth#42); H100, 5.0 x16,
+to the host: 0.84 (NVIDIA/nvbandwidth#24)."""
 
 OWN = ("aten", "prims")
 """Namespaces of the ops that torch itself brings."""
 FOREIGN = 10
-"""How much dearer an op of another library is taken to be than its bytes: nothing is known of it, and what is dear is
-kept, not made again."""
+"""Factor on the cost of another library's op: nothing is known of it, so it is kept rather than run again."""
 
 _UNKNOWN_BANDWIDTH = 500_000_000_000
 _UNKNOWN_RATE = 20_000_000_000_000
-"""Of a card whose figures are not known: one of the middle. It is their ratio that decides."""
+"""Rates of a card whose figures are unknown: a middling card. Only their ratio matters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an op does."""
+    """FLOPs and bytes of an op."""
 
     flops: int
     bytes: int
@@ -51,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """How fast a machine is."""
+    """Speed of a machine: FLOP/s and bytes per second."""
 
     flops: tuple[tuple[str, float], ...]
     """FLOP/s by dtype."""
@@ -61,7 +60,7 @@ class Rates:
     """Seconds of a call that does nothing."""
 
     def seconds(self, work: Work) -> float:
-        """Of an op on this machine."""
+        """Return the seconds of an op on this machine."""
         rates = dict(self.flops)
         rate = rates.get(work.rate, rates["float32"])
         return max(work.flops / rate, work.bytes * (FOREIGN if work.foreign else 1) / self.bandwidth) + self.call
@@ -75,15 +74,15 @@ what matters for values that are large enough to be worth a decision; an op on 4
 
 
 def rates_of(device: Device) -> Rates:
-    """The rates of a card of the catalogue. A float32 product runs as float32, a float32 convolution as TF32 where the
-    card has it: torch's defaults."""
+    """Return the rates of a card of the catalogue. A float32 product runs as float32, a float32 convolution as TF32
+    where the card has it: torch's defaults."""
     rates = {name: float(rate) for name, rate in device.flops.items()}
     rates.setdefault("float32", float(_UNKNOWN_RATE))
     return Rates(tuple(sorted(rates.items())), float(device.bandwidth or _UNKNOWN_BANDWIDTH), LAUNCH)
 
 
 def work_of(graph: JointGraph, op: GraphOp) -> Work:
-    """The work of an op."""
+    """Return the work of an op."""
     chunked = op.target == op_schema.CHUNKED
     formula = _torch.flop_formula("aten.convolution.default" if chunked else op.target)
     flops = 0
@@ -96,24 +95,12 @@ def work_of(graph: JointGraph, op: GraphOp) -> Work:
 
 
 def _is_known(target: str) -> bool:
-    """Whether an op is torch's, or one that memplan made of torch's ops."""
+    """Return whether an op is torch's, or one that memplan made of torch's ops."""
     return target.partition(".")[0] in OWN or target in op_schema.OWN
 
 
-def coding_of(graph: JointGraph, encoding: Encoding) -> tuple[Work, Work, Work]:
-    """The work of encoding and of decoding a value: it reads one form and writes the other; and what reading the
-    encoded form as it is adds to the ops that do, nothing that a roofline can tell.
-
-    On the CPU that `CPU` is, large values were packed into bits at 4 to 21 GB/s, unpacked at 11, and integers narrowed
-    at 7 and widened at 2 to 3: near enough to its bandwidth.
-    """
-    dtype = graph.values[encoding.value].dtype
-    work = Work(0, graph.values[encoding.value].bytes + graph.values[encoding.encoded].bytes, dtype)
-    return work, work, Work(0, 0, dtype)
-
-
 def _moved(graph: JointGraph, op: GraphOp) -> int:
-    """Bytes of what it reads and writes; of a view, the part that it looks at."""
+    """Return the bytes of what it reads and writes; of a view, the part that it looks at."""
     wanted = dict.fromkeys(v for v in refs((op.args, op.kwargs)) if graph.base(v) in op.reads)
     read = sum(min(_bytes(graph.values[v]), graph.values[graph.base(v)].bytes) for v in wanted)
     return read + sum(graph.values[v].bytes for v in op.makes) + op.discarded
@@ -129,5 +116,5 @@ def _bytes(value: Value) -> int:
 
 
 def _shaped(value: Value) -> Any:
-    """A tensor without memory, for the formulas to look at."""
+    """Return a tensor without memory, for the formulas to look at."""
     return torch.empty(value.shape, dtype=getattr(torch, value.dtype), device="meta")

@@ -1,1 +1,1 @@
-"""Plans in fused kernels, which Inductor makes of each half."""
+"""Plans in fused kernels, which Inductor generates for each pass."""

@@ -26,7 +26,7 @@ from memplan.planning.search.search import STEEP, Found, Infeasible, Search
 from memplan.simulation.timeline import Timeline
 
 FUSED_SHARE = 0.1
-"""What running a pointwise op again costs beside another in one kernel, of what it costs by itself: it reads and writes
+"""Cost of recomputing a pointwise op inside of another's kernel, as a share of its cost by itself: it reads and writes
 nothing of its own."""
 _AIMS = 4
 """Candidates at most: each is lowered, which takes seconds."""
@@ -37,8 +37,8 @@ _SEARCHES = 8
 _CLOSE = 0.02
 """Room that is left alone: its share of what can be saved."""
 _UNDER, _BELOW = 0.1, 0.3
-"""The least is sought so far below the search's floor, too: shares of what is there beyond what is there all the time.
-By the second again and again, while the code keeps what was aimed at."""
+"""Steps by which the smallest peak is sought below the search's floor, too: shares of the bytes beyond those that are
+always there. The second is repeated, while the code keeps what was aimed at."""
 _RUNGS = 3
 """So many times at most."""
 _WORTH = 0.005
@@ -47,16 +47,16 @@ _WORTH = 0.005
 
 @dataclass(frozen=True)
 class Candidate:
-    """Choices, and what comes of them."""
+    """Choices, the code generated for them, and its bytes over time."""
 
     fused: Fused
     codes: Mapping[str, inductor.Code]
-    """By part of it, the code that Inductor writes."""
+    """Code that Inductor writes for each part."""
     timeline: Timeline
 
     @property
     def schedule(self) -> Schedule:
-        """What runs when."""
+        """Schedule of the choices."""
         return self.fused.schedule
 
     @property
@@ -76,25 +76,25 @@ class Fusing:
         self._search = search
         self._known: dict[Choices, Candidate] = {}
         self._aims: dict[Choices, int] = {}
-        """What was searched for when they were found."""
+        """Bytes that were searched for when each candidate was found."""
         self._results: dict[int, Found | Infeasible] = {}
-        """What the search found, by what was searched for."""
+        """Results of the search, by the bytes that were searched for."""
         self._seconds = step_seconds(search.graph)
 
     @property
     def known(self) -> tuple[Candidate, ...]:
-        """All that were looked at, in their order."""
+        """Evaluated candidates, in order."""
         return tuple(self._known.values())
 
     def candidate(self, choices: Choices) -> Candidate:
-        """What comes of some choices."""
+        """Lower choices, unless that was done before."""
         made = as_fused(self._search.graph, choices)
         if made.choices not in self._known:
             self._known[made.choices] = judged(made, self._search.around)
         return self._known[made.choices]
 
     def within(self, budget: int) -> Candidate | None:
-        """The fastest that keeps the budget, of a few that are looked at; None: not even the lowest keep it."""
+        """Return the fastest candidate found that keeps the budget; None where not even the lowest keeps it."""
         known = self._fastest_known(budget) is not None
         if not known and isinstance(self._within(budget), Infeasible) and not self._can_keep(budget):
             return None
@@ -104,10 +104,10 @@ class Fusing:
         return None if found is None else self._filled(found, budget)
 
     def frontier(self, points: int) -> list[Found]:
-        """Plans from all kept to the least, with what their code takes: of all that were looked at, those that no other
-        beats in both bytes and seconds."""
+        """Return plans from all kept to the floor, with the peaks of their code: of the evaluated candidates, those
+        that no other beats in both bytes and seconds."""
         made = [self.candidate(replace(one.choices, joined=True)) for one in self._search.frontier(points)]
-        made += [self.lowest, *self.known]  # in this order: to find the least, others are looked at
+        made += [self.lowest, *self.known]  # in this order: finding the lowest evaluates others
         fastest, found = float("inf"), list[Found]()
         for one in sorted(made, key=lambda one: (one.peak, one.schedule.seconds)):
             if one.schedule.seconds < fastest:
@@ -117,21 +117,22 @@ class Fusing:
 
     @cached_property
     def lowest(self) -> Candidate:
-        """The least that there is."""
+        """Candidate with the smallest peak."""
         return min(self._low(), key=lambda one: one.peak)
 
     def _low(self) -> Iterator[Candidate]:
-        """What may be the least: which of them is, their code says. The same whatever seconds were measured, and
-        whatever was looked at before, so that a budget that is refused with their least is kept once it is given."""
+        """Yield candidates for the smallest peak: which of them has it, their code says. They are the same whatever
+        seconds were measured, and whatever was evaluated before, so that a budget that is refused with their smallest
+        peak is kept once it is given."""
         search = self._search.same_everywhere
         found = search.floor()
         aim, there = found.peak, base_level(search.graph, found.choices, search.around)
         floor = self._looked_at(found, aim)
         yield floor
-        if floor.peak > found.peak:  # where the highest are lower, there is room for what the code takes more
+        if floor.peak > found.peak:  # lower levels leave room for what the code takes beyond them
             under = aim - int(_UNDER * (aim - there))
             yield self.candidate(replace(search.nearest(under, STEEP).choices, joined=True))
-        for _ in range(_RUNGS):  # where one op takes much by itself, its code may take less than the others'
+        for _ in range(_RUNGS):  # the code of an op that takes most op by op may take less
             aim -= int(_BELOW * (aim - there))
             one = self._looked_at(search.nearest(aim), aim)
             yield one
@@ -142,7 +143,8 @@ class Fusing:
         return any(one.peak <= budget for one in self._low())
 
     def _sought(self, budget: int) -> Candidate | None:
-        """The fastest that keeps the budget, by aiming at what may come to it."""
+        """Return the fastest candidate that keeps the budget, by aiming the search at bytes whose code may come to
+        it."""
         aims, best, known = Aims(budget, self._room), self._fastest_known(budget), len(self._known)
         aim = aims.first(self._nearest(budget))
         for _ in range(_SEARCHES):
@@ -152,7 +154,7 @@ class Fusing:
             before = len(self._known)
             one = self._looked_at(found, aim)
             if found.peak > aim and one.peak > budget and len(self._known) == before:
-                break  # nor will what is aimed at below that be another
+                break  # lower targets find the same candidate
             if one.peak <= budget:
                 best = one if best is None or one.schedule.seconds < best.schedule.seconds else best
                 if _keeps_all(one) or budget - one.peak <= self._room:
@@ -168,7 +170,8 @@ class Fusing:
         return best
 
     def _filled(self, best: Candidate, budget: int) -> Candidate:
-        """What keeps the budget, with what it leaves of that used, where nothing that was aimed at came near."""
+        """Return a candidate that uses the room that the best leaves in the budget, where none that was aimed at came
+        near."""
         room = budget - best.peak
         for _ in range(_FILLED):
             if room <= self._room:
@@ -184,7 +187,8 @@ class Fusing:
         return best
 
     def _found(self, aim: int) -> Found:
-        """What keeps so many bytes op by op, or comes nearest to them: the code of that may take less."""
+        """Return what the search finds within a number of bytes, op by op, or what comes nearest to them: its code may
+        take less."""
         found = self._within(aim)
         return self._search.nearest(aim) if isinstance(found, Infeasible) else found
 
@@ -199,7 +203,7 @@ class Fusing:
         return one
 
     def _reached(self, one: Candidate) -> int:
-        """Its peak as the search counts; where that is over what was searched for, that."""
+        """Return a candidate's peak as the search counts it; where that is above what was searched for, the latter."""
         peak = levels(one.schedule, self._search.around).peak
         return min(peak, self._aims.get(one.schedule.choices, peak))
 
@@ -208,12 +212,12 @@ class Fusing:
         return min(fit, key=lambda one: one.schedule.seconds, default=None)
 
     def _is_worth(self, found: Found, best: Candidate) -> bool:
-        """Whether what a search found is so much faster that it is worth a look."""
+        """Return whether a plan of the search is enough faster to be worth lowering."""
         return best.schedule.seconds - found.seconds > _WORTH * self._seconds
 
     def _nearest(self, budget: int) -> tuple[int, int] | None:
-        """Of what was looked at for other budgets, the nearest to this one: what it reached, and its peak by its
-        code."""
+        """Return, of the candidates for other budgets, the one nearest to this budget: the bytes it reached in the
+        search, and the peak of its code."""
         nearest = min(self.known, key=lambda one: abs(one.peak - budget), default=None)
         return None if nearest is None else (self._reached(nearest), nearest.peak)
 
@@ -227,11 +231,11 @@ class Fusing:
 
 
 def _keeps_all(one: Candidate) -> bool:
-    return not one.schedule.choices.recompute | one.schedule.choices.encode
+    return not one.schedule.choices.recompute and not one.schedule.choices.kept_as
 
 
 def judged(made: Schedule, around: Surroundings) -> Candidate:
-    """What comes of a schedule of `as_fused`: lowering it takes seconds."""
+    """Lower a schedule of `as_fused`, which takes seconds, and predict its bytes."""
     of = fused(made)
     codes = {part.name: _code_of(part) for part in of.parts}
     return Candidate(of, codes, fused_timeline(of, codes, around))
@@ -243,8 +247,8 @@ def _code_of(part: Part) -> inductor.Code:
 
 
 def as_fusible(graph: JointGraph) -> JointGraph:
-    """The graph for a search of steps of fused kernels: what its ops cost there when they run again, and without the
-    forms that work in another value's memory, since a compiler has its own."""
+    """Return the graph for a search of steps of fused kernels: what its ops cost there when they run again, and without
+    the forms that work in another value's memory, since a compiler has its own."""
     return replace(graph, ops=tuple(_fusible(op) for op in graph.ops))
 
 
@@ -259,31 +263,30 @@ def _fusible(op: GraphOp) -> GraphOp:
 
 @dataclass(frozen=True, slots=True)
 class Aims:
-    """What was searched for so far, and what came of it."""
+    """Search targets so far, and the peaks that came of them."""
 
     budget: int
     room: int
     """Bytes under the budget that may be left."""
     fits: int | None = None
-    """The most that was searched for, and what came of it kept the budget."""
+    """Largest target whose candidate kept the budget."""
     over: int | None = None
-    """The least of which it did not."""
+    """Smallest target whose candidate exceeded the budget."""
 
     def first(self, known: tuple[int, int] | None = None) -> int:
-        """What to begin with. ``known``: what a search for a budget near this one came to, in its own bytes and in
-        those that count."""
+        """Return the first target. ``known``: search bytes and peak of a candidate for a budget near this one."""
         return self.budget if known is None else self._beside(*known)
 
     def seen(self, aim: int, found: int, peak: int) -> Aims:
-        """With one more: searched for, found in the search's own bytes, and in those that count."""
+        """Return the aims with one more target: its search bytes, and the peak of its code."""
         if peak <= self.budget:
             most = max(aim, found)
             return replace(self, fits=most if self.fits is None else max(self.fits, most))
-        least = min(aim, found)  # whatever is between finds the same
+        least = min(aim, found)  # targets between find the same candidate
         return replace(self, over=least if self.over is None else min(self.over, least))
 
     def next(self, aim: int, found: int, peak: int) -> int | None:
-        """What to search for next; None where that would tell nothing new.
+        """Return the next target; None where it would find nothing new.
 
         Args:
             aim, found, peak: of the last search, as for `seen`.
@@ -296,13 +299,13 @@ class Aims:
         return wanted if self.fits < wanted < self.over else (self.fits + self.over) // 2
 
     def _beside(self, found: int, peak: int) -> int:
-        """As far from the budget as these are from each other, less half of the room: a little more than expected is
-        not to be over the budget."""
+        """Return a target as far from the budget as a candidate's search bytes are from its peak, less half of the
+        room, so that a little more than expected is not over the budget."""
         return self.budget + found - peak - self.room // 2
 
 
 def with_more_kept(made: Schedule, room: int) -> Choices:
-    """Its choices, but for what is kept instead of made again: by the byte the dearest first, as long as room lasts.
+    """Keep values instead of recomputing them, those first that cost most to recompute per byte, as long as room lasts.
 
     Args:
         made: what fits.

@@ -1,4 +1,4 @@
-"""What a step of fused kernels holds while it runs: its generated code, run on tensors without data.
+"""Bytes that a step of fused kernels holds: its generated code, run on tensors without data.
 
 The code says what is allocated and freed, and which of torch's kernels are called: they count with what they hold. The
 code's own kernels hold nothing beyond what is allocated for them. So fusion is not modelled: it is looked at.
@@ -27,7 +27,7 @@ from memplan.trace.trace import Trace
 
 
 def fused_timeline(of: Fused, codes: Mapping[str, inductor.Code], around: Surroundings) -> Timeline:
-    """Bytes over time of a step, from what is handed in to the optimizer's update.
+    """Return the bytes over time of a step, from what is handed in to the optimizer's update.
 
     Args:
         of: what runs.
@@ -70,14 +70,14 @@ class _Step:
         there = {value.id: _made(value) for value in values if value.kind in RESIDENT and not value.is_view}
         self.handed = [_seen(value, there[value.base]) for value in values if value.kind in RESIDENT]
         self.beside = [self._bytes(self.around.held_bytes)]
-        if self.choices.held:
+        if self.choices.gradients.adds:
             trained = [values[of] for of, _ in self.graph.gradients if values[of].kind == "parameter"]
             self.beside += [self._bytes(value.own_bytes) for value in trained]
         return self.step
 
     @torch.no_grad()
     def step(self) -> None:
-        """What the engine does, and who receives the gradients."""
+        """Run one step as the engine does, and hold what the receivers of its gradients hold."""
         outputs, saved = self.halves.forward(list(self.handed))
         summed = self._summed()
         tangents = [_made(value) for value in self.tangents]
@@ -85,22 +85,23 @@ class _Step:
         for given in self.halves.backward(list(self.handed), saved, tangents):
             stay += [gradient for value, gradient in given if not self._used_up(value)]
             given.clear()
-        if not self.choices.early:
+        if not self.choices.gradients.updates:
             self._bytes(self.around.update)
         del outputs, stay, summed
 
     def _summed(self) -> list[Tensor]:
-        """Where no loss is given, the outputs' sums are it: these numbers, and the gradient of all."""
+        """Return the numbers of a loss that sums the outputs, where none is given: a sum of each, and the gradient of
+        all."""
         if any(value.held for value in self.tangents):
             return []
         sums = [_number(value) for value in self.tangents]
         return [*sums, _number(self.tangents[0])] if sums else []
 
     def _used_up(self, value: int) -> bool:
-        """Whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
+        """Return whether a gradient is freed as soon as it is given, after what its update holds for a moment."""
         if not taken(self.graph, self.choices, value):
             return False
-        if self.choices.early:
+        if self.choices.gradients.updates:
             self._bytes(self.around.update_of.get(value, 0))
         return True
 

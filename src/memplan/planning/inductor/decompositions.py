@@ -6,9 +6,8 @@ is not among them: it runs as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +17,9 @@ from memplan import _torch
 from memplan._torch import inductor
 from memplan._torch.custom_ops import define
 from memplan.planning.graph.op_schema import overload
+from memplan.planning.inductor import max_pool
+from memplan.planning.levers.registry import LEVERS
+from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the ops
 from memplan.trace.semantics.traced_results import INSTEAD
 
 _aten: Any = torch.ops.aten
@@ -30,30 +32,24 @@ _NORMS = (
 
 
 def decompositions(on_card: bool = False) -> Mapping[Any, Callable[..., Any]]:
-    """By op, the function that it is replaced by when a step is traced.
+    """Return the functions that replace memplan's ops, by op, when a step is traced.
 
     ``on_card``: whether it runs on a CUDA card. Which pools are left to torch was measured on CPUs alone.
     """
-    from memplan.planning.inductor import max_pool
-
     ops: Any = torch.ops.memplan
     return {
         **({} if on_card else max_pool.decompositions()),
         **_corrected(),
         **{op: _norm(op) for op in _NORMS},
+        **{op: function for lever in LEVERS for op, function in lever.lowered().items()},
         ops.dropout.default: lambda x, mask, scale: x * mask * scale,
-        ops.unpack_bits.default: _unpacked,
-        ops.threshold_backward_bits.default: _threshold_backward,
-        ops.leaky_relu_backward_bits.default: _leaky_relu_backward,
-        ops.native_dropout_backward_bits.default: lambda x, bits, scale: x * _like(bits, x) * scale,
-        ops.masked_fill_bits.default: lambda x, bits, value: torch.where(_like(bits, x), value, x),
         ops.cross_entropy_backward.default: _cross_entropy_backward,
     }
 
 
 def _norm(op: Any) -> Callable[..., Any]:
-    """A norm as Inductor has it. In mixed precision the CPU's kernels give statistics in the parameters' dtype; torch's
-    decompositions round them to that of the input, whatever has been made for the backward pass."""
+    """Return a norm as Inductor has it. In mixed precision the CPU's kernels give statistics in the parameters' dtype;
+    torch's decompositions round them to that of the input, whatever has been made for the backward pass."""
 
     def norm(x: Tensor, *rest: Any) -> Any:
         traced = inductor.decomposition(op)
@@ -66,29 +62,6 @@ def _norm(op: Any) -> Callable[..., Any]:
         return result.to(x.dtype), *statistics
 
     return norm
-
-
-def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Flags in the order of memory, seen in the order of dimensions."""
-    places = torch.arange(
-        8, dtype=torch.int32, device=bits.device
-    )  # a tensor of constants would be kept by the kernels
-    flags = (bits[:, None].to(torch.int32) >> places).bitwise_and(1).ne(0).view(-1)[: prod(size)]
-    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
-    place = [order.index(dim) for dim in range(len(size))]
-    return flags.view([size[dim] for dim in order]).permute(place)
-
-
-def _like(bits: Tensor, tensor: Tensor) -> Tensor:
-    return _unpacked(bits, tensor.shape, tensor.stride())
-
-
-def _threshold_backward(grad_output: Tensor, bits: Tensor, threshold: float) -> Tensor:
-    return torch.where(_like(bits, grad_output), grad_output, 0.0)
-
-
-def _leaky_relu_backward(grad_output: Tensor, bits: Tensor, slope: float, is_result: bool) -> Tensor:
-    return torch.where(_like(bits, grad_output), grad_output, grad_output * slope)
 
 
 def _cross_entropy_backward(
@@ -108,7 +81,7 @@ def _cross_entropy_backward(
 
 @cache
 def _corrected() -> Mapping[Any, Callable[..., Any]]:
-    """By torch's op, what stands for it when a step is traced."""
+    """Return the functions that replace torch's ops, by op, when a step is traced."""
     return {op: _registered(op, name) for name in INSTEAD if (op := _torch.op_named(name)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""What torch's kernels hold beside their results where the code of fused kernels calls them.
+"""Workspaces of torch's kernels where generated code calls them.
 
 On the CPU convolutions, and products in fewer bits, are measured as they are met. On a card whatever is called is, in
 one go once it is known: while a step is recorded, nothing can be asked of a card.
@@ -25,16 +25,16 @@ class Kernels(Protocol):
     """Torch's kernels in the code of one step."""
 
     def known(self, semantics: Semantics) -> Semantics:
-        """The semantics of where the step runs, with what is known of these kernels."""
+        """Return the semantics of where the step runs, with what is known of these kernels."""
         ...
 
     def measure(self) -> bool:
-        """Measure what was called and is not known yet; whether that told something new."""
+        """Measure the calls that are not known yet; return whether there were any."""
         ...
 
 
 def kernels_on(home: Home, graph: JointGraph) -> Kernels:
-    """Of a step of this graph."""
+    """Return the kernels of a step of this graph, by its device."""
     return OnCPU(graph) if home.card is None else OnCard(graph, home.name)
 
 
@@ -99,15 +99,15 @@ class OnCard:
 
 
 def _runs_alone(name: str) -> bool:
-    """Whether it is a kernel that can run on made-up tensors on the card: what others wrote may trust its arguments,
-    and what reads host memory, too, goes by its formula."""
+    """Return whether it is a kernel that can run on made-up tensors on the card: what others wrote may trust its
+    arguments, and what reads host memory, too, goes by its formula."""
     if not name.startswith("aten.") or name in NEEDS_SEEDS or name in _MAKE or name in _READ_HOST:
         return False
     return not overload(name).is_view
 
 
 _MAKE = frozenset(f"aten.{name}" for name in ("empty.memory_format", "empty_strided.default", "as_strided.default"))
-"""What holds nothing but what it makes."""
+"""Ops that hold nothing beside their results."""
 _READ_HOST = frozenset(
     f"aten.{name}"
     for name in (
@@ -115,7 +115,7 @@ _READ_HOST = frozenset(
         "_index_put_impl_.default",
     )
 )
-"""Copies between host and card, and indices that may lie in host memory: what they hold hangs on that."""
+"""Copies between host and card, and ops whose indices may lie in host memory: their workspace depends on that."""
 
 
 def _is_opaque(name: str) -> bool:
@@ -123,7 +123,7 @@ def _is_opaque(name: str) -> bool:
 
 
 def _of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
-    """What calls take that stay as they are: that was found out for the graph."""
+    """Return the workspaces of opaque calls, which the graph knows."""
     known = dict[tuple[str, str], int]()
     for op in graph.ops:
         if _is_opaque(op.target):
@@ -133,4 +133,4 @@ def _of_opaque_calls(graph: JointGraph) -> dict[tuple[str, str], int]:
 
 
 _AS_TORCHS = {str(ours): str(torchs) for torchs, ours in POOLS.items()}
-"""By the name of a kernel of torch's that is called by ours: its own."""
+"""torch's kernel for each op of memplan's that calls it."""

@@ -1,4 +1,4 @@
-"""What fusion brings a planned step: kernels and bytes moved, before and after, and what stays bound by bandwidth.
+"""Compare a planned step before and after fusion: kernels, bytes moved, and what stays bound by bandwidth.
 
 Before: the same plan run by the engine ``graph``, where each op of the schedule is a kernel of its own. After: what the
 generated code calls. On both sides a kernel moves what it reads and what it writes, at best: each tensor
@@ -19,8 +19,9 @@ from memplan._torch import inductor
 from memplan.devices import Device
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
-from memplan.planning.graph.roofline import CPU, Rates, Work, coding_of, rates_of, work_of
+from memplan.planning.graph.roofline import CPU, Rates, Work, rates_of, work_of
 from memplan.planning.inductor.partition import Fused, Part
+from memplan.planning.levers import registry
 from memplan.planning.plan.fusion import Bound, Fusion, Group
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
@@ -42,7 +43,7 @@ Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_tem
 
 
 def fusion_of(of: Fused, codes: Mapping[str, inductor.Code], device: Device | None = None) -> Fusion | None:
-    """What fusion brings a step.
+    """Compare a fused step with the same plan run op by op.
 
     Args:
         of: what runs.
@@ -67,21 +68,20 @@ def fusion_of(of: Fused, codes: Mapping[str, inductor.Code], device: Device | No
 
 
 def bytes_by_action(of: Schedule) -> dict[int, int]:
-    """What the engine ``graph`` moves: by the place of each action that calls a kernel, in both passes one after the
-    other, the bytes that it reads and writes."""
+    """Return the bytes that each action of the engine ``graph`` reads and writes, by place in both passes."""
     graph = of.graph
-    encodings = {one.value: one for one in graph.encodings}
     found = dict[int, int]()
     for at, action in enumerate((*of.forward, *of.backward)):
         if action.op is not None:
             op = action.called(graph)
             found[at] = work_of(graph, op).bytes + _read_again(graph, op)
-            if action.direct is not None:
-                encoded = graph.values[encodings[action.direct].encoded]
-                found[at] += encoded.bytes - graph.values[action.direct].bytes
-        elif action.kind in ("encode", "decode"):
-            assert action.value is not None
-            found[at] = coding_of(graph, encodings[action.value])[0].bytes
+            if action.form is not None:
+                form = graph.form[action.form]
+                found[at] += graph.values[form.kept].bytes - graph.values[form.value].bytes
+        elif action.form is not None and action.kind in ("store", "fetch"):
+            form = graph.form[action.form]
+            stored, fetched, _ = registry.find(form.lever).works(graph, form)
+            found[at] = (stored if action.kind == "store" else fetched).bytes
         elif action.kind == "write" or action.copies:
             assert action.value is not None
             found[at] = 2 * graph.values[action.value].own_bytes
@@ -89,7 +89,7 @@ def bytes_by_action(of: Schedule) -> dict[int, int]:
 
 
 def _read_again(graph: JointGraph, op: GraphOp) -> int:
-    """Bytes of what an op's kernel goes over a second time."""
+    """Return the bytes of what an op's kernel goes over a second time."""
     again = _TWICE.get(op.target, ())
     given = op_schema.arguments_of(op.target, op.args, op.kwargs) if again else {}
     if not given.get("train", given.get("training", True)):  # the statistics are known
@@ -105,19 +105,19 @@ class _Grouping:
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """What a mark is the place of."""
+        """Actions of both passes, in the order of the marks."""
         return (*self.of.schedule.forward, *self.of.schedule.backward)
 
     def groups(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> tuple[Group, ...]:
-        """All kernels of a step; what the engine copies itself, after those of the forward pass."""
+        """Return all kernels of a step; what the engine copies itself, after those of the forward pass."""
         work = self.work(called)
         groups = [self.group(part, kernel, work[at]) for at, (part, kernel) in enumerate(called)]
         after = sum(not part.lowerable.backward for part, _ in called)
         return (*groups[:after], *self.copies(), *groups[after:])
 
     def work(self, called: Sequence[tuple[Part, inductor.Kernel]]) -> dict[int, list[Work]]:
-        """By kernel, what it computes. Of an op that was taken apart into what counts as no FLOPs, as a product with a
-        single column is, those of the op, where most of its bytes are moved."""
+        """Return what each kernel computes. Of an op that was decomposed into ops without FLOPs, as a product with a
+        single column is, the FLOPs of the op, in the kernel that moves most of its bytes."""
         found, counted, seen = defaultdict[int, list[Work]](list), set[int | None](), set[tuple[str, str]]()
         kernels_of = defaultdict[int, list[int]](list)
         for at, (part, kernel) in enumerate(called):
@@ -138,7 +138,7 @@ class _Grouping:
         return found
 
     def group(self, part: Part, kernel: inductor.Kernel, work: Sequence[Work]) -> Group:
-        """One kernel."""
+        """Describe one kernel."""
         marks = dict.fromkeys(origin.mark for origin in kernel.origins if origin.mark is not None)
         ops = [op for mark in sorted(marks) if (op := self.op(mark)) is not None]
         flops = sum(one.flops for one in work)
@@ -156,7 +156,7 @@ class _Grouping:
         )
 
     def copies(self) -> Iterator[Group]:
-        """What the forward pass changes of what it is handed is copied there."""
+        """Yield the copies of results into the inputs that the forward pass changes."""
         for action in self.of.schedule.forward:
             if action.kind == "write":
                 assert action.value is not None
@@ -166,22 +166,22 @@ class _Grouping:
                 yield Group(COPY, False, "forward", (COPY,), layers, where, size, 0, 0.0, "bandwidth")
 
     def op(self, mark: int) -> GraphOp | None:
-        """The op that an action runs, or is about."""
+        """Return the op that an action runs, or is about."""
         action = self.actions[mark]
         return self.about(action) if action.op is None else action.called(self.graph)
 
     def about(self, action: Action) -> GraphOp | None:
-        """The op that makes what is encoded, decoded, written or given."""
+        """Return the op that makes what is encoded, decoded, written or given."""
         value = action.value if action.source is None else action.source
         return None if value is None else self.graph.maker.get(self.graph.base(value))
 
     def rate(self, mark: int | None) -> str:
-        """Whose FLOP/s count for an op."""
+        """Return the dtype whose FLOP/s count for an op."""
         op = None if mark is None else self.op(mark)
         return "float32" if op is None else work_of(self.graph, op).rate
 
     def bound(self, size: int, work: Sequence[Work]) -> Bound:
-        """What takes longer."""
+        """Return the resource that takes longer: memory or computation."""
         computing = sum(self.rates.seconds(one) - self.rates.call for one in work)
         return "compute" if computing > size / self.rates.bandwidth else "bandwidth"
 
@@ -191,7 +191,7 @@ _LAYERS = 3
 
 
 def unfused(fusion: Fusion) -> tuple[str, ...]:
-    """What a plan has to say of them: a note for each op, those of libraries first, then those that move the most.
+    """Return a plan's notes on ops that run unfused: those of libraries first, then those that move the most.
 
     Not of products, convolutions and attention, which are torch's kernels in any compiled step; nor of ops that draw
     random numbers, copies into buffers and packed bits, which are so because memplan asked for it.
@@ -205,7 +205,7 @@ def unfused(fusion: Fusion) -> tuple[str, ...]:
 
 
 def _is_fallback(kernel: str) -> bool:
-    """Whether a kernel of torch's, or of a library's, stands where Inductor could have written one."""
+    """Return whether a kernel of torch's, or of a library's, stands where Inductor could have written one."""
     if kernel == COPY or kernel.startswith("memplan.") or _torch.flop_formula(kernel) is not None:
         return False
     try:
@@ -216,7 +216,7 @@ def _is_fallback(kernel: str) -> bool:
 
 
 def _names(group: Group) -> tuple[str, ...]:
-    """What is called, and the ops of the plan that it was put in place of."""
+    """Return the kernel that is called, and the ops of the plan that it replaces."""
     called = _short(group.kernel)
     return called, *dict.fromkeys(name for op in group.ops if (name := _short(op)) != called)
 

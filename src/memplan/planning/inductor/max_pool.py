@@ -24,7 +24,7 @@ _GIVEN = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dila
 
 
 def _schemas() -> Iterator[tuple[str, str]]:
-    """Names and schemas: those of torch's ops."""
+    """Yield the names and schemas: those of torch's ops."""
     for dims in (2, 3):
         name = f"max_pool{dims}d_with_indices"
         yield name, f"{name}(Tensor self, {_WINDOW.format(dims)}) -> (Tensor, Tensor)"
@@ -44,7 +44,7 @@ the time, 5x5 in 1.4 times as long."""
 
 
 def _forward(torchs: Any, dims: int) -> Callable[..., Any]:
-    """A pool as our op, or as Inductor traces it: its kernel for the op itself takes up to ten times as long."""
+    """Return a pool as our op, or as Inductor traces it: its kernel for the op itself takes up to ten times as long."""
     ours, inductors = POOLS[torchs], inductor.decomposition(torchs)
 
     def pool(x: Tensor, kernel: Sequence[int], *rest: Any, **named: Any) -> Any:
@@ -57,11 +57,11 @@ def _forward(torchs: Any, dims: int) -> Callable[..., Any]:
 
 
 POOLS: Mapping[Any, Any] = dict(_registered(*one) for one in _schemas())
-"""By torch's pool and its derivative, ours of the same arguments."""
+"""memplan's op of the same arguments, for each of torch's pools and their derivatives."""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """By torch's op, what stands for it when a step is traced."""
+    """Return the functions that replace torch's pools, by op, when a step is traced."""
     aten = torch.ops.aten
     forward = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
     return {**POOLS, **{torchs: _forward(torchs, dims) for torchs, dims in forward.items()}}

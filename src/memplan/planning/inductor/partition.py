@@ -1,4 +1,4 @@
-"""A planned step as fused kernels: its halves as core ops, and the parts of them that are compiled.
+"""Lower a planned step for fused kernels: both passes as core ops, cut into parts that are compiled.
 
 What is kept and what is made again was decided on the undecomposed graph, and each half is lowered by itself: Inductor
 fuses within a part, and decides nothing about what lives between the passes.
@@ -38,12 +38,12 @@ class Part:
     lowerable: inductor.Lowerable
     takes: tuple[str, ...]
     drops: frozenset[str]
-    """Of what it takes, what is not needed any more."""
+    """Taken tensors that nothing needs afterwards."""
     makes: tuple[str, ...]
     gives: tuple[str, ...]
-    """What is handed out after it, from this part or from before."""
+    """Tensors handed out after it, from this part or an earlier one."""
     ends: frozenset[str]
-    """Of these, what is not needed any more."""
+    """Handed-out tensors that nothing needs afterwards."""
 
 
 @contextmanager
@@ -72,22 +72,22 @@ _CUT_SHORT = "Delete that file: a process that was killed while it compiled has 
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error says, and the first in which a compiler does."""
+    """Return the first line of what an error says, and the first in which a compiler does."""
     first, *more = str(error).strip().splitlines() or [""]
     compilers = next((line.strip() for line in more if "error:" in line), None)
     return first if compilers is None else f"{first}: {compilers}"
 
 
 Compiler = Callable[[Part], inductor.Boxed]
-"""What makes a function of a part."""
+"""Compiler of a part: returns its function."""
 
 
 @dataclass(frozen=True)
 class Half:
-    """A forward or a backward pass."""
+    """A forward or a backward pass, cut into parts."""
 
     takes: tuple[str, ...]
-    """What it is handed."""
+    """Names of its arguments."""
     parts: tuple[Part, ...]
 
 
@@ -98,7 +98,7 @@ class Fused:
     schedule: Schedule
     forward: Half
     backward: Half
-    """It is handed some of what the forward pass is, then what was saved, then the gradients of the outputs."""
+    """Takes arguments of the forward pass, then what was saved, then the gradients of the outputs."""
     handed: tuple[int, ...]
     """Positions of the first among what the forward pass is handed."""
     saved: tuple[int, ...]
@@ -106,16 +106,16 @@ class Fused:
     written: tuple[int, ...]
     """Positions of what the forward pass changes of what it is handed: its last results are copied there."""
     chunks: tuple[tuple[tuple[int, ...], ...], ...]
-    """By part of the backward pass: the lists of values whose gradients are given after it."""
+    """For each part of the backward pass: the groups of values whose gradients are given after it."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All that is compiled, in the order in which it runs."""
+        """Compiled parts, in the order in which they run."""
         return (*self.forward.parts, *self.backward.parts)
 
 
 def as_fused(graph: JointGraph, choices: Choices) -> Schedule:
-    """The step under these choices, for fused kernels: what memory is used again is for the compiler to say."""
+    """Return the step under these choices, for fused kernels: what memory is used again is for the compiler to say."""
     return schedule(graph, replace(choices, in_place=False, pieces=frozenset(), fused=True))
 
 
@@ -152,9 +152,9 @@ def fused(of: Schedule) -> Fused:
 
 
 def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What an op made, as the graph has it: what Inductor traces in an op's place can be laid out otherwise, and then
-    views that follow are none, or be wider (the gradient of a norm by groups in bfloat16), and then so is all that
-    follows. Left in its layout where such strides leave gaps or overlap."""
+    """Return an op's result in the graph's layout and dtype. What Inductor traces in an op's place can be laid out
+    otherwise, and then views that follow become copies, or wider (the gradient of a group norm in bfloat16). It keeps
+    its layout where the graph's strides leave gaps or overlap."""
     tensor = tensor.to(dtype)
     dims = range(tensor.dim())
     if all(tensor.shape[dim] <= 1 or tensor.stride(dim) == stride[dim] for dim in dims):
@@ -167,7 +167,7 @@ def laid_out(tensor: Tensor, stride: Sequence[int], dtype: torch.dtype) -> Tenso
 
 
 def _as_in(graph: JointGraph, tensors: Sequence[Tensor], values: Sequence[int]) -> list[Tensor]:
-    """What is handed on, in the dtypes of the graph: the code that reads it is made for these."""
+    """Cast tensors that are handed on to the graph's dtypes, which the code that reads them is generated for."""
     return [one.to(getattr(torch, graph.values[of].dtype)) for one, of in zip(tensors, values, strict=True)]
 
 
@@ -205,8 +205,8 @@ def _put_together(of: Schedule, first: inductor.Traced, second: inductor.Traced,
 
 
 def _chunks(of: Schedule) -> Iterator[list[tuple[int, ...]]]:
-    """The lists of gradients that are given, by the parts that make them: one part where they all stay, else a new one
-    after each share of the bytes that do not."""
+    """Yield the lists of gradients that are given, by the parts that make them: one part where they all stay, else a
+    new one after each share of the bytes that do not."""
     values, graph = of.graph.values, of.graph
     groups = gives(of)
     sizes = [sum(values[v].own_bytes for v in group if taken(graph, of.choices, v)) for group in groups]
@@ -231,7 +231,8 @@ def _half(
     stay: Sequence[fx.Node],
     backward: bool,
 ) -> Half:
-    """A traced function in parts, each up to the last of its results, and to the last op that reads what changes then.
+    """Return a traced function in parts, each up to the last of its results, and to the last op that reads what changes
+    then.
 
     Args:
         of: the function.
@@ -289,7 +290,7 @@ class Halves:
         )
 
     def forward(self, inputs: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs, and what is saved. The list that is handed in is emptied."""
+        """Return the outputs, and what is saved. The list that is handed in is emptied."""
         targets = [inputs[at] for at in self._of.written]
         (results,) = _run(self._of.forward.takes, self._forward, inputs)
         cut = self._outputs + self._saved
@@ -299,8 +300,8 @@ class Halves:
     def backward(
         self, inputs: list[Any], saved: list[Tensor], tangents: list[Tensor]
     ) -> Iterator[list[tuple[int, Tensor]]]:
-        """Lists of gradients, each with the value that it is of; all of a part are made before the first is given.
-        Each list has to be emptied by who takes it; those that are handed in are emptied."""
+        """Yield lists of gradients, each with its value; all of a part are made before the first is given. Each list
+        has to be emptied by who takes it; those that are handed in are emptied."""
         given = [*(inputs[at] for at in self._of.handed), *saved, *tangents]
         for one in (inputs, saved, tangents):
             one.clear()

@@ -20,17 +20,25 @@ compared with 0:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from memplan.planning.graph.joint_graph import RESIDENT, Encoding, GraphOp, JointGraph, Ref, Value
+from memplan._bytes import format_bytes
+from memplan._text import format_seconds
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, Ref, Value
 from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
 from memplan.planning.graph.precision import Save
-from memplan.planning.levers.in_place import PIECE
+from memplan.planning.levers.lever import Called, Grade, Lever, PlannedStep, Reason, Situation
+from memplan.planning.ops.pieces import GROUP, PIECE, packed, quantized_bytes, quantized_piece
+
+NAME = "encode"
+_LATER = -1
+"""In place of ids that the registry gives."""
 
 WORTHWHILE = 4096
 """Bytes that a value must at least have to be encoded."""
@@ -96,8 +104,6 @@ INDICES: Mapping[str, tuple[int, _Bound]] = {
 LOSSY = ("bfloat16", "int8", "uint8")
 """Codecs that do not give back just what was encoded."""
 
-GROUP = 256
-"""Elements that share a scale: 4 bytes of that are 1.6 % of their 256."""
 
 _GENTLE = """
     addmm.default avg_pool2d_backward.default avg_pool3d_backward.default bmm.default convolution_backward.default
@@ -119,57 +125,132 @@ _STEEP = frozenset(
 _NEVER_BELOW_0 = frozenset(f"aten.{name}.default" for name in ("relu", "sigmoid", "_softmax", "exp"))
 
 
-def packed(elements: int) -> int:
-    """Bytes of one bit for each element."""
-    return (elements + 7) // 8
+class Encode(Lever):
+    """Keep a value in a smaller form: bits of what is only compared, narrow integers, or, where lossy plans are
+    allowed, fewer bits an element."""
+
+    name = NAME
+    verbs = ("encode", "decode")
+    comments = ("encodes", "decodes")
+    switch = "encodings"
+
+    def why_not(self, graph: JointGraph, value: Value, situation: Situation) -> str:
+        """Say why a value has no smaller form; empty where it has one."""
+        return _Encodings(graph, situation.save).why_not(value)
+
+    def forms(self, graph: JointGraph, situation: Situation) -> Iterator[tuple[KeptForm, Value]]:
+        """Yield the encodings that are worth having: one a value at most."""
+        found = _Encodings(graph, situation.save)
+        for base in sorted(found.readers):
+            made = found.of(graph.values[base])
+            if made is not None:
+                yield made
+
+    def store(self, graph: JointGraph, form: KeptForm) -> Called:
+        """Return the call that makes the encoded form of a value."""
+        if form.how in ("index", "bfloat16"):
+            return _converted(form.value, graph.values[form.kept].dtype)
+        if form.how in LOSSY:
+            return "memplan.quantize.default", (Ref(form.value), form.how == "int8"), {}
+        return "memplan.pack_bits.default", (Ref(form.value), form.how), {}
+
+    def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
+        """Return the call that makes the value again, of its encoded form."""
+        value = graph.values[form.value]
+        if form.how in ("index", "bfloat16"):
+            return _converted(form.kept, value.dtype)
+        if form.how in LOSSY:
+            how = value.shape, value.stride, getattr(torch, value.dtype), form.how == "int8"
+            return "memplan.dequantize.default", (Ref(form.kept), *how), {}
+        return "memplan.unpack_bits.default", (Ref(form.kept), value.shape, value.stride), {}
+
+    def read_directly(self, graph: JointGraph, form: KeptForm, op: GraphOp, *, in_place: bool) -> Called:
+        """Return the call of an op of `DIRECT` that reads bits.
+
+        In place, its result goes over the operand that `DIRECT` names ``same``, its first one.
+        """
+        direct = DIRECT[op.target]
+        arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(form.kept)}
+        return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
+
+    def lowered(self) -> Mapping[Any, Callable[..., Any]]:
+        """Return what stands for its ops in fused kernels. What packs bits runs as it is."""
+        ops: Any = torch.ops.memplan
+        return {
+            ops.unpack_bits.default: _unpacked,
+            ops.threshold_backward_bits.default: _threshold_backward,
+            ops.leaky_relu_backward_bits.default: _leaky_relu_backward,
+            ops.native_dropout_backward_bits.default: lambda x, bits, scale: x * _like(bits, x) * scale,
+            ops.masked_fill_bits.default: lambda x, bits, value: torch.where(_like(bits, x), value, x),
+        }
+
+    def grade(self, form: KeptForm) -> Grade:
+        """Return ``lossy`` for the codecs that round."""
+        return "lossy" if form.how in LOSSY else "exact"
+
+    def counted(self, values: int, host_bytes: int) -> str:
+        """Say how many values are encoded."""
+        return f"{values} encoded"
+
+    def reason(self, planned: PlannedStep, form: KeptForm) -> Reason:
+        """Say how much smaller the form is, who reads it, and how the value is got back for the others."""
+        values = planned.graph.values
+        size, smaller = values[form.value].bytes, values[form.kept].bytes
+        saved = planned.is_saved(form.value)
+        parts = [f"{format_bytes(smaller)} instead of {format_bytes(size)} ({form.how})"]
+        direct = planned.direct_readers(form)
+        if direct:
+            parts.append(f"read as it is by {direct}")
+        if saved:
+            parts.append("the value itself is kept too")
+        needed = planned.needed(form.value)
+        if planned.is_recomputed(form.value):
+            parts.append(f"for the rest made again in {format_seconds(planned.graph.maker[form.value].rerun.seconds)}")
+        elif needed:
+            parts.append(needed)
+        details = {"codec": form.how, "encoded_bytes": smaller}
+        return Reason(0 if saved else max(0, size - smaller), "; ".join(parts), details, self.grade(form))
 
 
-def encodings(graph: JointGraph, save: Save = "exact", *, bytes_per_second: float = 5e9) -> JointGraph:
-    """The graph with the encodings that are worth having, and the values that stand for what they encode.
+class _Encodings:
+    """Finds the encodings of one graph."""
 
-    Args:
-        graph: its encodings, if it has some, are replaced.
-        save: in what a value may be kept that is not got back bit for bit.
-        bytes_per_second: how fast a value is read and its encoded form written, and back.
-    """
-    graph = _without(graph)
-    readers: dict[int, list[GraphOp]] = defaultdict(list)
-    for op in graph.backward_ops:
-        for base in op.reads:
-            readers[base].append(op)
-    steep = {base for op in graph.forward_ops if op.target in _STEEP for base in op.reads}
-    values, found = list(graph.values), list[Encoding]()
-    for base in sorted(readers):
-        value = graph.values[base]
-        maker = graph.maker.get(base)
-        if value.kind != "result" or maker is None or maker.phase != "forward" or value.bytes < WORTHWHILE:
-            continue
-        if (
-            base in graph.irreplaceable
-            or not is_dense(value)
-            or value.bytes != prod(value.shape) * itemsize(value.dtype)
-        ):
-            continue
-        made = _lossy(graph, value, maker, readers[base], save, base in steep, len(values))
-        made = made or _encoding(graph, value, maker, readers[base], len(values))
-        if made is not None and made[1].bytes < value.bytes:
-            encoding, encoded = made
-            seconds = (value.bytes + encoded.bytes) / bytes_per_second
-            values.append(encoded)
-            found.append(replace(encoding, encode_seconds=seconds, decode_seconds=seconds if encoding.whole else 0.0))
-    return replace(graph, values=tuple(values), encodings=tuple(found))
+    def __init__(self, graph: JointGraph, save: Save) -> None:
+        self.graph, self.save = graph, save
+        self.readers: dict[int, list[GraphOp]] = defaultdict(list)
+        """Backward ops that read each value."""
+        for op in graph.backward_ops:
+            for base in op.reads:
+                self.readers[base].append(op)
+        self.steep = {base for op in graph.forward_ops if op.target in _STEEP for base in op.reads}
 
+    def why_not(self, value: Value) -> str:
+        """Say why a value has no encoding."""
+        maker = self.graph.maker.get(value.id)
+        if value.kind != "result" or maker is None or maker.phase != "forward":
+            return "the forward pass does not make it"
+        if value.bytes < WORTHWHILE:
+            return f"it is smaller than {format_bytes(WORTHWHILE)}"
+        if value.id in self.graph.irreplaceable:
+            return "a call holds its very memory"
+        if not is_dense(value) or value.bytes != prod(value.shape) * itemsize(value.dtype):
+            return "its memory has gaps"
+        return "" if self._made(value, maker) is not None else "no reader can do with fewer bits"
 
-def _without(graph: JointGraph) -> JointGraph:
-    """The graph as it was before it had encodings."""
-    values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
-    assert all(value.id == at for at, value in enumerate(values)), "encoded forms are added last"
-    return replace(graph, values=values, encodings=(), offloads=())
+    def of(self, value: Value) -> tuple[KeptForm, Value] | None:
+        """Return the encoding of a value, if there is one that is smaller."""
+        return None if self.why_not(value) else self._made(value, self.graph.maker[value.id])
+
+    def _made(self, value: Value, maker: GraphOp) -> tuple[KeptForm, Value] | None:
+        graph, readers = self.graph, self.readers[value.id]
+        made = _lossy(graph, value, maker, readers, self.save, value.id in self.steep)
+        made = made or _encoding(graph, value, maker, readers)
+        return made if made is not None and made[1].bytes < value.bytes else None
 
 
 def _lossy(
-    graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, steep: bool, id: int
-) -> tuple[Encoding, Value] | None:
+    graph: JointGraph, value: Value, maker: GraphOp, readers: Sequence[GraphOp], save: Save, steep: bool
+) -> tuple[KeptForm, Value] | None:
     """The encoding of a value that is not got back as it was, where there may be one. What is only compared with 0 is
     smaller as bits, and exact."""
     if save == "exact" or value.dtype not in ("float64", "float32", "bfloat16", "float16"):
@@ -182,19 +263,16 @@ def _lossy(
     if save == "int8" and not steep and all(op.target in EIGHT_BITS for op in readers) and value.dtype != "float64":
         codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
         size = quantized_bytes(elements)
-        form = Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8", place=value.place)
+        form = _flat(value, codec, size)
         held = quantized_piece(elements)
         scratch = 4 * held + 4 * held * (value.dtype != "float32") + 32 * (1 + held // GROUP) + NUMBERS
         above = 4 * held * (codec == "uint8")
         decoding = scratch if value.dtype != "float32" else NUMBERS
-        return Encoding(value.id, id, codec, encode_scratch=scratch + above, decode_scratch=decoding), form
+        return KeptForm(NAME, value.id, _LATER, codec, store_scratch=scratch + above, fetch_scratch=decoding), form
     if itemsize(value.dtype) <= 2:
         return None
-    form = replace(
-        value, id=id, name=f"{value.name}_bfloat16", kind="encoded", base=id, bytes=2 * elements, dtype="bfloat16",
-        op=None,
-    )  # fmt: skip
-    return Encoding(value.id, id, "bfloat16"), form
+    form = replace(value, name=f"{value.name}_bfloat16", kind="encoded", bytes=2 * elements, dtype="bfloat16", op=None)
+    return KeptForm(NAME, value.id, _LATER, "bfloat16"), form
 
 
 def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
@@ -202,35 +280,24 @@ def _is_cast(graph: JointGraph, maker: GraphOp) -> bool:
     return maker.target == "aten._to_copy.default" and all(graph.values[v].kind in RESIDENT for v in maker.reads)
 
 
-def quantized_piece(elements: int) -> int:
-    """Elements of so many that are brought into eight bits at once: whole groups."""
-    return max(1, min(PIECE, elements // 16) // GROUP) * GROUP
-
-
-def quantized_bytes(elements: int) -> int:
-    """Of so many elements in eight bits: these, from the next multiple of 4 on the scales of all groups."""
-    return -(-elements // 4) * 4 + 4 * -(-elements // GROUP)
-
-
 def _encoding(
-    graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp], id: int
-) -> tuple[Encoding, Value] | None:
+    graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp]
+) -> tuple[KeptForm, Value] | None:
     """The one encoding of a value, if there is one, and its encoded form."""
     piece = min(PIECE, prod(value.shape))
     if value.dtype == "bool":
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
-        encoding = Encoding(
-            value.id, id, "bits", decode_scratch=piece, direct=tuple(op.index for op in direct), direct_scratch=scratch
-        )
-        return encoding, _bits(value, id, "bits")
+        form = KeptForm(
+            NAME, value.id, _LATER, "bits", fetch_scratch=piece, direct=tuple(op.index for op in direct),
+            direct_scratch=scratch,
+        )  # fmt: skip
+        return form, _flat(value, "bits", packed(prod(value.shape)))
     dtype = _narrow(graph, value, maker)
     if dtype is not None:
         size = value.bytes // itemsize(value.dtype) * itemsize(dtype)
-        encoded = replace(
-            value, id=id, name=f"{value.name}_index", kind="encoded", base=id, bytes=size, dtype=dtype, op=None
-        )
-        return Encoding(value.id, id, "index"), encoded
+        encoded = replace(value, name=f"{value.name}_index", kind="encoded", bytes=size, dtype=dtype, op=None)
+        return KeptForm(NAME, value.id, _LATER, "index"), encoded
     kinds: dict[str, list[GraphOp]] = defaultdict(list)
     for op in readers:
         kind = reads_bits(graph, op, value.id)
@@ -239,15 +306,16 @@ def _encoding(
     if not kinds:
         return None
     codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
-    return Encoding(
-        value.id, id, codec, encode_scratch=piece + NUMBERS, whole=False,
+    form = KeptForm(
+        NAME, value.id, _LATER, codec, store_scratch=piece + NUMBERS, whole=False,
         direct=tuple(op.index for op in direct), direct_scratch=max(_direct_scratch(graph, op) for op in direct),
-    ), _bits(value, id, codec)  # fmt: skip
+    )  # fmt: skip
+    return form, _flat(value, codec, packed(prod(value.shape)))
 
 
-def _bits(value: Value, id: int, codec: str) -> Value:
-    size = packed(prod(value.shape))
-    return Value(id, f"{value.name}_{codec}", "encoded", id, size, (size,), (1,), "uint8", place=value.place)
+def _flat(value: Value, codec: str, size: int) -> Value:
+    """A row of bytes that stands for a value."""
+    return Value(_LATER, f"{value.name}_{codec}", "encoded", _LATER, size, (size,), (1,), "uint8", place=value.place)
 
 
 def _narrow(graph: JointGraph, value: Value, maker: GraphOp) -> str | None:
@@ -285,45 +353,31 @@ def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
     return min(PIECE, prod(like.shape)) * (1 + direct.buffers * itemsize(like.dtype)) + NUMBERS
 
 
-# -- how each is called
-
-Called = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""An op, its arguments with Ref in place of tensors, and its keyword arguments: as in GraphOp."""
-
-
-def encode_call(graph: JointGraph, encoding: Encoding) -> Called:
-    """The call that makes the encoded form of a value."""
-    if encoding.codec in ("index", "bfloat16"):
-        return _converted(encoding.value, graph.values[encoding.encoded].dtype)
-    if encoding.codec in LOSSY:
-        return "memplan.quantize.default", (Ref(encoding.value), encoding.codec == "int8"), {}
-    return "memplan.pack_bits.default", (Ref(encoding.value), encoding.codec), {}
-
-
-def decode_call(graph: JointGraph, encoding: Encoding) -> Called:
-    """The call that makes the value again, of its encoded form."""
-    value = graph.values[encoding.value]
-    if encoding.codec in ("index", "bfloat16"):
-        return _converted(encoding.encoded, value.dtype)
-    if encoding.codec in LOSSY:
-        how = value.shape, value.stride, getattr(torch, value.dtype), encoding.codec == "int8"
-        return "memplan.dequantize.default", (Ref(encoding.encoded), *how), {}
-    return "memplan.unpack_bits.default", (Ref(encoding.encoded), value.shape, value.stride), {}
-
-
-def direct_call(graph: JointGraph, encoding: Encoding, op: GraphOp, *, in_place: bool) -> Called:
-    """The call of one of ``encoding.direct`` that reads the encoded form.
-
-    Args:
-        graph: the graph.
-        encoding: of the value that the op would read.
-        op: the op.
-        in_place: whether its result goes over the operand that `DIRECT` names ``same``, its first one.
-    """
-    direct = DIRECT[op.target]
-    arguments = arguments_of(op.target, op.args, op.kwargs) | {direct.operand: Ref(encoding.encoded)}
-    return f"{direct.target}{'_' if in_place else ''}.default", tuple(arguments.values()), {}
-
-
 def _converted(value: int, dtype: str) -> Called:
     return "aten._to_copy.default", (Ref(value),), {"dtype": getattr(torch, dtype)}
+
+
+# -- for fused kernels
+
+
+def _unpacked(bits: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Flags in the order of memory, seen in the order of dimensions."""
+    places = torch.arange(
+        8, dtype=torch.int32, device=bits.device
+    )  # a tensor of constants would be kept by the kernels
+    flags = (bits[:, None].to(torch.int32) >> places).bitwise_and(1).ne(0).view(-1)[: prod(size)]
+    order = sorted(range(len(size)), key=lambda dim: (-stride[dim], -size[dim]))
+    place = [order.index(dim) for dim in range(len(size))]
+    return flags.view([size[dim] for dim in order]).permute(place)
+
+
+def _like(bits: Tensor, tensor: Tensor) -> Tensor:
+    return _unpacked(bits, tensor.shape, tensor.stride())
+
+
+def _threshold_backward(grad_output: Tensor, bits: Tensor, threshold: float) -> Tensor:
+    return torch.where(_like(bits, grad_output), grad_output, 0.0)
+
+
+def _leaky_relu_backward(grad_output: Tensor, bits: Tensor, slope: float, is_result: bool) -> Tensor:
+    return torch.where(_like(bits, grad_output), grad_output, grad_output * slope)

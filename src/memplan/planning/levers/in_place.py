@@ -29,6 +29,8 @@ from memplan.planning.graph.op_schema import (
     itemsize,
     overload,
 )
+from memplan.planning.levers.lever import Lever, PlannedStep, Reason
+from memplan.planning.ops.pieces import channels, groups, piece, rows
 
 ELEMENTWISE = frozenset(
     """
@@ -73,8 +75,6 @@ IN_ORDER: Mapping[str, tuple[str, ...]] = {
 }
 """Other ops whose kernels read what they write over no later than they write it, and of which operands."""
 
-PIECE = 1 << 17
-"""Elements that the engine takes at once, at most, where it goes through an operand piece by piece."""
 
 WORTHWHILE = 1 << 20
 """Bytes that an operand must at least have: for less, the calls of the pieces cost more than the op."""
@@ -283,27 +283,6 @@ class Piecewise:
         return wanted.bytes >= max(WORTHWHILE, 2 * self.scratch(arguments, values, wanted))
 
 
-def piece(elements: int) -> int:
-    """Elements a piece of a tensor with so many."""
-    return max(1, min(PIECE, elements // 16))
-
-
-def rows(shape: Sequence[int], trailing: int) -> tuple[int, int]:
-    """(rows in all, rows a piece) of a tensor whose last ``trailing`` dimensions are normalized over."""
-    size = prod(shape[len(shape) - trailing :])
-    return prod(shape) // size, max(1, piece(prod(shape)) // size)
-
-
-def channels(shape: Sequence[int]) -> int:
-    """Channels a piece: of all samples."""
-    return max(1, piece(prod(shape)) * shape[1] // prod(shape))
-
-
-def groups(shape: Sequence[int], group: int) -> int:
-    """Groups a piece: of one sample."""
-    return max(1, min(group, piece(prod(shape)) * group // prod(shape[1:])))
-
-
 def _of_elements(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
     def scratch(_: Mapping[str, Any], __: Sequence[Value], wanted: Value) -> int:
         return buffers * piece(prod(wanted.shape)) * itemsize(wanted.dtype) + NUMBERS
@@ -373,3 +352,15 @@ PIECEWISE: Mapping[str, Piecewise] = {
     CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _of_samples),
 }
 """Forms of the engine's own. They go by the CPU's kernels, which treat rows, channels and groups each by itself."""
+
+
+class InPlace(Lever):
+    """Let results lie in the memory of values that die with their op."""
+
+    name = "in place"
+
+    def decide(self, planned: PlannedStep) -> Reason | None:
+        """Say which results take over which memory."""
+        reuses = planned.reuses
+        text = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
+        return Reason(sum(size for *_, size in reuses), text, {"reuses": list(reuses)}) if reuses else None

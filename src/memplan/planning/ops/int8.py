@@ -1,6 +1,6 @@
 """Values in eight bits an element: the ops ``memplan::quantize`` and ``memplan::dequantize``.
 
-Elements are taken in the order in which they lie in memory, in groups of `codecs.GROUP`; the largest magnitude of a
+Elements are taken in the order in which they lie in memory, in groups of `GROUP`; the largest magnitude of a
 group is its scale times 127 (255 where nothing is below 0). So an element comes back with an error of half a scale at
 most; where nothing is below 0, what is above 0 stays above, with an error of a scale at most. (Block-wise absolute
 maxima: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.) A group with an element that
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memplan._torch.custom_ops import define, in_memory
-from memplan.planning.levers.encode import GROUP, quantized_bytes, quantized_piece
+from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -16,7 +16,7 @@ _ALIAS = "aten.alias.default"
 
 
 def without_copies(graph: JointGraph) -> JointGraph:
-    """The same graph where a copy of a result, laid out as that is, only looks into it.
+    """Replace copies of results in the same layout by views.
 
     Nothing changes a value in a graph, so nobody can tell, unless somebody outside has one of the two in hands: what
     is handed in or returned is copied as before. (Eager mode copies what an in-place activation saves.)
@@ -40,7 +40,7 @@ def without_copies(graph: JointGraph) -> JointGraph:
 
 
 def looking_into(graph: JointGraph, ops: Iterable[GraphOp], same: Mapping[int, int]) -> JointGraph:
-    """The graph with these ops instead, where values that owned memory look into that of others.
+    """Return the graph with these ops instead, where values that owned memory look into that of others.
 
     Args:
         graph: the graph.
@@ -62,7 +62,7 @@ def _with_reads(op: GraphOp, values: tuple[Value, ...]) -> GraphOp:
 
 
 def guarded(graph: JointGraph) -> JointGraph:
-    """The same graph where the backward pass reads a copy of what the step changes, made before that.
+    """Copy values that the step changes and the backward pass reads, before the change.
 
     A training batch norm's derivative does not read the running statistics (`passes.split_convolution_backward`).
     """
@@ -76,7 +76,7 @@ class _Guard(Rebuild):
         super().__init__(graph)
         self.copies = {value: self._copy(value) for value in sorted(late)}
         self.views: dict[int, int] = {}
-        """Of a changed value: the same view of its copy."""
+        """View of the copy that corresponds to each view of a changed value."""
 
     def run(self) -> JointGraph:
         for op in self.graph.ops:
@@ -92,7 +92,7 @@ class _Guard(Rebuild):
         return number
 
     def _safe(self, value: int) -> Any:
-        """The same value of the copy where it is of something that changes."""
+        """Return the same value of the copy where it is of something that changes."""
         found = self.values[value]
         if found.base not in self.copies:
             return Ref(value)

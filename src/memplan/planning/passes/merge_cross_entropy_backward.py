@@ -1,4 +1,4 @@
-"""The derivative of cross-entropy as one op, which need not hold the gradient of the loss by itself.
+"""Compute the derivative of cross-entropy by one op, which need not hold the gradient of the loss by itself.
 
 In torch it is two: that of the loss by the log-probabilities, zero but for one class a row and as large as they are,
 and that of the log-softmax by what it was taken of. Both treat each sample by itself, so the two can go through the
@@ -29,7 +29,7 @@ _SAME_ORDER = (
 
 
 def fused(graph: JointGraph) -> JointGraph:
-    """The same graph where the derivatives of a loss and of the log-softmax that it is of are one op.
+    """Replace the derivatives of a loss and of its log-softmax by one op.
 
     That op makes what the log-softmax's derivative did, in place of the loss's gradient; what was the log-softmax's
     derivative only looks into it. Left as they are: small ones, whose memory is not taken over, and where anything
@@ -59,14 +59,14 @@ def fused(graph: JointGraph) -> JointGraph:
 
 
 def _only_reader(graph: JointGraph, base: int) -> GraphOp | None:
-    """The one op that reads a value, if it is a log-softmax's derivative."""
+    """Return the one op that reads a value, if it is a log-softmax's derivative."""
     readers = [op for op in graph.ops if base in op.reads and not op.is_view]
     return readers[0] if len(readers) == 1 and readers[0].target == _SOFTMAX else None
 
 
 def _fits(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
-    """Whether the softmax's derivative takes the loss's gradient and the log-probabilities that the loss took, over
-    the same classes, and everything lies in memory in the same order."""
+    """Return whether the softmax's derivative takes the loss's gradient and the log-probabilities that the loss took,
+    over the same classes, and everything lies in memory in the same order."""
     given = arguments_of(softmax.target, softmax.args, softmax.kwargs)
     of_loss, gradient = graph.values[loss.args[1].value], graph.values[loss.makes[0]]
     of_softmax, handed_on = graph.values[given["output"].value], graph.values[given["grad_output"].value]
@@ -83,7 +83,7 @@ def _fits(graph: JointGraph, loss: GraphOp, softmax: GraphOp) -> bool:
 
 
 def _is_whole(graph: JointGraph, value: Value) -> bool:
-    """Whether a value is all of its base, contiguous."""
+    """Return whether a value is all of its base, contiguous."""
     while value.is_view:
         assert value.op is not None, "a view is made by an op"
         op = graph.ops[value.op]

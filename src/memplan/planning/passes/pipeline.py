@@ -1,4 +1,4 @@
-"""The passes that make a captured graph ready for a search."""
+"""Passes that prepare a captured graph for the search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _with_overwrites(graph: JointGraph) -> JointGraph:
 
 
 def _with_forms(op: GraphOp, graph: JointGraph) -> GraphOp:
-    """The op with what it can do in place, where its first result is the first that it makes."""
+    """Return the op with its in-place forms, where its first result is the first that it makes."""
     if not op.makes or op.outputs[0] != op.makes[0]:
         return op
     if op.target == DROPOUT and graph.is_on_card:  # what is drawn there is drawn by the kernel itself

@@ -24,11 +24,11 @@ _TRAINING = {TRAINING_NORM: 5, "aten._native_batch_norm_legit.no_stats": 3}
 """Batch norms, and where among their arguments is said whether they train."""
 
 WORTHWHILE = 32
-"""How many times as large as its statistics a result must be: they cannot be dropped any more."""
+"""Smallest ratio of a result to its statistics, which must then be saved."""
 
 
 def with_again(graph: JointGraph) -> JointGraph:
-    """The graph with the cheaper ops that there are for the CPU, where what they read is kept for the derivative."""
+    """Add the CPU's cheaper recompute ops where what they read is saved for the derivative."""
     read = {value for op in graph.backward_ops for value in op.reads}
     return replace(graph, ops=tuple(_with_again(op, graph, read) for op in graph.ops))
 
@@ -53,22 +53,22 @@ def _with_again(op: GraphOp, graph: JointGraph, read: set[int]) -> GraphOp:
 
 
 def _same_bits(x: Value, small: list[Value], kept: list[Value]) -> bool:
-    """Whether the kernel in evaluation mode rounds as that in training does."""
+    """Return whether the kernel in evaluation mode rounds as that in training does."""
     if x.dtype not in ("float32", "float64", "bfloat16") and (x.dtype, kept[0].dtype) != ("float16", "float32"):
         return False
     return _in_order(x) and all(map(is_contiguous, (*small, *kept)))
 
 
 def _in_order(x: Value) -> bool:
-    """Whether its elements follow one another, in order or channels last."""
+    """Return whether its elements follow one another, in order or channels last."""
     shown = torch.empty_strided(x.shape, x.stride, device="meta")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(x.shape), torch.contiguous_format)
     return shown.is_contiguous() or shown.is_contiguous(memory_format=last)
 
 
 def _scratch(x: Value, given: tuple[Ref | None, ...], kept: list[Value], graph: JointGraph) -> int:
-    """Bytes that `kernels.batch_norm_again` holds beyond its result: for every channel a variance of 1 and the
-    factor and the term that torch's kernel works with, and what of its operands has to be made or cast for that."""
+    """Return the bytes that `piecewise.batch_norm_again` holds beyond its result: for every channel a variance of 1 and
+    the factor and the term that torch's kernel works with, and what of its operands has to be made or cast for that."""
     wanted = "float64" if x.dtype == "float64" else "float32"
     weight, bias = (None if one is None else graph.values[one.value] for one in given)
     made = [True, True, True, weight is not None or kept[1].dtype != wanted]

@@ -17,7 +17,7 @@ _SUM = "aten.add.Tensor"
 
 
 def cast_once(graph: JointGraph, casts: Mapping[int, int]) -> JointGraph:
-    """The same graph with one cast of each parameter to a lower precision, as eager mode's cache of casts has it.
+    """Cast each parameter to a lower precision once, as autocast's cache does in eager mode.
 
     Args:
         graph: as it was traced.
@@ -44,19 +44,19 @@ def _itemsize(dtype: str) -> int:
 
 @dataclass
 class _Total:
-    """How the gradients of all uses of a parameter are added up."""
+    """Sum of the gradients of all uses of a parameter."""
 
     result: int
     parts: list[int]
-    """What is added, in order."""
+    """Gradients to add, in order."""
     left: int
-    """How many of them are still to come."""
+    """Number of gradients still to come."""
     add: GraphOp | None = None
     """One of the ops that add two of them."""
     casts: Counter[int] = field(default_factory=Counter)
-    """By first cast of a region: how many of those are gradients of its uses."""
+    """Number of gradients of the uses of each region's first cast."""
     low: dict[int, Ref] = field(default_factory=dict)
-    """By first cast of a region: the sum of its gradients so far."""
+    """Sum so far of the gradients of each region's first cast."""
     high: Ref | None = None
     """The sum so far of what is in the parameter's precision."""
 
@@ -65,13 +65,13 @@ class _Merger(Rebuild):
     def __init__(self, graph: JointGraph, several: Mapping[tuple[int, int, str], list[GraphOp]]) -> None:
         super().__init__(graph)
         self.first = {op.index: ops[0].index for ops in several.values() for op in ops}
-        """By cast: the first one of the same parameter in its region."""
+        """First cast of the same parameter in its region, by cast."""
         self.same = {op.makes[0]: ops[0].makes[0] for ops in several.values() for op in ops[1:]}
-        """By result of a later cast: that of the first."""
+        """Result of the first cast, by the result of a later one."""
         self.users = Counter(v for op in graph.ops for v in refs((op.args, op.kwargs)))
         self.users.update(gradient for _, gradient in graph.gradients)
         self.totals: dict[int, _Total] = {}
-        """By gradient that is cast back, and by sum with such."""
+        """Totals by gradient that is cast back, and by sum with such."""
         for op in graph.backward_ops:
             self._look_at(op)
 

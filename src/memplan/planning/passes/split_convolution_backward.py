@@ -33,19 +33,19 @@ SHAPE_ONLY = {
     "aten.replication_pad2d_backward.default": 1,
     "aten.replication_pad3d_backward.default": 1,
 }
-"""By op: position of the argument of which the kernel takes the shape alone."""
+"""Position of the argument of which the kernel reads only the shape, by op."""
 
 
 def idle_arguments(target: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without those that the kernel does not read: a training batch norm's derivative takes the batch's
-    statistics, not the running ones."""
+    """Return the arguments without those that the kernel does not read: a training batch norm's derivative takes the
+    batch's statistics, not the running ones."""
     if target == _NORM and args[7]:
         return (*args[:3], None, None, *args[5:])
     return args
 
 
 def split(graph: JointGraph) -> JointGraph:
-    """The same graph where a convolution's derivative is two ops, the weight's before the input's, and where what is
+    """Return the graph where a convolution's derivative is two ops, the weight's before the input's, and where what is
     read for its shape alone is not read: a view of the gradient stands for it or, where none is large enough, memory
     with nothing in it.
 
@@ -56,7 +56,7 @@ def split(graph: JointGraph) -> JointGraph:
 
 
 def _frozen(op: GraphOp) -> bool:
-    """Whether a convolution's derivative is not that of its weight: of its input, it takes the shape alone."""
+    """Return whether a convolution's derivative is not that of its weight: of its input, it takes the shape alone."""
     return op.target == CONVOLUTION_BACKWARD and not op.args[10][1]
 
 
@@ -87,7 +87,7 @@ class _Splitter(Rebuild):
         return self.finished()
 
     def _convolution(self, op: GraphOp) -> None:
-        """The weight's and the bias's part, then the input's."""
+        """Return the weight's and the bias's part, then the input's."""
         mask = op.args[10]
         shown = self._stand_in(op, op.args[0], op.args[1]) if _frozen(op) else op.args[1]
         self._part(op, shown, [False, mask[1], mask[2]])
@@ -103,14 +103,15 @@ class _Splitter(Rebuild):
             self.add(op, args=args, outputs=outputs, makes=makes, scratch=self._scratch(op, args))
 
     def _scratch(self, op: GraphOp, args: tuple[Any, ...]) -> int:
-        """Of one part: each reorders for itself what it reads, where the whole did so one after the other."""
+        """Return the workspace of one part: each reorders its own operands, where the whole op did so one after the
+        other."""
         tensors = map_refs(args, lambda value: _without_data(self.values[value]))
         return transient_bytes(op.target, tensors, {}, None) + NUMBERS
 
-    # -- what stands for an argument
+    # -- stand-ins for arguments
 
     def _stand_in(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool = True) -> Ref:
-        """What has an argument's shape, where the kernel takes no more of it: a view of the gradient, else new memory.
+        """Return a value for an argument of which only the shape is read: a view of the gradient, else new memory.
 
         The argument itself where it has to be there anyway, now or as soon as its gradient is made.
         """
@@ -134,7 +135,7 @@ class _Splitter(Rebuild):
         return Ref(number)
 
     def _view(self, op: GraphOp, gradient: Ref, argument: Ref, *, dense: bool) -> Ref | None:
-        """A view of the gradient with the argument's shape, and with its strides too where it is to be dense."""
+        """Return a view of the gradient with the argument's shape, and with its strides too where it is to be dense."""
         wanted, base = self.values[argument.value], self.graph.base(gradient.value)
         owner = self.values[base]
         dense = dense or not is_contiguous(wanted)  # the kernel takes the layout, too

@@ -21,7 +21,7 @@ _WHOLE = ("float32", "float64")
 
 
 def apart(graph: JointGraph) -> JointGraph:
-    """The same graph with every dropout that draws as two ops."""
+    """Split training dropout into mask and multiply."""
     rebuild = Rebuild(graph)
     for op in graph.ops:
         if op.target == DROPOUT and op.phase == "forward" and op.args[2] is not False and None not in op.outputs:
@@ -32,7 +32,7 @@ def apart(graph: JointGraph) -> JointGraph:
 
 
 def scale_of(p: float, value: Value) -> float:
-    """What native_dropout multiplies by: on a card in the precision that its kernel computes in (Dropout.cu: 1 - p is
+    """Return native_dropout's factor: on a card in the precision that its kernel computes in (Dropout.cu: 1 - p is
     rounded first, and then its inverse)."""
     if p == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""A budget that no plan meets: how much is needed, what holds it up, and what would lower it."""
+"""Explain a budget that no plan meets: how much is needed, what holds it up, and what would lower it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
+from memplan.planning.graph.op_schema import short
 from memplan.planning.graph.resident import Surroundings
-from memplan.planning.plan.decisions import short
+from memplan.planning.levers.registry import UPDATE_EARLY
 from memplan.planning.schedule.scheduler import Schedule
 from memplan.planning.schedule.to_trace import trace_of
 from memplan.simulation.simulate import live_at, simulate
@@ -27,7 +28,7 @@ class Holder:
     bytes: int
     cause: Cause
     name: str
-    """Of a parameter or buffer; else the op that made it."""
+    """Name of a parameter or buffer; else of the op that made it."""
     layer: str
     where: str | None
 
@@ -39,7 +40,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to need less. ``bytes`` is an estimate of the least budget then, from what is live at the peak."""
+    """A way to need less. ``bytes`` estimates the smallest budget then, from what is live at the peak."""
 
     do: str
     bytes: int
@@ -51,7 +52,7 @@ class Way:
 def budget_error(
     floor: Schedule, surroundings: Surroundings, budget: int, predicted: Timeline | None = None
 ) -> BudgetError:
-    """The error that says so.
+    """Build the error of a budget that no plan meets.
 
     Args:
         floor: the schedule with the smallest peak that was found.
@@ -72,7 +73,7 @@ def budget_error(
     holding = ", ".join(str(holder) for holder in holders[:3])
     return BudgetError(
         f"The budget is {asked}",
-        expected=f"at least {peak}, the least that was found: {_at(trace, timeline.peak_tick)} it takes {holding}",
+        expected=f"at least {peak}, the smallest peak found: {_at(trace, timeline.peak_tick)} it takes {holding}",
         do=f"Give {format_bytes(least)} ({least} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else ""),
         smallest_budget=least,
         timeline=predicted or timeline,
@@ -82,17 +83,8 @@ def budget_error(
 
 
 def with_way(error: BudgetError, way: Way) -> BudgetError:
-    """The error with one more way to meet the budget."""
-    return BudgetError(
-        error.found,
-        expected=error.expected,
-        do=f"{error.do}; or {way}",
-        smallest_budget=error.smallest_budget,
-        timeline=error.timeline,
-        held_by=error.held_by,
-        lower_by=(*error.lower_by, way),
-        precision=error.precision,
-    )
+    """Return the error with one more way to meet the budget."""
+    return error.but(do=f"{error.do}; or {way}", lower_by=(*error.lower_by, way))
 
 
 def _holder(trace: Trace, storage: Storage) -> Holder:
@@ -103,7 +95,7 @@ def _holder(trace: Trace, storage: Storage) -> Holder:
 
 
 def _at(trace: Trace, tick: int) -> str:
-    """The op at the peak, in words."""
+    """Return the op at the peak, in words."""
     op: Op | None = next((op for op in trace.ops if op.start < tick <= op.end), None)
     if op is None:
         return "at its peak"
@@ -112,7 +104,7 @@ def _at(trace: Trace, tick: int) -> str:
 
 
 def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
-    """What people can change, and what it would do to the bytes at the peak.
+    """Yield what people can change, and the estimated effect on the bytes at the peak.
 
     ``peak``: fused kernels hold more or less than their single ops (``live``), and the difference follows the inputs.
     """
@@ -130,6 +122,6 @@ def _ways(floor: Schedule, live: list[Storage], peak: int) -> list[Way]:
     if wide and not any(value.dtype in _NARROW for value in floor.graph.values):
         ways.append(Way("run in bfloat16 (autocast)", peak - wide // 2))
     gradients = sum(storage.bytes for storage in live if storage.cause == "parameter_gradient")
-    if gradients and not floor.choices.early and not floor.choices.held:
-        ways.append(Way("let the optimizer update early", peak - gradients))
+    if gradients and not floor.choices.gradients.frees:
+        ways.append(Way(UPDATE_EARLY.remedy, peak - gradients))
     return ways

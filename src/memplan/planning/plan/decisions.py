@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from memplan._bytes import format_bytes
-from memplan._json import Json
-from memplan._text import format_seconds
-from memplan.planning.graph.joint_graph import Encoding, GraphOp, JointGraph, recomputable
-from memplan.planning.levers.encode import LOSSY
-from memplan.planning.plan.plan import Decision, Grade, Lever, Scope
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Value, recomputable
+from memplan.planning.graph.op_schema import short
+from memplan.planning.levers import registry
+from memplan.planning.levers.lever import GradientUse, Reason
+from memplan.planning.levers.registry import RECOMPUTE
+from memplan.planning.plan.plan import Decision, Scope
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
 
@@ -25,41 +27,50 @@ def decide(graph: JointGraph, schedule: Schedule) -> tuple[Decision, ...]:
 
 
 class _Decider:
+    """Describes one planned step: it is what levers ask (see `memplan.planning.levers.lever.PlannedStep`)."""
+
     def __init__(self, graph: JointGraph, schedule: Schedule) -> None:
         self.graph, self.schedule = graph, schedule
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.recomputable = recomputable(graph)
-        self.encodings: dict[int, Encoding] = {}
+        self.forms: dict[int, list[KeptForm]] = defaultdict(list)
+        """By value: what it is kept as. The first one is decided about, whose reason names the others."""
         self.seconds: dict[int, float] = defaultdict(float)
         self.again: set[int] = set()
         self.readers: dict[int, list[Action]] = defaultdict(list)
-        """By value or encoded form: what reads it in the backward pass."""
-        self.waits = schedule.waits
-        self.offloads = {o.value: o for o in graph.offloads if o.value in self.waits}
-        for value, offload in self.offloads.items():
-            self.seconds[value] = offload.use_seconds + self.waits[value]
-        known = {encoding.value: encoding for encoding in graph.encodings}
+        """By value or kept form: what reads it in the backward pass."""
+        self.waited = schedule.waits
+        for value, wait in self.waited.items():
+            self.seconds[value] = next(f.use_seconds for f in graph.forms if f.value == value and f.is_copied) + wait
         for action in (*schedule.forward, *schedule.backward):
-            self._note(action, known)
+            self._note(action)
+        for forms in self.forms.values():
+            forms.sort(key=lambda form: (not form.is_copied, not form.whole))
         for action in schedule.backward:
-            for value in action.reads if action.kind not in ("fetch", "fetched") else ():
-                self.readers[value].append(action)
+            form = None if action.form is None else graph.form[action.form]
+            if form is None or not form.is_copied:
+                for value in action.reads:
+                    self.readers[value].append(action)
         self.dearest = self._dearest()
 
-    def _note(self, action: Action, known: dict[int, Encoding]) -> None:
-        if action.kind == "run" and action.recomputed:
-            self.again.update(action.makes)
-            self.seconds[action.makes[0]] += action.called(self.graph).seconds
-        elif action.kind in ("encode", "decode") and action.value is not None:
-            encoding = self.encodings[action.value] = known[action.value]
-            self.seconds[action.value] += encoding.use_seconds if action.kind == "encode" else encoding.decode_seconds
+    def _note(self, action: Action) -> None:
+        if action.kind == "run":
+            if action.recomputed:
+                self.again.update(action.makes)
+                self.seconds[action.makes[0]] += action.called(self.graph).seconds
+        elif action.form is not None:
+            form = self.graph.form[action.form]
+            if action.kind == "store":
+                self.forms[form.value].append(form)
+            if not form.is_copied:
+                self.seconds[form.value] += form.use_seconds if action.kind == "store" else form.fetch_seconds
 
     def _dearest(self) -> int | None:
         """Of what is kept though it could be made again, the value that takes the most time for each byte."""
         rates = {
             value: op.seconds / self.graph.values[value].bytes
             for value in self._kept()
-            if (op := self.graph.maker[value].rerun) and self._may_run_again(value) and self.graph.values[value].bytes
+            if (op := self.graph.maker[value].rerun) and value in self.recomputable and self.graph.values[value].bytes
         }
         return max(rates, key=lambda value: rates[value]) if len(rates) > 1 and any(rates.values()) else None
 
@@ -67,9 +78,6 @@ class _Decider:
         saved = set(self.schedule.saved)
         forward = [value for op in self.graph.forward_ops for value in op.makes]
         return [value for value in forward if value in saved or value in self.outputs]
-
-    def _may_run_again(self, value: int) -> bool:
-        return value in self.recomputable
 
     # -- values
 
@@ -79,87 +87,91 @@ class _Decider:
         found = list[Decision]()
         for op in self.graph.forward_ops:
             for value in op.makes:
-                size = self.graph.values[value].bytes
-                if value in self.offloads:
-                    found.append(self._offloaded(op, value, size))
-                elif value in self.encodings:
-                    found.append(self._encoded(op, value, size))
+                if value in self.forms:
+                    lever, reason = self._kept_as(*self.forms[value])
                 elif value in self.again:
-                    found.append(self._decision(op, value, "recompute", size, self._why_again(op, value)))
+                    lever, reason = RECOMPUTE.name, RECOMPUTE.made_again(self, value)
                 elif value in kept:
-                    found.append(self._decision(op, value, "keep", size, self._why_kept(op, value)))
+                    lever, reason = "keep", RECOMPUTE.kept(self, value, costs_most=value == self.dearest)
+                else:
+                    continue
+                found.append(self._decision(op, value, lever, reason))
         return found
 
-    def _decision(
-        self, op: GraphOp, value: int, lever: Lever, size: int, reason: str,
-        details: Mapping[str, Json] | None = None, grade: Grade = "exact",
-    ) -> Decision:  # fmt: skip
-        scope = Scope("value", (self._name(value),))
-        seconds = self.seconds.get(value, 0.0)
-        return Decision(lever, scope, grade, size, seconds, op.layer, op.where, reason, details or {})
+    def _kept_as(self, form: KeptForm, *others: KeptForm) -> tuple[str, Reason]:
+        """The lever that keeps a value, and why; other plain forms serve some readers, and stay beside."""
+        reason = registry.find(form.lever).reason(self, form)
+        if others and not form.is_copied:
+            beside = sum(self.graph.values[other.kept].bytes for other in others)
+            names = ", ".join(other.how or other.lever for other in others)
+            text = f"{reason.text}; {format_bytes(beside)} stay beside it ({names})"
+            reason = replace(reason, bytes=max(0, reason.bytes - beside), text=text)
+        return form.lever, reason
 
-    def _encoded(self, op: GraphOp, value: int, size: int) -> Decision:
-        encoding = self.encodings[value]
-        smaller = self.graph.values[encoding.encoded].bytes
-        freed = 0 if value in self.schedule.saved else max(0, size - smaller)
-        parts = [f"{format_bytes(smaller)} instead of {format_bytes(size)} ({encoding.codec})"]
-        direct = [action for action in self.readers[encoding.encoded] if action.direct == value]
-        if direct:
-            parts.append(f"read as it is by {self._ops(direct)}")
-        if value in self.schedule.saved:
-            parts.append("the value itself is kept too")
-        if value in self.again:
-            parts.append(f"for the rest made again in {format_seconds(op.rerun.seconds)}")
-        elif self.readers[value]:
-            parts.append(self._needed(value))
-        details = {"codec": encoding.codec, "encoded_bytes": smaller}
-        grade: Grade = "lossy" if encoding.codec in LOSSY else "exact"
-        return self._decision(op, value, "encode", freed, "; ".join(parts), details, grade)
+    def _decision(self, op: GraphOp, value: int, lever: str, made: Reason) -> Decision:
+        scope, seconds = Scope("value", (self._name(value),)), self.seconds.get(value, 0.0)
+        return Decision(
+            lever, scope, made.grade, made.bytes, seconds, op.layer, op.where, made.text, made.details
+        )  # fmt: skip
 
-    def _offloaded(self, op: GraphOp, value: int, size: int) -> Decision:
-        """A value that waits in host memory; where some read an encoded form, that is there meanwhile."""
-        offload, wait = self.offloads[value], self.waits[value]
-        forward, backward = self.schedule.forward, self.schedule.backward
-        stored = next(at for at, one in enumerate(forward) if one.kind == "stored" and one.value == value)
-        fetch = next(at for at, one in enumerate(backward) if one.kind == "fetch" and one.value == value)
-        last = next(one for one in reversed(forward[:stored]) if one.kind == "run")
-        first = next(one for one in backward[fetch:] if one.kind == "run")
-        smaller = self.graph.values[self.encodings[value].encoded].bytes if value in self.encodings else 0
-        parts = [
-            f"copied to host memory in {format_seconds(offload.copy_seconds)}, freed after {self._ops([last])}",
-            f"fetched before {self._ops([first])}; {self._needed(value)}",
-            f"the step waits {format_seconds(wait)} for it" if wait else "the step waits for neither copy",
+    # -- what levers ask
+
+    def is_saved(self, value: int) -> bool:
+        """Return whether the value itself is kept between the passes."""
+        return value in self.schedule.saved
+
+    def is_recomputed(self, value: int) -> bool:
+        """Return whether an op makes the value again in the backward pass."""
+        return value in self.again
+
+    def direct_readers(self, form: KeptForm) -> str:
+        """Describe the ops that read the kept form itself."""
+        direct = [action for action in self.readers[form.kept] if action.form == form.kept and action.kind == "run"]
+        return self._ops(direct) if direct else ""
+
+    def freed_after(self, form: KeptForm) -> str:
+        """Describe the op after which the value of a copied form is freed."""
+        forward = self.schedule.forward
+        stored = next(at for at, a in enumerate(forward) if (a.kind, a.form) == ("stored", form.kept))
+        return self._ops([next(one for one in reversed(forward[:stored]) if one.kind == "run")])
+
+    def fetched_before(self, form: KeptForm) -> str:
+        """Describe the op before which the copy back begins."""
+        backward = self.schedule.backward
+        fetch = next(at for at, a in enumerate(backward) if (a.kind, a.form) == ("fetch", form.kept))
+        return self._ops([next(one for one in backward[fetch:] if one.kind == "run")])
+
+    def waits(self, form: KeptForm) -> float:
+        """Return the seconds that the step waits for the copies of a form."""
+        return self.waited.get(form.value, 0.0)
+
+    def other_forms(self, form: KeptForm) -> Sequence[KeptForm]:
+        """Return what else the same value is kept as."""
+        return [other for other in self.forms[form.value] if other is not form]
+
+    @property
+    def reuses(self) -> Sequence[tuple[str, str, int]]:
+        """(value whose memory is taken over, result that lies there, bytes)."""
+        return [
+            (self._name(action.into), self._name(action.makes[0]), self.graph.values[action.makes[0]].bytes)
+            for action in (*self.schedule.forward, *self.schedule.backward)
+            if action.into is not None
         ]
-        if smaller:
-            parts.append(f"{format_bytes(smaller)} of it stay ({self.encodings[value].codec})")
-        details = {"copy_seconds": offload.copy_seconds, "waits": wait, "host_bytes": size}
-        return self._decision(op, value, "offload", max(0, size - smaller), "; ".join(parts), details)
 
-    def _why_again(self, op: GraphOp, value: int) -> str:
-        if value in self.seconds:
-            by = "" if op.again is None else f" by {short(op.again.target)}"
-            made = f"making it again{by} takes {format_seconds(self.seconds[value])}"
-        else:
-            others = [other for other in op.makes if other in self.seconds]
-            made = f"made again together with {self._name(others[0])}" if others else "made again"
-        return f"{made} for {format_bytes(self.graph.values[value].bytes)}; {self._needed(value)}"
+    @property
+    def gradients(self) -> GradientUse:
+        """What becomes of the parameters' gradients."""
+        return self.schedule.choices.gradients
 
-    def _why_kept(self, op: GraphOp, value: int) -> str:
-        needed = self._needed(value)
-        if value in self.outputs:
-            return f"returned by the model; {needed}" if needed else "returned by the model"
-        if op.random:
-            return f"random: never drawn again; {needed}"
-        if op.once:
-            return f"its op must run once only; {needed}"
-        if value in self.graph.irreplaceable:
-            return f"held by a call that is kept as it is; {needed}"
-        if op.again is not None and value not in op.again.makes:
-            return f"{needed}; with it {short(op.again.target)} can make {self._name(op.again.makes[0])} again"
-        most = ", the most per byte of all that is kept" if value == self.dearest else ""
-        return f"{needed}; making it again would take {format_seconds(op.rerun.seconds)}{most}"
+    @property
+    def trained(self) -> Sequence[Value]:
+        """Parameters that get a gradient."""
+        values = (self.graph.values[of] for of, _ in self.graph.gradients)
+        return [value for value in values if value.kind == "parameter"]
 
-    def _needed(self, value: int) -> str:
+    # -- reasons
+
+    def needed(self, value: int) -> str:
         """What reads a value in the backward pass: gradients before what is made again."""
         readers = self.readers[value]
         plain = [action for action in readers if not action.recomputed]
@@ -174,9 +186,16 @@ class _Decider:
         """The first of the ops, with its layer, and how many others there are."""
         first = self.graph.ops[actions[0].op] if actions[0].op is not None else None
         if first is None:
-            return f"a {actions[0].kind}" + _more(len(actions) - 1, "op")
+            return f"a {self._verb(actions[0])}" + _more(len(actions) - 1, "op")
         layer = first.layer or ("" if first.gradient_of is None else self.graph.ops[first.gradient_of].layer)
         return short(first.target) + (f" of {layer}" if layer else "") + _more(len(actions) - 1, "op")
+
+    def _verb(self, action: Action) -> str:
+        """What an action that is no op is called."""
+        if action.form is None or action.kind not in ("store", "fetch"):
+            return action.kind
+        stores, fetches = registry.find(self.graph.form[action.form].lever).verbs
+        return stores if action.kind == "store" else fetches
 
     def _name(self, value: int) -> str:
         return self.graph.values[value].name
@@ -185,33 +204,12 @@ class _Decider:
 
     def step(self) -> list[Decision]:
         """Those about all of the step."""
-        choices, values = self.schedule.choices, self.graph.values
-        found = list[Decision]()
-        reuses = [
-            (self._name(action.into), self._name(action.makes[0]), values[action.makes[0]].bytes)
-            for action in (*self.schedule.forward, *self.schedule.backward)
-            if action.into is not None
+        made = ((lever.name, lever.decide(self)) for lever in registry.LEVERS)
+        return [
+            Decision(name, _STEP, one.grade, one.bytes, 0.0, reason=one.text, details=one.details)
+            for name, one in made
+            if one is not None
         ]
-        if reuses:
-            size = sum(size for *_, size in reuses)
-            reason = f"results that take over the memory of a value that dies with their op: {len(reuses)}"
-            found.append(Decision("in place", _STEP, "exact", size, 0.0, reason=reason, details={"reuses": reuses}))
-        gradients = [of for of, _ in self.graph.gradients if values[of].kind == "parameter"]
-        size = sum(values[of].own_bytes for of in gradients)
-        details = {"parameters": len(gradients)}
-        if choices.early and gradients:
-            reason = "each parameter is updated and its gradient freed as soon as nothing reads them any more"
-            found.append(Decision("update early", _STEP, "exact", size, 0.0, reason=reason, details=details))
-        if choices.held and gradients:
-            reason = "each gradient is added to the held one as soon as it is complete, and freed"
-            found.append(Decision("accumulate", _STEP, "exact", size, 0.0, reason=reason, details=details))
-        return found
-
-
-def short(target: str) -> str:
-    """``aten.relu.default`` as ``relu``."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 2 else target
 
 
 def _more(number: int, what: str) -> str:

@@ -13,7 +13,7 @@ Bound = Literal["bandwidth", "compute"]
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one kernel computes, once."""
+    """Part of the step that one kernel computes, once."""
 
     kernel: str
     """Its name in the generated code; of torch's own kernels, the op."""
@@ -21,7 +21,7 @@ class Group:
     """Whether Inductor wrote it."""
     phase: Phase
     ops: tuple[str, ...]
-    """Of the planned step, all or a part of each, in order."""
+    """Ops of the planned step, wholly or in part, in order."""
     layers: tuple[str, ...]
     where: str | None
     """``file:line`` of the first of them in the user's code."""
@@ -30,7 +30,7 @@ class Group:
     intensity: float
     """FLOPs per byte."""
     bound: Bound
-    """What takes longer on the device: moving the bytes, or computing."""
+    """Resource that takes longer on the device: moving the bytes, or computing."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Fusion:
     """Read and written in a step."""
     bytes_after: int
     groups: tuple[Group, ...]
-    """All kernels, in the order in which they run."""
+    """Kernels in the order in which they run."""
 
     @property
     def bound_bytes(self) -> int:
@@ -54,7 +54,7 @@ class Fusion:
 
     @property
     def summary(self) -> str:
-        """What it comes to, in a line."""
+        """Return a summary of one line."""
         before, after = format_bytes(self.bytes_before), format_bytes(self.bytes_after)
         text = f"kernels {self.kernels_before} -> {self.kernels_after}, bytes moved {before} -> {after} a step"
         if not self.bytes_after:

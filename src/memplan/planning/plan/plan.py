@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from memplan._text import format_seconds, printable, write_whole
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
+from memplan.planning.levers.lever import Grade, GradientUse
+from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_EARLY
+from memplan.planning.plan import choices_json
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
@@ -25,25 +29,21 @@ SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
-Lever = Literal["keep", "recompute", "encode", "offload", "lower precision", "in place", "update early", "accumulate"]
-Grade = Literal["exact", "reordered", "lossy"]
 ScopeKind = Literal["value", "segment", "parameter", "step"]
 
-_CHOSEN = ("recompute", "encode", "offload")
-"""The fields of Choices that hold values: names in JSON. Plans of before a lever lack its field."""
 _WIDTH, _SHOWN = 120, 12
-"""Of the table that a plan prints: its columns, and the decisions about single values."""
+"""Columns of a plan's printed table, and number of decisions about single values in it."""
 _NAME, _LAYER = 22, 28
 """Columns of a value's name and of its layer, at the most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a decision is about."""
+    """Subject of a decision."""
 
     kind: ScopeKind
     names: tuple[str, ...] = ()
-    """Of the values or parameters, or the first and last value of a segment; none for the step."""
+    """Names of the values or parameters, or the first and last value of a segment; none for the step."""
 
     def __str__(self) -> str:
         return ", ".join(self.names) or self.kind
@@ -53,19 +53,21 @@ class Scope:
 class Decision:
     """One lever, applied in one place."""
 
-    lever: Lever
+    lever: str
+    """``keep``, or the name of a lever."""
     scope: Scope
     grade: Grade
     bytes: int
-    """What ``keep`` holds from the forward to the backward pass; what any other lever frees of it, or of the step."""
+    """Bytes that ``keep`` holds from the forward to the backward pass; bytes that any other lever frees of the value,
+    or of the step."""
     seconds: float
-    """What it adds to the step."""
+    """Seconds that it adds to the step."""
     layer: str = ""
     where: str | None = None
     """``file:line`` of the user's code."""
     reason: str = ""
     details: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """What else a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
+    """Further data that a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "details", _json.frozen(self.details, "details"))
@@ -73,15 +75,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided about a step. Sizes in bytes, times in seconds."""
+    """Decisions about a step. Sizes in bytes, times in seconds."""
 
     fingerprint: str
-    """Of the joint graph that it is for."""
+    """Fingerprint of the joint graph that it is for."""
     torch: str
     device: str
     budget: int
     decisions: tuple[Decision, ...]
-    """For people; ``choices`` is what is carried out."""
+    """Decisions in words; ``choices`` is what is carried out."""
     choices: Choices
     names: Mapping[str, int] = field(hash=False)
     """The id of every value that may be chosen, by its name: in JSON, choices are names."""
@@ -90,7 +92,7 @@ class Plan:
     eager_peak: int
     """Predicted peak of the step without a plan."""
     floor: int
-    """The least budget that was found to be enough."""
+    """Smallest budget that was found to be enough."""
     lower_bound: int
     """No schedule of these ops, with their forms in place and encoded, has a peak below it."""
     seconds: float
@@ -100,19 +102,19 @@ class Plan:
     lower_bound_seconds: float
     """No plan within the budget adds less."""
     resident: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """By cause, the bytes that are there all the time."""
+    """Bytes that are there all the time, by cause."""
     program: str = ""
     """The planned step as Python: to be read and run by people. The engine writes its own from the choices."""
     notes: tuple[str, ...] = ()
     heuristics: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """What the search was told, by the name of its setting."""
+    """Settings of the search, by name."""
     optimizer: str | None = None
     """The name of the optimizer whose state and update are counted; None where none is, and in plans of before this
     field."""
     fusion: Fusion | None = None
-    """What the engine ``inductor`` makes of it; None for the engine ``graph``, and where Inductor does not say."""
+    """Kernels of the engine ``inductor``; None for the engine ``graph``, and where Inductor does not report them."""
     precision: Precision = EXACT
-    """What the step computes in, and what values may be kept in."""
+    """Precision that the step computes in, and in which values may be saved."""
     base_seconds: float | None = None
     """Predicted time of the step in that precision, before ``seconds`` are added; None: ``step_seconds``."""
     cast_copies: int = 0
@@ -121,7 +123,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        chosen = set[int]().union(*(getattr(self.choices, name) for name in _CHOSEN))
+        chosen = self.choices.recompute | {value for _, value in self.choices.kept_as}
         assert chosen <= set(self.names.values()), "a choice has no name"
         object.__setattr__(self, "heuristics", _json.frozen(self.heuristics, "heuristics"))
 
@@ -132,13 +134,13 @@ class Plan:
 
     @property
     def grade(self) -> Grade:
-        """What it may change of the result. Fused kernels of an exact plan add in another order."""
+        """How close the result is to the unplanned step's. Fused kernels of an exact plan add in another order."""
         return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
 
     @property
     def lost(self) -> Precision:
-        """What it really loses: its precision, less what was allowed and not made use of."""
-        saves = any(one.lever == "encode" and one.grade == "lossy" for one in self.decisions)
+        """Precision that is really lost: the plan's, less what it allows and does not use."""
+        saves = any(one.scope.kind == "value" and one.grade == "lossy" for one in self.decisions)
         return self.precision if saves else replace(self.precision, save="exact")
 
     @property
@@ -155,37 +157,36 @@ class Plan:
     @property
     def changes_nothing(self) -> bool:
         """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
-        chosen = any(getattr(self.choices, name) for name in (*_CHOSEN, "early", "fused"))
-        chosen = chosen or bool(self.precision.compute)
+        choices = self.choices
+        chosen = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
+        chosen = bool(chosen or self.precision.compute)
         return self.eager_peak <= self.budget and not chosen
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that offloaded values take, at most."""
-        return sum(int(decision.details["host_bytes"]) for decision in self.decisions if decision.lever == "offload")
+        """Pinned host memory that values take which wait there, at most."""
+        return sum(int(decision.details.get("host_bytes", 0)) for decision in self.decisions)
 
-    def count(self, lever: Lever) -> int:
-        """How many decisions use a lever."""
+    def count(self, lever: str) -> int:
+        """Count how many decisions use a lever."""
         return sum(decision.lever == lever for decision in self.decisions)
 
     def as_python(self) -> str:
-        """The planned forward and backward pass as Python that runs, each line with the user's file:line.
+        """Return the planned forward and backward pass as Python that runs, each line with the user's file:line.
 
         A plan that was read from a file has the text of that file: read it before you run it.
         """
         return self.program
 
     def to_json(self) -> str:
-        """The plan as JSON text, the same text for the same plan."""
+        """Return the plan as JSON text, the same text for the same plan."""
         plain = _json.to_plain(self)
-        name_of = {value: name for name, value in self.names.items()}
-        for chosen in _CHOSEN:
-            plain["choices"][chosen] = [name_of[value] for value in sorted(getattr(self.choices, chosen))]
+        plain["choices"] = choices_json.to_plain(self.choices, self.names)
         return _json.text_of({"format": FORMAT, **plain})
 
     @classmethod
     def from_json(cls, text: str, source: str = "The text") -> Plan:
-        """The plan that `to_json` wrote.
+        """Return the plan that `to_json` wrote.
 
         Raises:
             PlanFormatError: not JSON, not a plan, of another schema version, or with what this memplan does not know.
@@ -201,7 +202,7 @@ class Plan:
 
     @property
     def summary(self) -> str:
-        """What it comes to, in a paragraph."""
+        """Return a summary of one paragraph."""
         before, after = format_bytes(self.eager_peak), format_bytes(self.peak)
         budget = f"the budget of {format_bytes(self.budget)}"
         least = "The least looked at" if self.choices.fused else "The least found to be enough"
@@ -210,10 +211,10 @@ class Plan:
             return f"A step on {self.device} fits {budget} as it is: predicted peak {before}. {floor}"
         base = self.step_seconds if self.base_seconds is None else self.base_seconds
         share = f" ({100 * self.seconds / base:.1f} %)" if base else ""
-        counts = f"{_values(self.count('recompute'))} recomputed, {self.count('encode')} encoded"
-        if self.choices.offload:
-            counts += f", {self.count('offload')} offloaded ({format_bytes(self.host_bytes)} of host memory)"
-        counts += ", each parameter updated early" if self.choices.early else ""
+        levers = Counter(one.lever for one in self.decisions if one.scope.kind == "value")
+        values = [lever.counted(levers[lever.name], self.host_bytes) for lever in LEVERS]
+        updated = UPDATE_EARLY.summary if self.choices.gradients.updates else ""
+        counts = ", ".join(filter(None, (*values, updated)))
         bound = ""
         if not self.choices.fused:  # of fused kernels none is known
             bound = f"No plan in this budget adds less than {format_seconds(self.lower_bound_seconds)} "
@@ -225,7 +226,7 @@ class Plan:
 
     @property
     def _lossy(self) -> str:
-        """What is lossy about it, in sentences; nothing where it is exact."""
+        """Return sentences on what is lossy about it; none where it is exact."""
         if self.grade != "lossy":
             return ""
         total, before = self.total_seconds, self.step_seconds
@@ -239,8 +240,8 @@ class Plan:
         return text
 
     def __str__(self) -> str:
-        """The summary and, where the step is changed, what fusion brings it, and a table: what is decided about the
-        whole step, then the largest of the rest, each with its reason."""
+        """Return the summary and, where the step is changed, what fusion brings it, and a table: what is decided about
+        the whole step, then the largest of the rest, each with its reason."""
         if self.changes_nothing:
             return self.summary
         fused = [] if self.fusion is None else [f"As fused kernels: {self.fusion.summary}."]
@@ -248,7 +249,7 @@ class Plan:
 
 
 def names_of(graph: JointGraph) -> dict[str, int]:
-    """The id of every value that a plan's choices may name: what the forward pass makes."""
+    """Return the id of every value that a plan's choices may name: what the forward pass makes."""
     return {graph.values[value].name: value for op in graph.forward_ops for value in op.makes}
 
 
@@ -266,30 +267,28 @@ def check_fingerprint(plan: Plan, graph: JointGraph) -> None:
         f"The plan is for another model, or for other inputs: its fingerprint is {found}"
         + (", but its values are numbered otherwise" if found == expected else ""),
         expected=f"{expected}, that of this model with these inputs",
-        do="Plan this step anew",
+        do="Plan this step again",
     )
 
 
-def check_offloads(plan: Plan, graph: JointGraph) -> None:
-    """Refuse a plan that offloads values for a step that cannot. Raises UsageError."""
-    missing = plan.choices.offload - {one.value for one in graph.offloads}
-    if missing:
-        raise UsageError(
-            f"The plan keeps {_values(len(missing))} in host memory while the step runs on {plan.device}",
-            expected="a plan for where the step is to run: on the CPU there is no other memory",
-            do="Plan this step anew, or for that card without offloading: heuristics=Heuristics(offload=False)",
-        )
+def check_forms(plan: Plan, graph: JointGraph) -> None:
+    """Refuse a plan that keeps values in forms that this step cannot keep them in. Raises UsageError."""
+    missing = plan.choices.kept_as - {(form.lever, form.value) for form in graph.forms}
+    for lever in LEVERS:
+        values = sum(name == lever.name for name, _ in missing)
+        if values:
+            found, expected, do = lever.missing(_values(values), plan.device)
+            raise UsageError(found, expected=expected, do=do)
 
 
 def check_settings(
-    plan: Plan, *, early: bool, held: bool, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
+    plan: Plan, *, gradients: GradientUse, optimizer: Any, state: int, peak: int, budget: int, fused: bool = False
 ) -> None:
     """Refuse a plan for another update, for gradients held otherwise, or for less beside the step than there is now.
 
     Args:
         plan: a plan for this graph.
-        early: whether each parameter is to be updated early.
-        held: whether gradients are there when the step begins.
+        gradients: what becomes of each parameter's gradient.
         fused: whether the engine ``inductor`` is to run it.
         optimizer: a callable of the parameters, or None.
         state: bytes of the optimizer's state.
@@ -297,20 +296,20 @@ def check_settings(
         budget: bytes that there are.
 
     Raises:
-        UsageError: the plan was made for another ``early`` or ``held``, or another engine.
+        UsageError: the plan was made for another use of gradients, or another engine.
         BudgetError: the plan's choices need more than the budget with what there is now.
     """
     options = (
-        (plan.choices.early, early, "early=True (--early)", "an update after the backward pass (early=False)"),
-        (plan.choices.held, held, "held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)"),
+        (plan.choices.gradients.updates, gradients.updates, *UPDATE_EARLY.option),
+        (plan.choices.gradients.adds, gradients.adds, *RELEASE_GRADIENTS.option),
         (plan.choices.fused, fused, "engine='inductor' (--engine inductor)", "engine='graph'"),
     )
     for made, asked, yes, no in options:
         if made != asked:
             raise UsageError(
-                f"The plan was made for {yes if made else no}, and asked for is {yes if asked else no}",
+                f"The plan was made for {yes if made else no}, and this step asks for {yes if asked else no}",
                 expected="the same settings",
-                do=f"Ask for {yes if made else no}, or plan this step anew",
+                do=f"Ask for {yes if made else no}, or plan this step again",
             )
     if peak > budget:
         before = _with_optimizer(plan.optimizer, plan.resident.get("optimizer_state", 0))
@@ -318,13 +317,13 @@ def check_settings(
         raise BudgetError(
             f"The plan {'' if before == now else f'was made {before}; {now} it '}needs {format_bytes(peak)}",
             expected=f"no more than the budget of {format_bytes(budget)}",
-            do="Plan this step anew, with this optimizer and this budget, or give the plan what it needs",
+            do="Plan this step again, with this optimizer and this budget, or give the plan what it needs",
             smallest_budget=peak,
         )
 
 
 def optimizer_name(optimizer: Any) -> str | None:
-    """What to call a callable that makes an optimizer; None for None.
+    """Return the name of a callable that makes an optimizer; None for None.
 
     Example:
         >>> optimizer_name(torch.optim.AdamW), optimizer_name(lambda parameters: torch.optim.AdamW(parameters))
@@ -355,7 +354,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def _table(decisions: Sequence[Decision]) -> list[str]:
-    """The lines of a table, reasons in its last column."""
+    """Return the lines of a table, reasons in its last column."""
     whole = [decision for decision in decisions if decision.scope.kind == "step"]
     rest = [decision for decision in decisions if decision.scope.kind != "step"]
     rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
@@ -388,7 +387,7 @@ def _row(decision: Decision) -> tuple[str, str, str, str, str]:
 
 
 def _by_lever(decisions: Sequence[Decision]) -> str:
-    """How many decisions of each lever there are, and their bytes: the most first."""
+    """Count how many decisions of each lever there are, and their bytes: the most first."""
     groups: dict[str, list[int]] = {}
     for decision in decisions:
         groups.setdefault(decision.lever, []).append(decision.bytes)
@@ -408,15 +407,10 @@ def _read(plain: Any) -> Plan:
     names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
     if len(set(names.values())) < len(names):
         raise Unreadable("names gives two names to one value")
-    choices = plain.get("choices")
-    if not isinstance(choices, dict):
-        raise Unreadable("choices are missing")
-    for chosen in _CHOSEN:
-        given = choices.get(chosen, [] if chosen == "offload" else None)
-        if not isinstance(given, list):
-            raise Unreadable(f"choices has no list {chosen!r}")
-        odd = [name for name in given if not isinstance(name, str) or name not in names]
-        if odd:
-            raise Unreadable(f"choices names {odd[0]!r:.40}, which is none of its values")
-        choices[chosen] = [names[name] for name in given]
-    return _json.from_plain(Plan, plain, "the plan")
+    plan = _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
+    levers = ["keep", *(lever.name for lever in LEVERS)]
+    for at, decision in enumerate(plan.decisions):
+        if decision.lever not in levers:
+            place, known = f"the plan.decisions[{at}].lever", ", ".join(map(repr, levers))
+            raise Unreadable(f"{place} is {decision.lever!r:.40}, which is none of {known}")
+    return plan

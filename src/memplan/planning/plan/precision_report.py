@@ -1,20 +1,19 @@
-"""What computing in lower precision comes to in a captured step: block by block, and in copies of weights."""
+"""Effect of computing in lower precision on a captured step: block by block, and in copies of weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from memplan._bytes import format_bytes
-from memplan._text import format_seconds
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
 from memplan.planning.graph.precision import Precision
+from memplan.planning.levers.registry import LOWER_PRECISION
 from memplan.planning.passes.share_autocast_casts import CAST
 from memplan.planning.plan.plan import Decision, Scope
 from memplan.planning.schedule.scheduler import Schedule
 
 BLOCKS = 12
-"""Blocks that a step is told in, at most."""
+"""Largest number of blocks in a report."""
 
 
 def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
@@ -26,24 +25,20 @@ def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
     found = list[Decision]()
     for block, ops in blocks(graph).items():
         made = [v for op in ops if op.phase == "forward" for v in op.makes if v not in copies]
-        low = [v for v in made if graph.values[v].dtype == precision.compute]
+        cast = [v for op in ops for v in op.makes if v in copies]
+        one, low = LOWER_PRECISION.of_block(graph, ops, precision.compute, made, cast)
         if not low:
             continue
-        size = sum(graph.values[v].bytes for v in low)
-        weights = sum(graph.values[v].bytes for op in ops for v in op.makes if v in copies)
-        reason = f"{precision.compute} in {len(low)} of {len(made)} results, forward and backward in "
-        reason += format_seconds(sum(op.seconds for op in ops))
-        reason += f"; {format_bytes(weights)} of copies of weights" if weights else ""
-        details = {"dtype": precision.compute, "cast_copies": weights, "values": len(low)}
         names = tuple(dict.fromkeys(graph.values[v].name for v in (low[0], low[-1])))
         scope, where = Scope("segment", names), next((op.where for op in ops if op.where), None)
-        found.append(Decision("lower precision", scope, "lossy", size, 0.0, block, where, reason, details))
+        name = LOWER_PRECISION.name
+        found.append(Decision(name, scope, one.grade, one.bytes, 0.0, block, where, one.text, one.details))
     return tuple(found)
 
 
 def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
-    """The ops of both passes by the block of layers that they belong to: the deepest modules of which there are not
-    more than BLOCKS."""
+    """Return the ops of both passes by the block of layers that they belong to: the deepest modules of which there are
+    not more than BLOCKS."""
     layers = [(op, _layer(graph, op)) for op in (*graph.forward_ops, *graph.backward_ops)]
     deepest = max((layer.count(".") + 1 for _, layer in layers if layer), default=0)
     depth = 1
@@ -58,7 +53,8 @@ def blocks(graph: JointGraph) -> Mapping[str, Sequence[GraphOp]]:
 
 
 def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str, ...]:
-    """Blocks that compute in lower precision in one graph of a step, and take longer there than as they are written."""
+    """Return the blocks that compute in lower precision in one graph of a step, and take longer there than as they are
+    written."""
     written = {block: sum(op.seconds for op in ops) for block, ops in blocks(exact).items()}
     found = list[str]()
     for block, ops in blocks(low).items():
@@ -69,7 +65,7 @@ def slower_blocks(exact: JointGraph, low: JointGraph, compute: str) -> tuple[str
 
 
 def cast_copies(made: Schedule) -> int:
-    """Bytes of copies of parameters in lower precision that are there at once, at the most."""
+    """Return the bytes of copies of parameters in lower precision that are there at once, at the most."""
     copies, values = _copies(made.graph), made.graph.values
     level = most = 0
     for action in (*made.forward, *made.backward):
@@ -91,7 +87,7 @@ def _copies(graph: JointGraph) -> frozenset[int]:
 
 
 def _layer(graph: JointGraph, op: GraphOp) -> str:
-    """Of a backward op, that of the forward op whose derivative it is."""
+    """Return the layer of an op; of a backward op, that of the forward op whose derivative it computes."""
     return op.layer or ("" if op.gradient_of is None else graph.ops[op.gradient_of].layer)
 
 

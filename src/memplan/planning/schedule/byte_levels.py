@@ -40,7 +40,7 @@ class Levels:
 def base_level(graph: JointGraph, choices: Choices, surroundings: Surroundings) -> int:
     """Bytes that are there from the beginning of the step to its end."""
     level = surroundings.held_bytes + sum(value.bytes for value in graph.values if value.kind in RESIDENT)
-    if choices.held:
+    if choices.gradients.adds:
         level += sum(graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter")
     return level
 
@@ -52,7 +52,7 @@ def levels(schedule: Schedule, surroundings: Surroundings | None = None) -> Leve
     forward = tuple(walk.step(action) for action in schedule.forward)
     boundary = walk.level
     backward = tuple(walk.step(action) for action in schedule.backward)
-    update = walk.level if schedule.choices.early else walk.level + around.update
+    update = walk.level if schedule.choices.gradients.updates else walk.level + around.update
     return Levels(forward, backward, update, boundary)
 
 
@@ -61,7 +61,6 @@ class ActionBytes:
 
     def __init__(self, schedule: Schedule, around: Surroundings) -> None:
         self.graph, self.choices, self.around = schedule.graph, schedule.choices, around
-        self.encodings = {e.value: e for e in schedule.graph.encodings}
 
     def transient(self, action: Action) -> int:
         """What is gone again when the action ends."""
@@ -71,11 +70,15 @@ class ActionBytes:
             return op.discarded + unwanted + self._scratch(action, op)
         if action.value is None:
             return 0
-        if action.kind == "encode":
-            return self.encodings[action.value].encode_scratch
-        if action.kind == "decode":
-            return self.encodings[action.value].decode_scratch
-        if action.kind == "give" and self.choices.early and self.graph.values[action.value].kind == "parameter":
+        if action.kind == "store" and action.form is not None:
+            return self.graph.form[action.form].store_scratch
+        if action.kind == "fetch" and action.form is not None:
+            return self.graph.form[action.form].fetch_scratch
+        if (
+            action.kind == "give"
+            and self.choices.gradients.updates
+            and self.graph.values[action.value].kind == "parameter"
+        ):
             return self._copy(action) + self.around.update_of.get(action.value, 0)
         return 0
 
@@ -90,8 +93,8 @@ class ActionBytes:
         return sum(self.graph.values[value].bytes for value in values)
 
     def _scratch(self, action: Action, op: GraphOp) -> int:
-        if action.direct is not None:
-            return self.encodings[action.direct].direct_scratch
+        if action.form is not None:
+            return self.graph.form[action.form].direct_scratch
         return op.scratch if action.into is None else op.scratch - op.scratch_saved
 
     def _copy(self, action: Action) -> int:

@@ -21,8 +21,9 @@ from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.errors import RecordingError
 from memplan.planning.graph import op_schema
-from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ref
-from memplan.planning.levers import encode, in_place
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, Ref
+from memplan.planning.levers import in_place, registry
+from memplan.planning.levers.lever import Called
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
 
@@ -72,8 +73,8 @@ def program(schedule: Schedule, *, marked: bool = False) -> str:
         if any("torch.ops.memplan." in line for line in forward + backward)
         else []
     )
-    if any(action.kind == "store" for action in schedule.forward):
-        kernels.append("from memplan.planning import transfers")
+    levers = dict.fromkeys(schedule.graph.form[a.form].lever for a in schedule.forward if a.form is not None)
+    kernels += [line for name in levers for line in registry.find(name).imports]
     head = ["import torch", "from torch import device, inf, nan", *kernels, "", "aten = torch.ops.aten"]
     return "\n".join((*head, "", "", *forward, "", "", *backward, ""))
 
@@ -124,8 +125,6 @@ class _Writer:
 
     def __init__(self, schedule: Schedule, *, marked: bool = False) -> None:
         self.schedule, self.graph, self.marked, self.place = schedule, schedule.graph, marked, 0
-        self.encodings = {e.value: e for e in self.graph.encodings}
-        self.offloads = {o.value: o for o in self.graph.offloads}
         self.names = _names(self.graph)
         self.last_read = {value: action for action in schedule.backward for value in action.reads}
         self.lines: list[str] = []
@@ -192,10 +191,8 @@ class _Writer:
             assert action.source is not None
             target = self.graph.values[_of(action)]
             self.write(f"{self.names[target.id]}.copy_({self.expression(action.source)})", f"writes {target.path}")
-        elif action.kind in ("encode", "decode"):
-            self.code(action)
-        elif action.kind != "receive":
-            self.transfer(action)
+        elif action.form is not None:
+            self.keep(action, self.graph.form[action.form])
         self.delete(action.frees if action.into is None else (action.into, *action.frees))
 
     def run(self, action: Action) -> None:
@@ -208,39 +205,37 @@ class _Writer:
             self.write("_ = None")
         self.lay_out(action.makes)
 
-    def called(self, op: GraphOp, action: Action) -> encode.Called:
-        """The call that really runs: with an encoded form in place of a value, or in the memory of one."""
-        if action.direct is not None:
-            encoding = self.encodings[action.direct]
-            return encode.direct_call(self.graph, encoding, op, in_place=action.into is not None)
+    def called(self, op: GraphOp, action: Action) -> Called:
+        """The call that really runs: with a kept form in place of a value, or in the memory of one."""
+        if action.form is not None:
+            form = self.graph.form[action.form]
+            return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
         if action.into is None:
             return op.target, op.args, op.kwargs
         over = in_place.operand(op, action.into, self.graph.values)
         form = in_place.call_into(op.target, over.name)
         return form.target, op.args, {**op.kwargs, **({} if form.out is None else {form.out: Ref(over.value)})}
 
-    def code(self, action: Action) -> None:
-        """Encode a value, or get one back."""
-        encoding = self.encodings[_of(action)]
-        encodes = action.kind == "encode"
-        made = self.graph.values[encoding.encoded if encodes else encoding.value]
-        call = (encode.encode_call if encodes else encode.decode_call)(self.graph, encoding)
-        self.call(self.names[made.id], call, f"{action.kind}s {encoding.codec}, {format_bytes(made.bytes)}")
-        self.lay_out([made.id])
-
-    def transfer(self, action: Action) -> None:
-        """Begin a copy to host memory or back, or wait for it."""
-        value, host = self.names[_of(action)], self.names[self.offloads[_of(action)].host]
-        size = format_bytes(self.graph.values[_of(action)].bytes)
-        if action.kind == "store":
-            self.write(f"{host}, {_copy(host)} = transfers.store({value})", f"offloads {size}")
-        elif action.kind == "fetch":
-            self.write(f"{value}, {_copy(host)} = transfers.fetch({host})", f"fetches {size}")
+    def keep(self, action: Action, form: KeptForm) -> None:
+        """Store a value in a kept form or fetch it back; of a copy that runs beside the ops, begin it or wait."""
+        if action.kind in ("stored", "fetched"):
+            self.write(f"{_copy(self.names[form.kept])}.wait()")
+            self.write(f"del {_copy(self.names[form.kept])}")
+            return
+        lever, stores = registry.find(form.lever), action.kind == "store"
+        called = lever.store(self.graph, form) if stores else lever.fetch(self.graph, form)
+        comment = " ".join(filter(None, (lever.comments[0 if stores else 1], form.how)))
+        made = self.graph.values[form.kept if stores else form.value]
+        if form.is_copied:
+            target, args, kwargs = called
+            size = format_bytes(self.graph.values[form.value].bytes)
+            left = f"{self.names[made.id]}, {_copy(self.names[form.kept])}"
+            self.write(f"{left} = {target}({', '.join(self.arguments(args, kwargs, None))})", f"{comment} {size}")
         else:
-            self.write(f"{_copy(host)}.wait()")
-            self.write(f"del {_copy(host)}")
+            self.call(self.names[made.id], called, f"{comment}, {format_bytes(made.bytes)}")
+            self.lay_out([made.id])
 
-    def call(self, left: str, called: encode.Called, note: str, op: GraphOp | None = None) -> None:
+    def call(self, left: str, called: Called, note: str, op: GraphOp | None = None) -> None:
         """Assign what a call returns."""
         target, args, kwargs = called
         self.wrapped(f"{left} = {_qualified(target, op)}(", self.arguments(args, kwargs, op), ")", note)
@@ -390,7 +385,7 @@ def _names(graph: JointGraph) -> list[str]:
 
 
 def _copy(host: str) -> str:
-    """The variable for a copy to or from host memory that is still underway."""
+    """The variable for a copy that still runs beside the ops."""
     return f"{host}_copy"
 
 

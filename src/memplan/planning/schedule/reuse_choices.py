@@ -22,8 +22,7 @@ def taken_over(choices: Choices, of: JointGraph, graph: JointGraph) -> Choices |
     return replace(
         choices,
         recompute=frozenset(same[value] for value in choices.recompute if value in same),
-        encode=frozenset(same[value] for value in choices.encode if value in same),
-        offload=frozenset(same[value] for value in choices.offload if value in same),
+        kept_as=frozenset((lever, same[value]) for lever, value in choices.kept_as if value in same),
         pieces=_same_ops(choices.pieces, of, graph),
     )
 

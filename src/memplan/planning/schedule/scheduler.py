@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from memplan.planning.graph.joint_graph import RESIDENT, Encoding, GraphOp, JointGraph, Offload, _outputs, recomputable
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, _outputs, recomputable
 from memplan.planning.schedule import host_copies
 from memplan.planning.schedule.actions import Action, Choices
 
 NODES = 16
 """Moments at which gradients are given that stay in memory anyway. To autograd each is a node, which takes as long as
 a small op: two hundred would slow a network of many small layers down by a tenth. With one alone, gradients could not
-be reduced between processes while the backward pass still runs, nor a pass for the last layers end early. Of fused
+be reduced between processes while the backward pass still runs, nor a pass for the last layers end before. Of fused
 kernels there is one, as they are compiled in one part where gradients stay: all are made before the first is given."""
 
 
@@ -31,29 +32,24 @@ class Schedule:
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
     saved: tuple[int, ...]
-    """Ids of what lives from the forward to the backward pass: values, encoded forms, copies in host memory; not
-    what is resident."""
+    """Ids of what lives from the forward to the backward pass: values and kept forms; not what is resident."""
 
     @property
     def seconds(self) -> float:
-        """What recomputing, encoding and offloading add to the step."""
-        encodings = {e.value: e for e in self.graph.encodings}
-        offloads = {o.value: o for o in self.graph.offloads}
-        total = sum(self.waits.values())
+        """Seconds that recomputing values, and keeping them in other forms, adds to the step."""
+        form, total = self.graph.form, sum(self.waits.values())
         for action in (*self.forward, *self.backward):
             if action.kind == "run" and action.recomputed:
                 total += action.called(self.graph).seconds
-            elif action.kind == "encode" and action.value is not None:
-                total += encodings[action.value].use_seconds
-            elif action.kind == "decode" and action.value is not None:
-                total += encodings[action.value].decode_seconds
-            elif action.kind == "store" and action.value is not None:
-                total += offloads[action.value].use_seconds
+            elif action.kind == "store" and action.form is not None:
+                total += form[action.form].use_seconds
+            elif action.kind == "fetch" and action.form is not None:
+                total += form[action.form].fetch_seconds
         return total
 
     @property
     def waits(self) -> dict[int, float]:
-        """By value that is offloaded, the seconds that the step waits for its copies."""
+        """Seconds that the step waits for the copies of each value that is kept as a copy."""
         return host_copies.waits(self.graph, (*self.forward, *self.backward))
 
 
@@ -67,14 +63,14 @@ def schedule(graph: JointGraph, choices: Choices) -> Schedule:
 
 
 def changed_at_once(graph: JointGraph, choices: Choices, of: int) -> bool:
-    """Whether a value may change as soon as its gradient is given: by an early update, or by hooks of its own."""
+    """Whether a value may change as soon as its gradient is given: by its update, or by hooks of its own."""
     value = graph.values[of]
-    return value.hooked or (choices.early and value.kind == "parameter")
+    return value.hooked or (choices.gradients.updates and value.kind == "parameter")
 
 
 def taken(graph: JointGraph, choices: Choices, of: int) -> bool:
     """Whether the gradient of a value is used up as soon as it is given."""
-    return graph.values[of].kind == "parameter" and (choices.early or choices.held)
+    return graph.values[of].kind == "parameter" and choices.gradients.frees
 
 
 def copied(graph: JointGraph, choices: Choices) -> frozenset[int]:
@@ -83,7 +79,7 @@ def copied(graph: JointGraph, choices: Choices) -> frozenset[int]:
     outputs, users = _outputs(graph), Counter(graph.base(gradient) for _, gradient in graph.gradients)
     found = set[int]()
     for of, gradient in graph.gradients:
-        if choices.held and graph.values[of].kind == "parameter":
+        if choices.gradients.adds and graph.values[of].kind == "parameter":
             continue
         base = graph.values[graph.base(gradient)]
         foreign = base.kind != "result" or base.id in outputs or graph.maker[base.id].phase == "forward"
@@ -106,19 +102,37 @@ class _Draft:
         return replace(self.action, reads=self.reads, makes=self.makes, into=self.into, frees=tuple(sorted(self.frees)))
 
 
+def _stores(form: KeptForm) -> _Draft:
+    return _Draft(Action("store", value=form.value, form=form.kept), (form.value,), (form.kept,))
+
+
+def _fetches(form: KeptForm) -> _Draft:
+    return _Draft(Action("fetch", value=form.value, form=form.kept), (form.kept, *form.also_reads), (form.value,))
+
+
+def _waits(kind: Literal["stored", "fetched"], form: KeptForm) -> _Draft:
+    """The wait for the end of a copy."""
+    return _Draft(Action(kind, value=form.value, form=form.kept), (form.value, form.kept), ())
+
+
 class _Scheduler:
     def __init__(self, graph: JointGraph, choices: Choices) -> None:
         self.graph, self.choices = graph, choices
         self.outputs = _outputs(graph)
-        self.encodings: Mapping[int, Encoding] = {
-            e.value: e for e in graph.encodings if e.value in choices.encode and e.value not in self.outputs
-        }
-        again = recomputable(graph)
-        whole = {v for v, e in self.encodings.items() if e.whole}
-        self.offloads: Mapping[int, Offload] = {
-            o.value: o for o in graph.offloads if o.value in choices.offload and o.value not in self.outputs | whole
-        }
-        self.dropped = (choices.recompute & again) - whole - self.offloads.keys()
+        self.whole: dict[int, KeptForm] = {}
+        """By value: the form that it is fetched from."""
+        forms = list[KeptForm]()
+        for form in graph.ranked_forms:
+            chosen = (form.lever, form.value) in choices.kept_as and form.value not in self.outputs
+            if chosen and (not form.whole or self.whole.setdefault(form.value, form) is form):
+                forms.append(form)
+        self.forms = {form.kept: form for form in forms}
+        self.direct: dict[tuple[int, int], KeptForm] = {}
+        """By op and value: the form that the op reads instead."""
+        for form in forms:
+            for op in form.direct:
+                self.direct.setdefault((op, form.value), form)
+        self.dropped = (choices.recompute & recomputable(graph)) - self.whole.keys()
         self.resident = {v.id for v in graph.values if v.kind in RESIDENT}
         self.tangents = [v.id for v in graph.values if v.kind == "tangent"]
         self.there = self.resident | set(self.tangents)
@@ -154,37 +168,35 @@ class _Scheduler:
     # -- forward
 
     def _forward(self, saved: Sequence[int]) -> list[_Draft]:
-        """The forward ops, each encoding and each write after the last op that reads what it frees or changes. A copy
-        to host memory begins right after its op, and is waited for after the last op that it can run beside."""
+        """The forward ops; each store and each write after the last op that reads what it frees or changes. A copy
+        begins right after its op, and is waited for after the last op that it can run beside."""
         last = {value: op.index for op in self.graph.forward_ops for value in (*op.reads, *op.makes)}
-        encodings = {e.encoded: e for e in self.encodings.values()}
+        stored = [form for value in sorted(saved) if (form := self.forms.get(value)) is not None]
         due: dict[int, list[_Draft]] = defaultdict(list)
-        for encoded in sorted(e for e in saved if e in encodings):
-            value = encodings[encoded].value
-            due[last[value]].append(_Draft(Action("encode", value=value), (value,), (encoded,)))
+        for form in stored:
+            if not form.is_copied:
+                due[last[form.value]].append(_stores(form))
         for target, source in self.graph.mutations:
             base = self.graph.base(source)
             after = max(last.get(target, -1), last.get(base, -1))
             due[after].append(_Draft(Action("write", value=target, source=source), (base,), ()))
-        stores, stored = self._stored(set(saved))
+        begins, ends = self._copied_out([form for form in stored if form.is_copied])
         drafts = list[_Draft]()
         for at, op in enumerate(self.graph.forward_ops):
             drafts.append(_Draft(Action("run", op=op.index), op.reads, op.makes))
-            drafts += stores[op.index]
+            drafts += begins[op.index]
             drafts += due.pop(op.index, ())
-            drafts += stored[at]
+            drafts += ends[at]
         return drafts + [draft for rest in due.values() for draft in rest]
 
-    def _stored(self, saved: set[int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """The copies to host memory: their beginnings by the op that makes the value, their ends by position."""
-        chosen = host_copies.in_order(self.graph, (o for o in self.offloads.values() if o.host in saved))
-        after = host_copies.stored_after(self.graph, chosen)
+    def _copied_out(self, forms: Sequence[KeptForm]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
+        """The copies of values: their beginnings by the op that makes the value, their ends by position."""
+        after = host_copies.stored_after(self.graph, forms)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
-        for o in chosen:
-            store = Action("store", value=o.value)
-            begins[self.graph.maker[o.value].index].append(_Draft(store, (o.value,), (o.host,)))
-            ends[after[o.value]].append(_Draft(Action("stored", value=o.value), (o.value, o.host), ()))
+        for form in host_copies.in_order(self.graph, forms):
+            begins[self.graph.maker[form.value].index].append(_stores(form))
+            ends[after[form.value]].append(_waits("stored", form))
         return begins, ends
 
     # -- backward
@@ -192,35 +204,39 @@ class _Scheduler:
     def _backward(self) -> list[_Draft]:
         parts, needed = list[list[_Draft]](), dict[int, int]()
         for at, op in enumerate(self.graph.backward_ops):
-            direct = next((v for v in op.reads if v in self.encodings and op.index in self.encodings[v].direct), None)
-            reads = tuple(self.encodings[v].encoded if v == direct else v for v in op.reads)
+            form = next((self.direct[op.index, v] for v in op.reads if (op.index, v) in self.direct), None)
+            direct, kept = (None, None) if form is None else (form.value, form.kept)
+            reads = tuple(kept if v == direct and kept is not None else v for v in op.reads)
             drafts, fetched = self._provided(v for v in op.reads if v != direct)
             needed.update(dict.fromkeys(fetched, at))
-            parts.append([*drafts, _Draft(Action("run", op=op.index, direct=direct), reads, op.makes)])
+            parts.append([*drafts, _Draft(Action("run", op=op.index, form=kept), reads, op.makes)])
             self.there.update(op.makes)
-        begins, ends = self._fetched(needed)
+        begins, ends = self._copied_back(needed)
         drafts = [_Draft(Action("receive"), (), tuple(self.tangents))]
         for at, part in enumerate(parts):
             drafts += (*begins[at], *ends[at], *part)
         return self._with_gives(drafts)
 
-    def _fetched(self, needed: Mapping[int, int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
-        """The copies from host memory, their beginnings and ends, by the position of the backward op that is next."""
-        before = host_copies.fetched_before(self.graph, needed)
+    def _copied_back(self, needed: Mapping[int, int]) -> tuple[Mapping[int, list[_Draft]], Mapping[int, list[_Draft]]]:
+        """The copies back, their beginnings and ends, by the position of the backward op that is next."""
+        before = host_copies.fetched_before(self.graph, needed, self.whole)
         begins: dict[int, list[_Draft]] = defaultdict(list)
         ends: dict[int, list[_Draft]] = defaultdict(list)
         for value, at in sorted(needed.items(), key=lambda item: (item[1], item[0])):
-            host = self.offloads[value].host
-            begins[before[value]].append(_Draft(Action("fetch", value=value), (host,), (value,)))
-            ends[at].append(_Draft(Action("fetched", value=value), (value, host), ()))
+            form = self.whole[value]
+            begins[before[value]].append(_fetches(form))
+            ends[at].append(_waits("fetched", form))
         return begins, ends
 
     def _provided(self, values: Iterable[int]) -> tuple[list[_Draft], set[int]]:
         """What makes forward values that are not there: again, with all that they need, in the forward order. And what
-        has to be back from host memory before that."""
-        fetched = set[int]()
+        has to be copied back before that."""
+        copied = set[int]()
         ops: dict[int, GraphOp] = {}
-        decoded: set[int] = set()
+        fetched: set[int] = set()
+        """From forms that need nothing else: just before they are read."""
+        rebuilt: dict[int, KeptForm] = {}
+        """By op: forms that need other values, fetched where the op would run again."""
         wanted: dict[int, set[int]] = defaultdict(set)
         stack, seen = list(values), set[int]()
         while stack:
@@ -228,9 +244,13 @@ class _Scheduler:
             if value in seen or value in self.there:
                 continue
             seen.add(value)
-            if value in self.encodings and self.encodings[value].whole:
-                decoded.add(value)
-            elif value in self.offloads:
+            form = self.whole.get(value)
+            if form is not None and form.is_copied:
+                copied.add(value)
+            elif form is not None and form.also_reads:
+                rebuilt[self.graph.maker[value].index] = form
+                stack.extend(form.also_reads)
+            elif form is not None:
                 fetched.add(value)
             elif value in self.dropped:
                 op = self.graph.maker[value].rerun
@@ -238,20 +258,23 @@ class _Scheduler:
                 if op.index not in ops:
                     ops[op.index] = op
                     stack.extend(op.reads)
-        self.there.update(fetched)
+        self.there.update(copied)
         drafts = list[_Draft]()
-        for index in sorted(ops):
-            op = ops[index]
-            drafts += self._decoded(decoded & set(op.reads))
-            makes = tuple(value for value in op.makes if value in wanted[index])
-            drafts.append(_Draft(Action("run", op=index, recomputed=True), op.reads, makes))
-            self.there.update(makes)
-        return drafts + self._decoded(decoded), fetched
+        for index in sorted({*ops, *rebuilt}):
+            reads = rebuilt[index].also_reads if index in rebuilt else ops[index].reads
+            drafts += self._fetched(fetched & set(reads))
+            if index in rebuilt:
+                drafts.append(_fetches(rebuilt[index]))
+            else:
+                makes = tuple(value for value in ops[index].makes if value in wanted[index])
+                drafts.append(_Draft(Action("run", op=index, recomputed=True), reads, makes))
+            self.there.update(drafts[-1].makes)
+        return drafts + self._fetched(fetched), copied
 
-    def _decoded(self, values: set[int]) -> list[_Draft]:
+    def _fetched(self, values: set[int]) -> list[_Draft]:
         missing = sorted(values - self.there)
         self.there.update(missing)
-        return [_Draft(Action("decode", value=v), (self.encodings[v].encoded,), (v,)) for v in missing]
+        return [_fetches(self.whole[value]) for value in missing]
 
     # -- gradients
 

@@ -10,6 +10,7 @@ import torch
 from memplan.planning.capture import opaque_calls
 from memplan.planning.graph.joint_graph import RESIDENT, Kind, Value
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.registry import find
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.byte_levels import ActionBytes
 from memplan.planning.schedule.scheduler import Schedule
@@ -77,7 +78,7 @@ class _Tracer:
             self._act(action, "forward")
         for action in self.schedule.backward:
             self._act(action, "backward")
-        if self.around.update and not self.schedule.choices.early:
+        if self.around.update and not self.schedule.choices.gradients.updates:
             start = self.tick
             self._passing(self.around.update, len(self.ops))
             self._note("optimizer.step", "optimizer", start)
@@ -94,7 +95,7 @@ class _Tracer:
         for value in self.graph.values:
             if value.kind in RESIDENT and not value.is_view:
                 self.at[value.id] = self._born(value.bytes, _CAUSES[value.kind], value, None, value.path)
-        if self.schedule.choices.held:
+        if self.schedule.choices.gradients.adds:
             for of, _ in self.graph.gradients:
                 value = self.graph.values[of]
                 if value.kind == "parameter":
@@ -172,6 +173,9 @@ class _Tracer:
         if action.op is not None:
             op = action.called(self.graph)
             return opaque_calls.title_of(op.target, op.args)
+        if action.form is not None and action.kind in ("store", "fetch"):
+            stores, fetches = find(self.graph.form[action.form].lever).verbs
+            return f"memplan.{stores if action.kind == 'store' else fetches}"
         return f"memplan.{action.kind}"
 
     def _note(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:

@@ -8,13 +8,14 @@ before it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.graph.joint_graph import RESIDENT, Encoding, GraphOp, JointGraph, recomputable
+from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, KeptForm, recomputable
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import STAYS, GradientUse
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import base_level
 from memplan.planning.schedule.scheduler import changed_at_once, copied, taken
@@ -56,11 +57,11 @@ class ForwardOp:
 
 
 class FlatGraph:
-    """The graph under one setting of surroundings, early and held."""
+    """The graph with one use of its gradients, beside the same surroundings."""
 
-    def __init__(self, graph: JointGraph, around: Surroundings, *, early: bool, held: bool) -> None:
-        self.graph, self.around, self.early, self.held = graph, around, early, held
-        self.base = base_level(graph, Choices(early=early, held=held), around)
+    def __init__(self, graph: JointGraph, around: Surroundings, gradients: GradientUse = STAYS) -> None:
+        self.graph, self.around, self.gradients = graph, around, gradients
+        self.base = base_level(graph, Choices(gradients=gradients), around)
         self.outputs = {graph.base(value) for value in graph.outputs}
         self.resident = {value.id for value in graph.values if value.kind in RESIDENT}
         self.tangents = {value.id for value in graph.values if value.kind == "tangent"}
@@ -71,11 +72,23 @@ class FlatGraph:
         again = recomputable(graph)
         self.droppable = tuple(value for value in self.values if value in again)
         self.drop_rows = np.array([self.row[value] for value in self.droppable], dtype=np.int64)
-        self.encodings = tuple(
-            sorted((e for e in graph.encodings if e.value not in self.outputs), key=lambda e: e.value)
-        )
-        self.offloads = tuple(sorted((o for o in graph.offloads if o.value not in self.outputs), key=lambda o: o.value))
-        self.encoding_of = {self.row[e.value]: at for at, e in enumerate(self.encodings) if e.value in self.row}
+        self.forms = tuple(form for form in graph.ranked_forms if form.value not in self.outputs)
+        """Kept forms by rank: copies last."""
+        self.form_rows = [self.row[form.value] for form in self.forms]
+        self.form_bytes = [graph.values[form.kept].bytes for form in self.forms]
+        self.copied = range(sum(not form.is_copied for form in self.forms), len(self.forms))
+        """Which forms are copies that run beside the ops."""
+        self.plain = range(self.copied.start)
+        """Which are not."""
+        self.forms_of: dict[int, list[int]] = defaultdict(list)
+        """By row: its plain forms."""
+        self.whole_of: dict[int, list[int]] = defaultdict(list)
+        """By row, ascending: the forms, copies too, that the value can be fetched from. The first that is chosen is."""
+        for at, row in sorted(enumerate(self.form_rows), key=lambda item: (item[1], item[0])):
+            if at in self.plain:
+                self.forms_of[row].append(at)
+            if self.forms[at].whole:
+                self.whole_of[row].append(at)
         self.gives: tuple[Give, ...] = ()
         self.waits = False
         """Whether some of them wait for the last read of a parameter."""
@@ -125,7 +138,7 @@ class FlatGraph:
 
     def _give_all(self, last: dict[int, int]) -> set[int]:
         """Fill ``gives``; the bases of gradients that stay."""
-        graph, choices = self.graph, Choices(early=self.early, held=self.held)
+        graph, choices = self.graph, Choices(gradients=self.gradients)
         users = Counter(graph.base(gradient) for _, gradient in graph.gradients)
         copies = copied(graph, choices)
         drafts, kept = list[tuple[int, int, int, int, int | None]](), set[int]()
@@ -135,8 +148,8 @@ class FlatGraph:
             slot = max(last.get(base, 0), last.get(graph.base(of), 0) if changed else 0)
             if of not in copies and not used_up:
                 kept.add(base)
-            early = self.early and graph.values[of].kind == "parameter"
-            transient = self.around.update_of.get(of, 0) + size if early else 0
+            updated = self.gradients.updates and graph.values[of].kind == "parameter"
+            transient = self.around.update_of.get(of, 0) + size if updated else 0
             drafts.append((slot, 0 if used_up else size, transient, base, graph.base(of) if changed else None))
         fixed = self.resident | self.outputs | kept
         final = {base: at for at, (_, _, _, base, _) in sorted(enumerate(drafts), key=lambda d: (d[1][0], d[0]))}
@@ -172,11 +185,32 @@ class FlatGraph:
         self.forward = tuple(flat(op) for op in graph.forward_ops)
         self.rerun = tuple(one if one.op.again is None else flat(one.op.again) for one in self.forward)
         """What runs where the results of each are made again."""
+        self.rebuilt = [flat(self._as_op(self.forms[at])) for at in self.plain]
+        """Fetching each plain form, as if it were an op."""
+        self.rebuilds_at = [
+            [(form, row) for row in op.makes for form in self.forms_of.get(row, ()) if self.forms[form].also_reads]
+            for op in self.forward
+        ]
+        """By forward op: the forms of its results that are fetched with other operands, and their rows."""
+        self.fetches_of = {
+            row: those
+            for row, forms in self.whole_of.items()
+            if (those := [at for at in forms if at in self.plain and not self.forms[at].also_reads])
+        }
+        """By row, ascending: the plain forms that are fetched of nothing else."""
         self.given_at = defaultdict[int, list[int]](list)
         """Parameter -> its gives."""
         for at, give in enumerate(self.gives):
             if give.parameter is not None:
                 self.given_at[give.parameter].append(at)
+
+    def _as_op(self, form: KeptForm) -> GraphOp:
+        """An op that does what fetching does, so that a fetch with other operands is one more way to run it again."""
+        scratch, maker = form.fetch_scratch, self.graph.maker[form.value]
+        return replace(
+            maker, reads=form.also_reads, makes=(form.value,), discarded=0, scratch=scratch, overwrites=(),
+            scratch_into=None, seconds=form.fetch_seconds,
+        )  # fmt: skip
 
     def _forward_frees(self) -> None:
         """Where each value is used last in the forward pass: by an op, or written into something after one."""
@@ -194,14 +228,17 @@ class FlatGraph:
                 self.written[row] = True
 
     def _readers(self) -> None:
-        """Backward ops that read each forward value as it is; and those that may read its encoded form."""
-        may = {(op, self.row[e.value]): at for at, e in enumerate(self.encodings) for op in e.direct}
+        """Backward ops that read each forward value itself; and those that may read a kept form of it."""
+        may: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for at in self.plain:
+            for op in self.forms[at].direct:
+                may[op, self.form_rows[at]].append(at)
         self.readers: list[list[int]] = [[] for _ in self.values]
         self.direct: list[tuple[int, list[tuple[int, int]]]] = []
-        """(slot, [(encoding, row), ...] in the order of the op's reads)."""
+        """(slot, [(form, row), ...] in the order of the op's reads)."""
         for slot, op in enumerate(self.graph.backward_ops, 1):
             rows = [self.row[value] for value in op.reads if value in self.row]
-            direct = [(may[op.index, row], row) for row in rows if (op.index, row) in may]
+            direct = [(at, row) for row in rows for at in may.get((op.index, row), ())]
             if direct:
                 self.direct.append((slot, direct))
             for row in rows:
@@ -239,9 +276,4 @@ class FlatGraph:
         sources = {self.graph.base(source) for _, source in self.graph.mutations}
         foreign = any(v in self.row or v in self.resident for v in bases)
         late = any(v not in self.row and v not in self.resident for v in sources)
-        return not (foreign or late or self.shared_waits or len(self.encoding_of) < len(self.encodings))
-
-
-def bytes_of(graph: JointGraph, encoding: Encoding) -> int:
-    """Of the encoded form."""
-    return graph.values[encoding.encoded].bytes
+        return not (foreign or late or self.shared_waits)

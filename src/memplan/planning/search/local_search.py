@@ -13,7 +13,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.search.batch_evaluator import Columns, Evaluated, Evaluator, Profile
+from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.candidates import Columns, Evaluated, Profile
 
 Column = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -60,12 +61,11 @@ class Local:
         groups: Sequence[Sequence[int]] = (),
         *,
         small: int = 0,
-        encodings: bool = True,
         squared: int = 0,
     ) -> None:
         """``groups`` are rows of values that may be turned together; what has at most ``small`` bytes is left alone.
         ``budget`` and ``squared``: see `Evaluator.evaluate`."""
-        self.encodings, self.squared = encodings, squared
+        self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
         self.drops = len(self.flat.droppable)
         self.row = {int(row): at for at, row in enumerate(self.flat.drop_rows)}
@@ -95,16 +95,13 @@ class Local:
                 if read:
                     rows = (at, *read)
                     moves += [(rows, (True, *[False] * len(read))), (rows, (False, *[True] * len(read)))]
-        for code, encoding in enumerate(flat.encodings if self.encodings else ()):
-            at, drop = self.drops + code, self.row.get(flat.row.get(encoding.value, -1))
+        for at, form in enumerate(flat.forms, self.drops):
+            drop = self.row.get(flat.row[form.value])
             moves += [((at,), (True,)), ((at,), (False,))]
-            if drop is not None:
-                moves += [((at, drop), (coded, dropped)) for coded in (True, False) for dropped in (True, False)]
-        for away, one in enumerate(flat.offloads, self.drops + len(flat.encodings)):
-            drop = self.row.get(flat.row[one.value])
-            moves += [((away,), (True,)), ((away,), (False,))]
-            if drop is not None:
-                moves.append(((away, drop), (False, True)))
+            if drop is not None and form.is_copied:
+                moves.append(((at, drop), (False, True)))
+            elif drop is not None:
+                moves += [((at, drop), (formed, dropped)) for formed in (True, False) for dropped in (True, False)]
         for group in groups:
             rows = tuple(self.row[row] for row in group if row in self.row and self.large[self.row[row]])
             half = len(rows) // 2

@@ -6,18 +6,18 @@ Both rest on what every schedule of this space has in common. Take a position of
   away, the op's own results and scratch (less one result, where it can take over memory).
 - A forward value that the backward pass reads at or before j and at or after j is there, since it is made again at
   most once and lives until its last use. So is one that cannot be made again and is read at or after j; if it can be
-  encoded, at least its encoded form; not so, if it can be offloaded.
+  kept in another form, at least that: in host memory, none of its bytes.
 
 These two, with what the forward pass needs anyway (a value lives from its op to the last op that reads it), give
 `lower_bound`.
 
 For the seconds, say for every forward value v and op o, and for some positions j, whether the value is there at j
-(``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether an encoded form is there at j
-(``code[v, j]``) and whether the value is offloaded (``away[v]``). Every schedule has
+(``there[v, j]``), whether the op runs again after j (``again[o, j]``), whether a kept form is there at j
+(``form[v, j]``) and whether the value is kept as a copy beside the ops (``copy[v]``). Every schedule has
 
-    there[v, j] + again[op of v, j] + code[v, j] + away[v] >= 1             for v read by the backward pass after j
-    there[u, j] + again[op of u, j] + code[u, j] + away[u] >= again[o, j]   for u read by an op o
-    sum over v of bytes[v] * there[v, j] + (encoded forms, alike) <= budget - (what is there at j anyway)
+    there[v, j] + again[op of v, j] + form[v, j] + copy[v] >= 1             for v read by the backward pass after j
+    there[u, j] + again[op of u, j] + form[u, j] + copy[u] >= again[o, j]   for u read by an op o
+    sum over v of bytes[v] * there[v, j] + (kept forms, alike) <= budget - (what is there at j anyway)
     again[o] >= again[o, j]
     wait + what a pass takes and adds >= sum of the seconds of all copies of the pass
 
@@ -39,17 +39,17 @@ import numpy.typing as npt
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
-from memplan.planning.search.flat_graph import FlatGraph, Ints, bytes_of
+from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.schedule.host_copies import seconds_of
+from memplan.planning.search.flat_graph import FlatGraph, Ints
 
 Floats = npt.NDArray[np.float64]
 
 
-def lower_bound(
-    graph: JointGraph, surroundings: Surroundings | None = None, *, early: bool = False, held: bool = False
-) -> int:
+def lower_bound(graph: JointGraph, surroundings: Surroundings | None = None, *, gradients: GradientUse = STAYS) -> int:
     """Bytes that every schedule of the graph needs at its peak, at least."""
     around = Surroundings() if surroundings is None else surroundings
-    return Unavoidable(FlatGraph(graph, around, early=early, held=held)).peak
+    return Unavoidable(FlatGraph(graph, around, gradients)).peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,8 @@ class Fractions:
     seconds: float
     keep: Floats
     """For every forward value: whether it is there between the forward and the backward pass."""
-    code: Floats
-    """For every encoding: whether its form is there then."""
-    away: Floats
-    """For every offload: whether it is used."""
+    forms: Floats
+    """For every kept form: whether it is there then."""
 
 
 class Unavoidable:
@@ -75,9 +73,8 @@ class Unavoidable:
         """Values that cannot be made again."""
         self.smallest = flat.bytes.copy()
         """Bytes that a value needs when it is kept in whatever form."""
-        for row, at in flat.encoding_of.items():
-            self.smallest[row] = min(self.smallest[row], bytes_of(flat.graph, flat.encodings[at]))
-        self.smallest[[flat.row[one.value] for one in flat.offloads]] = 0
+        for row, size in zip(flat.form_rows, flat.form_bytes, strict=True):
+            self.smallest[row] = min(self.smallest[row], size)
         self._reads()
         self.forward = self._forward()
         self.slots, self.end = self._slots()
@@ -95,7 +92,7 @@ class Unavoidable:
         self.first = np.array([slots[0] if slots else 0 for slots in readers], dtype=np.int64)
         self.last = np.array([slots[-1] if slots else -1 for slots in readers], dtype=np.int64)
         self.direct: list[list[int]] = [[] for _ in readers]
-        """Slots of the ops that read a value or its encoded form."""
+        """Slots of the ops that read a value or a kept form of it."""
         for slot, candidates in flat.direct:
             for _, row in candidates:
                 self.direct[row].append(slot)
@@ -155,18 +152,18 @@ class Unavoidable:
                     there[slot] += self.smallest[row]
         outputs = int(flat.bytes[flat.is_output].sum())
         self.fixed = flat.base + outputs + level[:-1] + self._during()
-        end = flat.base + outputs + int(level[-1]) + (0 if flat.early else flat.around.update)
+        end = flat.base + outputs + int(level[-1]) + (0 if flat.gradients.updates else flat.around.update)
         return self.fixed + there, end
 
     def _during(self) -> Ints:
-        """The least that each slot's op takes: in place where it can be, with an encoded operand where it can."""
+        """The least that each slot's op takes: in place where it can be, with a kept form as operand where it can."""
         flat = self.flat
         in_place = flat.taken.copy()
         in_place[[slot for slot, _ in flat.overwritten]] = True
         during = flat.during - np.where(in_place, np.maximum(flat.first_result, 0), 0)
         for slot, candidates in flat.direct:
             op = flat.graph.backward_ops[slot - 1]
-            scratch = min(flat.encodings[at].direct_scratch for at, _ in candidates)
+            scratch = min(flat.forms[at].direct_scratch for at, _ in candidates)
             taken = flat.first_result[slot] - op.scratch_saved if in_place[slot] else 0
             during[slot] = min(during[slot], flat.during[slot] - op.scratch + scratch - taken)
         return during
@@ -180,15 +177,16 @@ class Relaxation:
         self.flat, self.least, self.small = flat, Unavoidable(flat), small
         self.program = Program()
         self.ops = self.program.variables(op.op.seconds for op in flat.rerun)
-        self.codes = self.program.variables(self._cost_of_code(at) for at in range(len(flat.encodings)))
-        self.away = {flat.row[one.value]: self.program.variable(one.use_seconds) for one in flat.offloads}
+        self.forms = self.program.variables(self._cost_of_form(at) for at in range(len(flat.forms)))
+        """The first of the variables that say which forms are used."""
         self._wait_for_copies()
         self.maker = {row: at for at, op in enumerate(flat.forward) for row in op.makes}
         self.may = set(flat.drop_rows.tolist())
         room = max(1, size // max(1, len(flat.values) + len(flat.forward)))
         self.kept: dict[int, int] = {}
         """Row -> the variable that says whether it is there between the passes."""
-        self.coded: dict[int, int] = {}
+        self.formed: dict[int, int] = {}
+        """Form -> the variable that says whether it is there then."""
         for slot in self._slots(min(room, 16)):
             _Position(self, slot, None)
         for at in self._forward(min(room // 4, 4)):
@@ -203,34 +201,36 @@ class Relaxation:
             return None
         seconds, x = solution
         keep = np.ones(len(self.flat.values))
-        code = np.zeros(len(self.flat.encodings))
+        forms = np.zeros(len(self.flat.forms))
         for row, variable in self.kept.items():
             keep[row] = x[variable]
-        for at, variable in self.coded.items():
-            code[at] = x[variable]
-        away = np.array([x[self.away[self.flat.row[one.value]]] for one in self.flat.offloads])
-        return Fractions(max(seconds, 0.0), keep, code, away)
+        for at in self.flat.copied:
+            forms[at] = x[self.forms + at]
+        for at, variable in self.formed.items():
+            forms[at] = x[variable]
+        return Fractions(max(seconds, 0.0), keep, forms)
 
     def _wait_for_copies(self) -> None:
         """All copies of a pass are done by its end: what they take beyond it, and beyond what is added to it, the step
         waits. A variable is of [0, 1]: here, of the seconds of all copies."""
         flat = self.flat
-        whole = sum(one.copy_seconds for one in flat.offloads)
+        seconds = [seconds_of(flat.forms[at]) for at in flat.copied]
+        whole = sum(seconds)
         if not whole:
             return
-        copies = [(self.away[flat.row[one.value]], -one.copy_seconds) for one in flat.offloads]
-        encode = [(self.codes + at, one.encode_seconds) for at, one in enumerate(flat.encodings)]
-        decode = [(self.codes + at, one.decode_seconds) for at, one in enumerate(flat.encodings)]
+        copies = [(self.forms + at, -one) for at, one in zip(flat.copied, seconds, strict=True)]
+        stores = [(self.forms + at, flat.forms[at].store_seconds) for at in flat.plain]
+        fetches = [(self.forms + at, flat.forms[at].fetch_seconds) for at in flat.plain]
         again = [(self.ops + at, op.op.seconds) for at, op in enumerate(flat.rerun)]
-        passes = ((flat.graph.forward_ops, encode), (flat.graph.backward_ops, [*decode, *again]))
+        passes = ((flat.graph.forward_ops, stores), (flat.graph.backward_ops, [*fetches, *again]))
         for ops, added in passes:
             wait = (self.program.variable(whole), whole)
             self.program.at_least([wait, *copies, *added], -sum(op.seconds for op in ops))
 
-    def _cost_of_code(self, at: int) -> float:
-        encoding = self.flat.encodings[at]
-        decoded = encoding.whole and self.least.read[self.flat.row[encoding.value]]
-        return encoding.use_seconds + (encoding.decode_seconds if decoded else 0.0)
+    def _cost_of_form(self, at: int) -> float:
+        form = self.flat.forms[at]
+        fetched = form.whole and not form.is_copied and self.least.read[self.flat.form_rows[at]]
+        return form.use_seconds + (form.fetch_seconds if fetched else 0.0)
 
     def _slots(self, count: int) -> list[int]:
         """The first slot, and those where most is there if all is kept."""
@@ -257,8 +257,10 @@ class _Position:
         self.of, self.slot, self.forward = of, slot, forward
         self.main = forward is None and slot == 0
         self.there: dict[int, int] = {}
-        self.codes: dict[int, int] = {}
+        self.forms: dict[int, int] = {}
         self.again: dict[int, int] = {}
+        self.followed = set[int]()
+        """Forms whose other operands are demanded."""
         self.sizes: list[tuple[int, int]] = []
         flat, least = of.flat, of.least
         stack, seen = list[int](), set[int]()
@@ -273,6 +275,7 @@ class _Position:
                 stack.append(row)
         while stack:
             row = stack.pop()
+            stack += self._demand_for_forms(row)
             op = of.maker[row]
             if op in seen or row not in of.may:
                 continue
@@ -284,7 +287,7 @@ class _Position:
         level = int(least.slots[slot] if forward is None else least.forward[forward])
         of.program.limit(self.sizes, level)
         if self.main:
-            of.kept, of.coded = self.there, self.codes
+            of.kept, of.formed = self.there, self.forms
 
     def _free(self, row: int) -> bool:
         """Whether a value is there anyway, or taken to be."""
@@ -296,20 +299,32 @@ class _Position:
         return bool(least.read[row] and least.first[row] <= self.slot <= least.last[row])
 
     def _demand(self, row: int, user: int | None, *, whole: bool) -> None:
-        """The value has to be there or to be made again: in any case, or if an op runs again. ``whole``: an encoding
-        that does not give the value itself does not help."""
+        """The value has to be there or to be made again: in any case, or if an op runs again. ``whole``: a form
+        that the value cannot be fetched from does not help."""
         of = self.of
         terms = [(self._there(row), 1.0)]
         if row in of.may:
             terms.append((self._again(of.maker[row]), 1.0))
-        code = of.flat.encoding_of.get(row)
-        if code is not None and (of.flat.encodings[code].whole or not whole):
-            terms.append((self._code(code, row), 1.0))
-        if row in of.away:
-            terms.append((of.away[row], 1.0))
+        flat = of.flat
+        terms += [(self._form(at, row), 1.0) for at in flat.forms_of.get(row, ()) if flat.forms[at].whole or not whole]
+        terms += [(of.forms + at, 1.0) for at in flat.whole_of.get(row, ()) if at in flat.copied]
         if user is not None:
             terms.append((user, -1.0))
         of.program.at_least(terms, 1.0 if user is None else 0.0)
+
+    def _demand_for_forms(self, row: int) -> list[int]:
+        """Demand what fetching the value from forms reads beside them: rows that are demanded now."""
+        flat, demanded = self.of.flat, list[int]()
+        for at in flat.forms_of.get(row, ()):
+            form = flat.forms[at]
+            if at not in self.forms or at in self.followed or not form.whole or form.direct:
+                continue  # one with direct readers may be there for them alone
+            self.followed.add(at)
+            for read in flat.rebuilt[at].reads:
+                if not self._free(read):
+                    self._demand(read, self.forms[at], whole=True)
+                    demanded.append(read)
+        return demanded
 
     def _there(self, row: int) -> int:
         if row not in self.there:
@@ -326,13 +341,13 @@ class _Position:
             self.of.program.at_least([(self.of.ops + op, 1.0), (self.again[op], -1.0)], 0.0)
         return self.again[op]
 
-    def _code(self, code: int, row: int) -> int:
-        if code not in self.codes:
-            self.codes[code] = self.of.program.variable(0.0)
-            self.of.program.at_least([(self.of.codes + code, 1.0), (self.codes[code], -1.0)], 0.0)
+    def _form(self, at: int, row: int) -> int:
+        if at not in self.forms:
+            self.forms[at] = self.of.program.variable(0.0)
+            self.of.program.at_least([(self.of.forms + at, 1.0), (self.forms[at], -1.0)], 0.0)
             counted = self.of.least.counted(row, self.slot, self.forward)
-            self.sizes.append((self.codes[code], int(self.of.least.smallest[row]) - counted))
-        return self.codes[code]
+            self.sizes.append((self.forms[at], int(self.of.least.smallest[row]) - counted))
+        return self.forms[at]
 
 
 class Program:

@@ -10,8 +10,11 @@ import numpy as np
 
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import STAYS, GradientUse
+from memplan.planning.levers.registry import LEVERS
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.search.batch_evaluator import Evaluator, Profile
+from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.candidates import Profile
 from memplan.planning.search.local_search import Column, Local, State
 from memplan.planning.search.lower_bound import Fractions, Relaxation
 from memplan.planning.search.segment_dp import choose
@@ -38,7 +41,7 @@ class Heuristics:
     repeated: bool = True
     """Turn the values in the same place of repeated segments together, all or half of them."""
     encodings: bool = True
-    """Use encoded forms. Off: values are kept or made again."""
+    """Keep values in smaller forms. Off: they are kept or made again."""
     offload: bool = True
     """Let values wait in host memory, in plans for a card."""
     small_values: bool = True
@@ -63,7 +66,7 @@ class Found:
     peak: int
     """Bytes, over the whole step."""
     seconds: float
-    """That recomputing and encoding add."""
+    """That recomputing values, and keeping them in other forms, adds."""
     lower_bound_seconds: float
     """No schedule within the budget adds less."""
     notes: tuple[str, ...] = ()
@@ -92,27 +95,25 @@ def search(
     budget: int,
     *,
     surroundings: Surroundings | None = None,
-    early: bool = False,
-    held: bool = False,
+    gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> Found | Infeasible:
     """The choices that add the fewest seconds within a budget of bytes, as far as the search can tell.
 
     The result is the same for the same arguments on every machine.
     """
-    return Search(graph, surroundings, early=early, held=held, heuristics=heuristics).within(budget)
+    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).within(budget)
 
 
 def floor(
     graph: JointGraph,
     *,
     surroundings: Surroundings | None = None,
-    early: bool = False,
-    held: bool = False,
+    gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> Found:
     """The smallest peak that the search can reach, and the fewest seconds it found there."""
-    return Search(graph, surroundings, early=early, held=held, heuristics=heuristics).floor()
+    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).floor()
 
 
 def frontier(
@@ -120,12 +121,17 @@ def frontier(
     points: int = 9,
     *,
     surroundings: Surroundings | None = None,
-    early: bool = False,
-    held: bool = False,
+    gradients: GradientUse = STAYS,
     heuristics: Heuristics | None = None,
 ) -> list[Found]:
     """Plans from all kept to the floor, at budgets in even steps; none adds more seconds than one of a smaller peak."""
-    return Search(graph, surroundings, early=early, held=held, heuristics=heuristics).frontier(points)
+    return Search(graph, surroundings, gradients=gradients, heuristics=heuristics).frontier(points)
+
+
+def _switched(graph: JointGraph, use: Heuristics) -> JointGraph:
+    """Return the graph without the forms of levers that are switched off."""
+    off = {lever.name for lever in LEVERS if lever.switch and not getattr(use, lever.switch)}
+    return replace(graph, forms=tuple(form for form in graph.forms if form.lever not in off)) if off else graph
 
 
 def _by_peak(state: State) -> tuple[int, float]:
@@ -142,21 +148,17 @@ class Search:
 
     graph: JointGraph
     surroundings: Surroundings | None = None
-    early: bool = field(default=False, kw_only=True)
-    held: bool = field(default=False, kw_only=True)
+    gradients: GradientUse = field(default=STAYS, kw_only=True)
     heuristics: Heuristics | None = field(default=None, kw_only=True)
     steady: JointGraph | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self.use = self.heuristics or Heuristics()
-        if not self.use.offload:
-            self.graph = replace(self.graph, offloads=())
+        self.graph = _switched(self.graph, self.use)
         self.around = self.surroundings or Surroundings()
-        self.evaluator = Evaluator(self.graph, self.surroundings, early=self.early, held=self.held)
+        self.evaluator = Evaluator(self.graph, self.surroundings, gradients=self.gradients)
         self.flat = self.evaluator.flat
         self.drops = len(self.flat.droppable)
-        self.aways = self.drops + len(self.flat.encodings)
-        """Rows before those of what is offloaded."""
         largest = int(self.flat.bytes.max(initial=0)) // 4096
         self.small = largest if self.use.small_values else 0
         self.relaxation = Relaxation(self.flat, small=largest)
@@ -209,7 +211,7 @@ class Search:
         """The same by ``steady``, whatever was searched for here before."""
         if self.steady is None:
             return self
-        return Search(self.steady, self.surroundings, early=self.early, held=self.held, heuristics=self.heuristics)
+        return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
 
     def frontier(self, points: int) -> list[Found]:
         """As `frontier`."""
@@ -226,9 +228,7 @@ class Search:
     # -- one budget
 
     def _local(self, budget: int | Profile, squared: int = 0) -> Local:
-        return Local(
-            self.evaluator, budget, self.groups, small=self.small, encodings=self.use.encodings, squared=squared
-        )  # fmt: skip
+        return Local(self.evaluator, budget, self.groups, small=self.small, squared=squared)
 
     def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
         starts = [*more, self.kept.column]
@@ -249,9 +249,7 @@ class Search:
         column = np.zeros(self.evaluator.rows, dtype=bool)
         rows = self.flat.drop_rows
         column[: self.drops] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
-        if self.use.encodings:
-            column[self.drops : self.aways] = fractions.code > 0.5
-        column[self.aways :] = fractions.away > 0.5
+        column[self.drops :] = fractions.forms > 0.5
         return [column]
 
     def _dynamic(self, budget: int) -> list[Column]:
@@ -269,15 +267,13 @@ class Search:
         draw = np.random.default_rng(0)
         count = self.use.scatter
         columns = draw.random((self.evaluator.rows, count)) < np.linspace(0, 1, count)
-        if not self.use.encodings:
-            columns[self.drops : self.aways] = False
         found = self.evaluator.evaluate(columns, budget)
         best = np.lexsort((found.seconds, found.excess))[:few]
         return [columns[:, int(at)] for at in best]
 
     @cached_property
     def _variants(self) -> list[Variant]:
-        return Variants(self.evaluator, small=self.small, encodings=self.use.encodings).all()
+        return Variants(self.evaluator, small=self.small).all()
 
     @property
     def _segments(self) -> int:

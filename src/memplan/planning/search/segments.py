@@ -13,7 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memplan.planning.search.batch_evaluator import Columns, Evaluator, Profile
+from memplan.planning.search.batch_evaluator import Evaluator
+from memplan.planning.search.candidates import Columns, Profile
 from memplan.planning.search.flat_graph import FlatGraph, Ints
 
 MOST = 64
@@ -111,8 +112,8 @@ def _signature(flat: FlatGraph, part: Segment) -> tuple[object, ...]:
 class Variants:
     """The variants of all segments of a graph; what each saves, needs and costs is evaluated with all else kept."""
 
-    def __init__(self, evaluator: Evaluator, *, small: int, encodings: bool) -> None:
-        self.evaluator, self.flat, self.small, self.encodings = evaluator, evaluator.flat, small, encodings
+    def __init__(self, evaluator: Evaluator, *, small: int) -> None:
+        self.evaluator, self.flat, self.small = evaluator, evaluator.flat, small
         self.parts = segments(self.flat, small)
         flat = self.flat
         self.row = {int(row): at for at, row in enumerate(flat.drop_rows) if flat.bytes[row] > small}
@@ -188,14 +189,15 @@ class Variants:
         return self._patch(rows, {row for row in rows if self.flat.used_last[row] < end}, coded=True)
 
     def _patch(self, rows: Sequence[int], dropped: set[int], *, coded: bool) -> Patch:
-        """Bits of a column. ``coded``: with the encoded forms of what is made again, and of what cannot be."""
+        """Bits of a column. ``coded``: with the plain forms of what is made again, and of what cannot be."""
         flat, drops = self.flat, len(self.flat.droppable)
         at = [self.row[row] for row in rows]
         bits = [row in dropped for row in rows]
-        if self.encodings and coded and rows:
+        if coded and rows:
             low, high = min(flat.maker[row] for row in rows), max(flat.maker[row] for row in rows)
-            for row, code in flat.encoding_of.items():
+            for form in flat.plain:
+                row = flat.form_rows[form]
                 if low <= flat.maker[row] <= high and (row in dropped or row not in self.row):
-                    at.append(drops + code)
-                    bits.append(not flat.encodings[code].whole or row not in self.row)
+                    at.append(drops + form)
+                    bits.append(not flat.forms[form].whole or row not in self.row)
         return np.array(at, dtype=np.int64), np.array(bits, dtype=bool)

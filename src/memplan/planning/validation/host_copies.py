@@ -1,5 +1,5 @@
-"""The part of the independent checker that is about copies to host memory and back: nothing is read before it has
-arrived, and nothing is freed or written over while it is copied.
+"""Check the copies that run beside the ops: nothing is read before it has arrived, and nothing is freed or written over
+while it is copied.
 
 What there is to be read at all, and its bytes, is for `memplan.planning.validation.validate`.
 """
@@ -18,27 +18,28 @@ ENDS = ("stored", "fetched")
 
 def check_copies(schedule: Schedule) -> None:
     """Raises ScheduleError where a copy is not waited for."""
-    host = {one.value: one.host for one in schedule.graph.offloads}
+    copies = {form.kept: form for form in schedule.graph.forms if form.copy_seconds is not None}
     for phase, actions in (("forward", schedule.forward), ("backward", schedule.backward)):
         underway: dict[int, tuple[int, str]] = {}
         """By where a copy goes: where it comes from, and what ends it."""
         for at, action in enumerate(actions):
-            place, value = f"{phase} action {at} ({action.kind})", -1 if action.value is None else action.value
-            out, there = action.kind in ("store", "stored"), host.get(value, -1)
-            source, target = (value, there) if out else (there, value)
+            place = f"{phase} action {at} ({action.kind})"
+            form = None if action.form is None else copies.get(action.form)
+            value, there = (-1, -1) if form is None else (form.value, form.kept)
+            source, target = (value, there) if action.kind in ("store", "stored") else (there, value)
             if action.kind in ENDS:
                 ended = underway.pop(target, None)
-                _need(ended == (source, action.kind), place, f"no such copy of value {value} is underway")
+                _need(ended == (source, action.kind), place, f"no such copy of value {action.value} is underway")
             arriving, leaving = {*underway}, {begun for begun, _ in underway.values()}
-            early = arriving.intersection(action.reads)
-            _need(not early, place, f"{_names(schedule, early)} is not there yet")
+            too_soon = arriving.intersection(action.reads)
+            _need(not too_soon, place, f"{_names(schedule, too_soon)} is not there yet")
             gone = {*action.frees} | ({action.into} if action.into is not None else set[int]())
-            if action.kind in BEGINS:
+            if form is not None and action.kind in BEGINS:
                 underway[target] = source, BEGINS[action.kind]
                 leaving |= {source}
                 arriving |= {target}
-            early = gone & (arriving | leaving)
-            _need(not early, place, f"{_names(schedule, early)} is freed, or written over, and is being copied")
+            too_soon = gone & (arriving | leaving)
+            _need(not too_soon, place, f"{_names(schedule, too_soon)} is freed, or written over, and is being copied")
         _need(not underway, f"the end of the {phase} pass", f"{_names(schedule, underway)} is still being copied")
 
 

@@ -1,4 +1,4 @@
-"""The independent checker of schedules: slow, obvious, and without a line in common with what makes or counts them.
+"""Check schedules independently: slow, obvious, and without a line in common with what makes or counts them.
 
 It notes which memory is live and still as it was made: an op that reads nothing else makes what it should.
 """
@@ -26,26 +26,27 @@ def validate(
 class _Walk:
     def __init__(self, graph: JointGraph, plan: Schedule, budget: float, around: Surroundings) -> None:
         self.graph, self.values, self.plan, self.budget, self.around = graph, graph.values, plan, budget, around
-        self.tangents = {v.id for v in graph.values if v.kind == "tangent"}
+        self.tangents, self.use = {v.id for v in graph.values if v.kind == "tangent"}, plan.choices.gradients
         self.resident = {v.id for v in graph.values if v.base == v.id and v.kind in RESIDENT}
         self.outputs = {graph.values[value].base for value in graph.outputs}
         trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
         self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
-        self.can = can = {("receive", -1): (set[int](), self.tangents, 0)}  # what is read, what is made, and scratch
-        can |= {("encode", e.value): ({e.value}, {e.encoded}, e.encode_scratch) for e in graph.encodings}
-        can |= {("decode", e.value): ({e.encoded}, {e.value}, e.decode_scratch) for e in graph.encodings if e.whole}
-        can |= {("store", o.value): ({o.value}, {o.host}, 0) for o in graph.offloads}
-        can |= {("fetch", o.value): ({o.host}, {o.value}, 0) for o in graph.offloads}
-        can |= {(kind, o.value): ({o.value, o.host}, set[int](), 0) for kind in ENDS for o in graph.offloads}
-        self.peak = self.level = around.held_bytes + sum(trained) * plan.choices.held + self.size(self.resident)
+        self.can = can = {("receive", None, None): (set[int](), self.tangents, 0)}  # what is read, made, and scratch
+        for f in graph.forms:
+            can["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch
+            if f.whole:
+                can["fetch", f.kept, f.value] = {f.kept, *f.also_reads}, {f.value}, f.fetch_scratch
+            for kind in ENDS if f.copy_seconds is not None else ():
+                can[kind, f.kept, f.value] = {f.value, f.kept}, set[int](), 0
+        self.peak = self.level = around.held_bytes + sum(trained) * self.use.adds + self.size(self.resident)
 
     def walk(self) -> int:
         for phase, actions in (("forward", self.plan.forward), ("backward", self.plan.backward)):
             for at, action in enumerate(actions):
                 self.place = f"{phase} action {at} ({action.kind} {action.value if action.op is None else action.op})"
                 self.need((action.kind == "receive") == ((phase, at) == ("backward", 0)), "tangents come first, once")
-                self.need(action.kind == "run" or action.into is action.direct is action.op is None, "only ops do that")
+                self.need(action.kind == "run" or action.into is action.op is None, "only ops do that")
                 self.do(action, phase)
                 for value in action.frees:
                     self.drop(value)
@@ -59,12 +60,12 @@ class _Walk:
         self.need(not due, f"the write or the gradient of {self.names(due)} is missing")
         odd = self.live ^ (self.resident | self.outputs | self.theirs)
         self.need(not odd, f"{self.names(odd)} should have been freed, or should not")
-        self.put((), 0 if self.plan.choices.early else self.around.update)
+        self.put((), 0 if self.use.updates else self.around.update)
         return self.peak
 
     def do(self, action: Action, phase: str) -> None:
-        value, source = -1 if action.value is None else action.value, -1 if action.source is None else action.source
-        form = self.can.get((action.kind, value))
+        value, source = (-1 if one is None else one for one in (action.value, action.source))
+        form = self.can.get((action.kind, action.form, action.value))
         if action.kind == "run" and action.op is not None:
             self.run(action, self.graph.ops[action.op], phase)
         elif form is not None and form[1].isdisjoint(self.graph.irreplaceable - self.tangents):
@@ -92,10 +93,10 @@ class _Walk:
         else:
             self.need(op.phase == phase and [op.index] > self.ran[-1:], f"{op.target} is out of its order")
             self.ran.append(op.index)
-        if action.direct is not None:
-            found = [e for e in self.graph.encodings if e.value == action.direct and op.index in e.direct]
-            self.need(bool(found) and action.direct in reads, f"{op.target} cannot read an encoded form of it")
-            reads[reads.index(action.direct)], scratch = found[0].encoded, found[0].direct_scratch
+        if action.form is not None:
+            found = [f for f in self.graph.forms if f.kept == action.form and op.index in f.direct and f.value in reads]
+            self.need(bool(found), f"{op.target} cannot read a kept form of it")
+            reads[reads.index(found[0].value)], scratch = found[0].kept, found[0].direct_scratch
         self.check(action, reads, action.makes, idle)
         self.need(makes <= {*op.makes}, f"{op.target} makes no {self.names(action.makes)}")
         if action.into is not None:
@@ -107,18 +108,18 @@ class _Walk:
 
     def give(self, action: Action, of: int, source: int, phase: str) -> None:
         values, base, parameter = self.values, self.values[source].base, self.values[of].kind == "parameter"
-        early, held = parameter and self.plan.choices.early, parameter and self.plan.choices.held
+        updates, adds = parameter and self.use.updates, parameter and self.use.adds
         known = (action.kind, phase) == ("give", "backward") and (of, source) in self.graph.gradients
         self.need(known and of not in self.given, "there is no such thing to do here, or it is done")
         self.check(action, (base,), ())
         shared = sum(values[gradient].base == base for _, gradient in self.graph.gradients) > 1
         foreign = base in self.resident | self.outputs | self.tangents or values[source].stride != values[of].stride
-        self.need(action.copies or held or not (shared or foreign), "a gradient that is not its alone must be copied")
-        self.put((), (copy := values[of].own_bytes * action.copies) + early * self.around.update_of.get(of, 0))
-        if not (early or held):
+        self.need(action.copies or adds or not (shared or foreign), "a gradient that is not its alone must be copied")
+        self.put((), (copy := values[of].own_bytes * action.copies) + updates * self.around.update_of.get(of, 0))
+        if not (updates or adds):
             self.level += copy
             self.theirs |= set[int]() if action.copies else {base}
-        self.changed |= self.theirs | {*[values[of].base] * (early or values[of].hooked)}  # who has it may change it
+        self.changed |= self.theirs | {*[values[of].base] * (updates or values[of].hooked)}  # who has it may change it
         self.given.add(of)
 
     def check(self, action: Action, reads: Iterable[int], makes: Collection[int], idle: Iterable[int] = ()) -> None:

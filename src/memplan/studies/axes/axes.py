@@ -1,4 +1,4 @@
-"""What a step can be varied along: each axis takes a subject and a value and gives another subject."""
+"""Axes of a study: each takes a subject and a value and returns another subject."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memplan.errors import InputError
-from memplan.studies.axes.layers import LayerChange
+from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
 from memplan.trace.spec import Spec
 from memplan.trace.step import copy_module
@@ -34,16 +34,16 @@ class Axis(Protocol):
 
     @property
     def name(self) -> str:
-        """What rows call it."""
+        """Name of the axis in rows."""
         ...
 
     @property
     def unit(self) -> str:
-        """What one more of its measure is: ``sample``, ``voxel``; the axis's name where that has no word."""
+        """Unit of its measure: ``sample``, ``voxel``; the axis's name where that has no word."""
         ...
 
     def at(self, subject: Subject, value: Any) -> Subject:
-        """The subject with this value.
+        """Return the subject with this value.
 
         Raises:
             InputError: the subject has no such axis, or the axis no such value.
@@ -51,7 +51,7 @@ class Axis(Protocol):
         ...
 
     def measure(self, value: Any) -> float | None:
-        """The number that bytes grow with along this axis; None of a value that is no number."""
+        """Return the number that bytes grow with along this axis; None of a value that is no number."""
         ...
 
 
@@ -91,9 +91,9 @@ class Size:
     dims: int = 2
     """How many spatial dimensions there are."""
     aspect: tuple[float, ...] | None = None
-    """What a single number is multiplied by in each dimension."""
+    """Factors of a single number, one for each dimension."""
     divisible: int = 1
-    """What the sizes are rounded down to a multiple of, where an aspect makes fractions."""
+    """Sizes are rounded down to a multiple of it, where an aspect makes fractions."""
 
     @property
     def unit(self) -> str:
@@ -111,7 +111,7 @@ class Size:
         return replace(subject, options=_reshaped(options, change))
 
     def sizes(self, value: Any) -> tuple[int, ...]:
-        """The spatial dimensions at a value."""
+        """Return the spatial dimensions at a value."""
         if isinstance(value, str) and "x" in value:
             value = tuple(int(part) if part.strip().isdigit() else part for part in value.split("x"))
         if isinstance(value, (list, tuple)):
@@ -242,8 +242,8 @@ _OWN: dict[str, Callable[[Subject], Axis]] = {
 
 
 def axis_of(name: str, subject: Subject) -> Axis:
-    """The axis of a name: one of ``batch``, ``size``, ``patch``, ``sequence``, ``precision``; ``LAYERS.attribute``
-    where there is a dot in it; else an argument of the callable."""
+    """Return the axis of a name: one of ``batch``, ``size``, ``patch``, ``sequence``, ``precision``;
+    ``LAYERS.attribute`` where there is a dot in it; else an argument of the callable."""
     if name in _OWN:
         return _OWN[name](subject)
     pattern, dot, attribute = name.rpartition(".")
@@ -251,7 +251,8 @@ def axis_of(name: str, subject: Subject) -> Axis:
 
 
 def value_of(axis: Axis, subject: Subject) -> int | None:
-    """What a subject has on an axis of whole numbers; of a size the largest of its dimensions; None if not known."""
+    """Return the value of a subject on an axis of whole numbers (of a size its largest dimension); None if not
+    known."""
     image, length = _image(subject), _length(subject)
     if isinstance(axis, Size) and image is not None:
         return max(image)
@@ -274,7 +275,8 @@ def _size(name: str, subject: Subject) -> Axis:
 
 
 def without_data(subject: Subject) -> Subject:
-    """The same step with modules and tensors that hold no data: nothing of it is read, and it can be sent around."""
+    """Return the same step with modules and tensors that hold no data: nothing of it is read, and it can be sent
+    around."""
     bare = lambda leaf: leaf if isinstance(leaf, Spec) else _bare(leaf)  # noqa: E731
     changed = replace(subject, options=_mapped(subject.options, bare))
     if not isinstance(subject.what, nn.Module):
@@ -289,7 +291,7 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(value: Any, name: str) -> int:
-    """A value as a whole number above 0.
+    """Return a value as a whole number above 0.
 
     Raises:
         InputError: it is none.
@@ -300,12 +302,12 @@ def whole(value: Any, name: str) -> int:
 
 
 def number(value: Any) -> float | None:
-    """A value as a number, None where it is none."""
+    """Return a value as a number, None where it is none."""
     return None if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
 
 
 def _argument_instead(subject: Subject, name: str, value: Any, expected: str) -> Subject:
-    """The axis as an argument of the callable, where that has one of this name and no input to change."""
+    """Return the axis as an argument of the callable, where that has one of this name and no input to change."""
     if name in subject.parameters():
         return subject.with_arguments(**{name: value})
     raise InputError(
@@ -322,7 +324,7 @@ def _tensors(subject: Subject) -> list[Any]:
 
 
 def _image(subject: Subject) -> tuple[int, ...] | None:
-    """The spatial dimensions of the first image: a floating-point input of (batch, channels, sizes ...)."""
+    """Return the spatial dimensions of the first image: a floating-point input of (batch, channels, sizes ...)."""
     for leaf in _tensors(subject):
         if leaf.dtype.is_floating_point and len(leaf.shape) >= 3:
             return tuple(int(size) for size in leaf.shape[2:])
@@ -330,8 +332,8 @@ def _image(subject: Subject) -> tuple[int, ...] | None:
 
 
 def _sequence(subject: Subject) -> tuple[int, ...] | None:
-    """The shape of the first input of integers with a length, else of the first of (batch, length, features). Booleans
-    are masks."""
+    """Return the shape of the first input of integers with a length, else of the first of (batch, length, features).
+    Booleans are masks."""
     tensors = _tensors(subject)
     kinds = [(leaf, leaf.dtype.is_floating_point or leaf.dtype == torch.bool) for leaf in tensors]
     found = [leaf for leaf, other in kinds if not other and len(leaf.shape) >= 2]
@@ -378,7 +380,7 @@ def _converted(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def _mapped(options: Any, function: Callable[[Any], Any], *, targets: bool = True) -> Any:
-    """Options with every spec and tensor of inputs, keywords and targets changed."""
+    """Return options with a function applied to every spec and tensor of inputs, keywords and targets."""
     return replace(
         options,
         inputs=_walked(options.inputs, function),

@@ -15,7 +15,7 @@ _MOST = 10_000
 
 
 def values_of(given: Any, name: str) -> tuple[Any, ...]:
-    """The values of an axis, each once, in the order given.
+    """Return the values of an axis, each once, in the order given.
 
     Args:
         given: an iterable of values, or text: values joined by commas, each a Python literal, a word, or a range
@@ -45,7 +45,12 @@ def values_of(given: Any, name: str) -> tuple[Any, ...]:
 
 
 def literal(text: str) -> Any:
-    """A Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case."""
+    """Return a Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case.
+
+    Example:
+        >>> literal("8"), literal("1e-3"), literal("(16, 32)"), literal("false"), literal("batch")
+        (8, 0.001, (16, 32), False, 'batch')
+    """
     word = text.strip().lower()
     if word in _WORDS:
         return _WORDS[word]
@@ -56,7 +61,7 @@ def literal(text: str) -> Any:
 
 
 def parts_of(text: str, name: str) -> Iterator[str]:
-    """The text at its commas, those within brackets apart; ``name`` is what messages call it.
+    """Yield the text at its commas, those within brackets apart; ``name`` is what messages call it.
 
     Raises:
         InputError: an empty part, or an open bracket.
@@ -82,7 +87,9 @@ def _read(part: str, name: str) -> Iterable[Any]:
         return [literal(part)]
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if step == 0:
-        raise InputError(f"{name} {part} has a step of 0", expected="first:last:step with a step above 0", do="Mend it")
+        raise InputError(
+            f"{name} {part} has a step of 0", expected="first:last:step with a step above 0", do="Change it"
+        )
     if step < 0 or last < first:
         raise InputError(
             f"{name} {part} is {'reversed' if last < first else 'a range with a negative step'}, and so empty",

@@ -42,7 +42,7 @@ class Window:
     """Patches that the model takes at a time."""
 
     def checked(self) -> Window:
-        """The same.
+        """Check the window, and return it.
 
         Raises:
             InputError: a volume, overlap or batch that cannot be.
@@ -59,7 +59,7 @@ class Window:
 
 
 def windowed(make: Callable[[], Any], options: StepOptions, window: Window, *, on_card: bool) -> Build:
-    """A ``build`` whose step infers the volume.
+    """Return a ``build`` whose step infers the volume.
 
     Raises:
         InputError: the step has no patch as its first input, or one of other dimensions than the volume.
@@ -134,7 +134,7 @@ class Sliding(nn.Module):
 
 
 def aggregation_bytes(trace: Trace) -> int:
-    """Of a recorded `Sliding`: what the aggregation buffers and the counts of covering patches take together."""
+    """Return the bytes of the aggregation buffers of a recorded `Sliding`, and of its counts of covering patches."""
     found = [one for one in trace.returned if one.layer == Sliding.__name__]
     storages = {storage.id: storage for storage in trace.storages}
     total = 0
@@ -146,7 +146,7 @@ def aggregation_bytes(trace: Trace) -> int:
 
 
 def _padded(volume: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
-    """A volume that is at least as large as a patch."""
+    """Return a volume that is at least as large as a patch."""
     if not any(missing):
         return volume
     return functional.pad(volume, [side for less in reversed(missing) for side in (less // 2, less - less // 2)])
@@ -157,14 +157,14 @@ def _scale(part: torch.Tensor, whole: torch.Tensor) -> list[float]:
 
 
 def _first_and_last(places: Sequence[Place], batch: int, most: int) -> list[Place]:
-    """The places of so many batches, of which the last is the last of all: it may be smaller, and kernels may take more
-    for it."""
+    """Return the places of so many batches, of which the last is the last of all: it may be smaller, and kernels may
+    take more for it."""
     first, rest = places[: (most - 1) * batch], places[(most - 1) * batch :]
     return [*first, *rest[-(len(rest) % batch or batch) :]]
 
 
 def _places(volume: Sequence[int], patch: Sequence[int], overlap: float) -> Iterator[Place]:
-    """Where the patches lie; the last of a dimension ends with the volume."""
+    """Yield the places of the patches; the last of a dimension ends with the volume."""
     starts: list[list[int]] = []
     for whole, size in zip(volume, patch, strict=True):
         step = size if size == whole else max(1, int(size * (1 - overlap)))

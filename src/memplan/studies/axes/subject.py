@@ -1,4 +1,4 @@
-"""What a study records again and again: a step in parts, so that an axis can change one of them."""
+"""The subject of a study: a step in parts, so that an axis can change one of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from memplan.errors import InputError
-from memplan.studies.axes.layers import LayerChange, change_layers
+from memplan.studies.axes.changed_layers import LayerChange, change_layers
 from memplan.studies.axes.sliding_window import Window, windowed
 from memplan.trace.recording.session import Build
 from memplan.trace.step import StepOptions, build_of, copy_module
@@ -30,26 +30,26 @@ class Subject:
     """Inference of a volume in overlapping patches, instead of a step: the first input is one patch."""
 
     def build(self, *, on_card: bool) -> Build:
-        """What `record` and `measure` take."""
+        """Return the ``build`` that `record` and `measure` take."""
         made = Maker(self.what, self.arguments, self.changes)
         if self.window is not None:
             return windowed(made, self.options, self.window, on_card=on_card)
         return build_of(self.what if made.plain else made, self.options, on_card=on_card)
 
     def with_arguments(self, **arguments: Any) -> Subject:
-        """The same with other arguments of the callable."""
+        """Return the same with other arguments of the callable."""
         return replace(self, arguments={**self.arguments, **arguments})
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """Name for messages and reports."""
         if isinstance(self.what, nn.Module):
             return type(self.what).__name__
         name = getattr(self.what, "__qualname__", None) or getattr(getattr(self.what, "func", None), "__qualname__", "")
         return name or type(self.what).__name__
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """Those of the callable, by name; none of a module, nor where Python cannot see them."""
+        """Return the callable's parameters by name; none of a module, nor where Python cannot see them."""
         if isinstance(self.what, nn.Module):
             return {}
         try:
@@ -71,16 +71,16 @@ class Maker:
 
     @property
     def title(self) -> str:
-        """What to call it."""
+        """Name for messages and reports."""
         return getattr(self.what, "__qualname__", type(self.what).__name__)
 
     @property
     def plain(self) -> bool:
-        """Whether it adds nothing to the callable, or the module."""
+        """Return whether it adds nothing to the callable, or the module."""
         return not self.arguments and not self.changes
 
     def __call__(self) -> Any:
-        """The module with its changed layers, or the step."""
+        """Return the module with its changed layers, or the step."""
         made = copy_module(self.what) if isinstance(self.what, nn.Module) else self.what(**self.arguments)
         if not self.changes:
             return made

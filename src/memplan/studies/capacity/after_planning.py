@@ -1,4 +1,4 @@
-"""A step at one value of an axis, planned: the least budget that a plan keeps, and what that costs."""
+"""A step at one value of an axis, planned: the smallest budget that a plan keeps, and its cost."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from memplan.trace.recording.session import Target
 
 @dataclass(frozen=True)
 class Planned:
-    """What planning makes of a step. Bytes as plans count them: allocated, with the CPU's kernels."""
+    """Figures of a planned step. Bytes as plans count them: allocated, with the CPU's kernels."""
 
     least: int
-    """The least budget that a plan was found for."""
+    """Smallest budget that a plan was found for."""
     fits: bool
     peak: int | None = None
-    """Of the plan, where it fits."""
+    """Bytes at the peak of the plan, where it fits."""
     seconds: float | None = None
-    """What the plan adds to the step, estimated."""
+    """Seconds that the plan adds to the step, estimated."""
     step_seconds: float | None = None
-    """Of the step without it."""
+    """Seconds of the step without it."""
 
 
 def planned(subject: Subject, target: Target, budget: int) -> Planned:

@@ -1,4 +1,4 @@
-"""Which place on an axis would just fit, from the recordings at hand: a guess, which is then recorded."""
+"""The last place on an axis that is expected to fit, by parabolas through the nearest recordings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy
 
-from memplan.studies.capacity.growth_laws import polynomial, storage_law, stride_of
-from memplan.trace.records import Storage
 from memplan.trace.trace import Trace
 
 MOST = 1 << 40
@@ -20,16 +18,17 @@ MOST = 1 << 40
 
 @dataclass(frozen=True)
 class Sample:
-    """What was recorded at a place on an axis."""
+    """The recording of a place on an axis."""
 
     place: int
-    """How many steps along the axis."""
+    """Steps along the axis."""
     measure: float
+    """What bytes grow with: a size's pixels, a batch's samples."""
     need: int
     """Bytes from the device."""
     fits: bool
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    """The step, where it is known."""
+    """The recorded step, where it was kept."""
 
 
 def by_steps(
@@ -38,36 +37,32 @@ def by_steps(
     fits: Callable[[Trace], bool],
     low: int = 0,
     high: int | None = None,
-    straight: bool = False,
 ) -> int | None:
-    """The last place that is expected to fit, by whole steps; None where every place is, or nothing can be expected.
+    """Return the last place whose whole step is expected to fit; None where nothing can be expected.
 
-    Where recordings have the same storages in the same order, the bytes of each follow a law of their own
-    (`storage_law`). So the step at any other place is known without a recording, and is asked whether it fits. Where
-    that is not what was recorded at ``low`` or ``high``, it is another step there, and nothing can be expected.
+    Where recordings have the same storages in the same order, the bytes of each storage are extrapolated, and ``fits``
+    simulates the step that results. Another step runs between the places where that contradicts ``low`` or ``high``.
 
     Args:
-        samples: what was recorded, in order; what is next to the last one counts most.
+        samples: the recordings, in order; those next to the last one count most.
         measure: of a place, which grows with it.
         fits: whether a step does.
         low: a place that fits, or 0.
         high: one that does not.
-        straight: take lines through the last two recordings, not parabolas through three.
-
-    Returns:
-        A place from ``low`` up to the one before ``high``; 0 where not even the first place is expected to fit.
     """
-    alike = _alike(_nearest(samples, straight), samples[-1].place)
-    if not alike:
+    last = samples[-1]
+    alike = [one for one in samples if one.trace is not None and _same_storages(one.trace, last.trace)]
+    if last.trace is None or len({one.measure for one in alike}) < 2:
         return None
-    places, traces = [one.place for one in alike], [one.trace for one in alike if one.trace is not None]
-    most, least = (
-        storage_law(places, [[size(s) for s in trace.storages] for trace in traces], measure, 2 if straight else 3)
-        for size in (_most, _least)
-    )
+    trace, nearest = last.trace, _nearest(alike)
+    rows = [one.trace.storages for one in nearest if one.trace is not None]
+    most = _storage_law(nearest, [[s.bytes for s in row] for row in rows], measure)
+    least = _storage_law(nearest, [[s.bytes if s.low is None else s.low for s in row] for row in rows], measure)
 
-    def expected(at: int) -> bool:
-        return fits(_with_sizes(traces[0], most(at), least(at)))
+    def expected(place: int) -> bool:
+        sizes = zip(trace.storages, most(place), least(place), strict=True)
+        storages = [dataclasses.replace(s, bytes=b, low=None if s.low is None else min(low, b)) for s, b, low in sizes]
+        return fits(dataclasses.replace(trace, storages=tuple(storages)))
 
     if high is not None and (expected(high) or (low and not expected(low))):
         return None
@@ -75,67 +70,79 @@ def by_steps(
 
 
 def by_needs(
-    samples: Sequence[Sample],
-    limit: int,
-    measure: Callable[[int], float],
-    low: int = 0,
-    high: int | None = None,
-    straight: bool = False,
+    samples: Sequence[Sample], limit: int, measure: Callable[[int], float], low: int = 0, high: int | None = None
 ) -> int | None:
-    """As `by_steps`, by one law through the needs, which stay within a limit of bytes."""
+    """Return the last place whose need is expected to stay within a limit of bytes; None where needs do not grow."""
     apart = {one.need: one for one in samples}  # the last of those with the same need
-    near = [one for one in _nearest(samples, straight) if apart[one.need] is one]
-    if len({one.measure for one in near}) < 2:
+    nearest = _nearest([one for one in samples if apart[one.need] is one])
+    if len(nearest) < 2:
         return None
-    law = polynomial([one.place for one in near], [[one.need] for one in near], measure, 2 if straight else 3)
-    return _last(lambda at: float(law(at)[0]) <= limit, low, high)
+    need = _parabola(nearest, [[one.need] for one in nearest])
+    return _last(lambda place: float(need(measure(place))[0]) <= limit, low, high)
 
 
-def between(samples: Sequence[Sample], limit: int, measure: Callable[[int], float], low: int, high: int) -> int:
-    """Where between two recorded places, of which the first alone fits, the needs reach a limit.
+def _nearest(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the last sample and up to two others of other measures, nearest first."""
+    found: dict[float, Sample] = {}
+    for one in sorted(samples, key=lambda one: abs(one.place - samples[-1].place)):
+        found.setdefault(one.measure, one)
+    return list(found.values())[:3]
 
-    By a parabola through the two and a third one that is not next to either. Where there is none, by a line; or by the
-    square where the two are far apart: where that is wrong, it gives a third one.
+
+def _storage_law(
+    samples: Sequence[Sample], rows: Sequence[Sequence[int]], measure: Callable[[int], float]
+) -> Callable[[int], list[int]]:
+    """Return the bytes of every storage at a place: by its parabola, or in whole strides where a model pads to them."""
+    law = _parabola(samples, rows)
+    places, power = [one.place for one in samples], max(1, round(math.log2(measure(2) / measure(1))))
+    columns = list(zip(*rows, strict=True))
+    padded = {column: padding_of(places, column, power) for column in set(columns)}
+    strided = [(number, found) for number, column in enumerate(columns) if (found := padded[column]) is not None]
+
+    def at(place: int) -> list[int]:
+        sizes = [max(0, int(size)) for size in numpy.rint(law(measure(place)))]
+        for number, (stride, piece) in strided:
+            sizes[number] = piece * (-(-place // stride)) ** power
+        return sizes
+
+    return at
+
+
+def padding_of(places: Sequence[int], sizes: Sequence[int], power: int = 1) -> tuple[int, int] | None:
+    """Return the stride that places are padded to, and the bytes of one; None where sizes have no such stride.
+
+    Args:
+        places: of the recordings.
+        sizes: bytes of one storage at each of them.
+        power: how many dimensions grow with the place.
+
+    Example:
+        >>> padding_of([1024, 2048, 5000], [8000, 12000, 20000])
+        (1000, 4000)
     """
-    ends = [next(one for one in samples if one.place == place) for place in (low, high)]
-    first, last = (one.measure for one in ends)
-    apart = [one for one in samples if min(abs(one.measure - first), abs(one.measure - last)) >= (last - first) / 8]
-    apart = sorted(apart, key=lambda one: abs(one.need - limit))[:1]
-    if not apart and high > 4 * low:
-        steepness = (ends[1].need - ends[0].need) / (last**2 - first**2)
-        return _last(lambda at: ends[0].need + steepness * (measure(at) ** 2 - first**2) <= limit, low, high) or low
-    known = [*ends, *apart]
-    law = polynomial([one.place for one in known], [[one.need] for one in known], measure, len(known))
-    return _last(lambda at: float(law(at)[0]) <= limit, low, high) or low
-
-
-def chunk_of(samples: Sequence[Sample]) -> int | None:
-    """How many places a model takes at a time, where it runs in a loop over them: each turn makes as many storages.
-
-    None where the numbers of storages tell nothing of the kind.
-    """
-    counts = {one.place: len(one.trace.storages) for one in samples if one.trace is not None}
-    first, last = min(counts), max(counts)
-    more = {place: count - counts[first] for place, count in counts.items()}
-    turn = math.gcd(*more.values())
-    if len({*more.values()}) < 3 or more[last] <= 0:  # of two numbers any chunk is true
+    piece = math.gcd(*sizes) or 1
+    counts = [round((size / piece) ** (1 / power)) for size in sizes]
+    proportional = all(count * places[0] == counts[0] * place for place, count in zip(places, counts, strict=True))
+    if proportional or min(counts) < 1 or any(c**power * piece != size for c, size in zip(counts, sizes, strict=True)):
         return None
-    begun = round(first * more[last] / (turn * (last - first)))  # turns up to the first place, one more or less
-    for turns in range(max(1, begun - 1), begun + 3):
-        found = stride_of(list(more), [count // turn + turns for count in more.values()])
-        if found is not None and found[1] == found[0] - 1:
-            return found[0]
-    return None
+    low = max(-(-place // count) for place, count in zip(places, counts, strict=True))
+    high = min(((p - 1) // (c - 1) for p, c in zip(places, counts, strict=True) if c > 1), default=0)
+    return (roundest(low - 1, high + 1), piece) if 1 < low <= high else None
 
 
-def _nearest(samples: Sequence[Sample], straight: bool) -> list[Sample]:
-    """The samples, those first that are next to the last one, or that were recorded last."""
-    near = sorted(samples, key=lambda one: abs(one.place - samples[-1].place))
-    return [*samples[:-3:-1], *(one for one in near if one not in samples[-2:])] if straight else near
+def _parabola(samples: Sequence[Sample], rows: Sequence[Sequence[int]]) -> Callable[[float], Any]:
+    """Return the parabolas through two or three samples by divided differences; a line where one would open downwards:
+    bytes do not fall."""
+    x, y = [one.measure for one in samples], numpy.array(rows, dtype=float)
+    slope = (y[1] - y[0]) / (x[1] - x[0])
+    bend = numpy.zeros_like(slope)
+    if len(x) == 3:
+        bend = numpy.maximum(((y[2] - y[0]) / (x[2] - x[0]) - slope) / (x[2] - x[1]), 0.0)
+    return lambda at: y[0] + slope * (at - x[0]) + bend * (at - x[0]) * (at - x[1])
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None:
-    """The last place that fits, where ``low`` does and ``high`` does not."""
+    """Return the last place that fits, where ``low`` does and ``high`` does not; None where every place does."""
     reach = 2 * low or 2
     while high is None:
         if not fits(reach):
@@ -150,44 +157,36 @@ def _last(fits: Callable[[int], bool], low: int, high: int | None) -> int | None
     return low
 
 
-def _alike(samples: Sequence[Sample], place: int) -> list[Sample]:
-    """Those with the same storages, in their order; where there are several such groups, the one with two samples next
-    to the place. None where no two are alike."""
-    groups: list[list[Sample]] = []
-    for one in samples:
-        group = next((known for known in groups if _same_storages(known[0].trace, one.trace)), None)
-        if group is None:
-            groups.append([one])
-        elif one.measure not in {other.measure for other in group}:
-            group.append(one)
-    pairs = [group for group in groups if len(group) > 1]
-    return min(pairs, key=lambda group: sorted(abs(one.place - place) for one in group)[1], default=[])
-
-
-def _same_storages(one: Trace | None, other: Trace | None) -> bool:
-    """Whether two steps make and free the same storages in the same order."""
-    if one is None or other is None or len(one.storages) != len(other.storages):
+def _same_storages(one: Trace, other: Trace | None) -> bool:
+    """Return whether two steps make and free the same storages in the same order."""
+    if other is None or len(one.storages) != len(other.storages):
         return False
     pairs = zip(one.storages, other.storages, strict=True)
     return all(a.born == b.born and a.died == b.died and (a.low is None) == (b.low is None) for a, b in pairs)
 
 
-def _most(storage: Storage) -> int:
-    return storage.bytes
+def roundest(low: int, high: int) -> int:
+    """Return the number between two that the highest power of 2 or of 10 divides: what sizes are padded to, and tables
+    end at.
+
+    Example:
+        >>> roundest(900, 1010), roundest(510, 520), roundest(4096, 6144)
+        (1000, 512, 5120)
+    """
+    return max((_multiple(low, high, base) for base in (10, 2)), key=roundness)
 
 
-def _least(storage: Storage) -> int:
-    return storage.bytes if storage.low is None else storage.low
+def roundness(number: int) -> int:
+    """Return the highest power of 2 or of 10 that divides a number."""
+    tens = 1
+    while number % (10 * tens) == 0 and number:
+        tens *= 10
+    return max(tens, number & -number)
 
 
-def _with_sizes(trace: Trace, most: Any, least: Any) -> Trace:
-    """A step with storages of other sizes."""
-    storages = tuple(
-        dataclasses.replace(storage, bytes=size, low=None if storage.low is None else min(low, size))
-        for storage, size, low in zip(trace.storages, _whole(most), _whole(least), strict=True)
-    )
-    return dataclasses.replace(trace, storages=storages)
-
-
-def _whole(sizes: Any) -> list[int]:
-    return [max(0, int(size)) for size in numpy.rint(sizes)]
+def _multiple(low: int, high: int, base: int) -> int:
+    """Return the largest number between two that the highest power of the base divides."""
+    unit = 1
+    while (high - 1) // (unit * base) * unit * base > low:
+        unit *= base
+    return (high - 1) // unit * unit

@@ -73,7 +73,7 @@ class Largest:
     notes: tuple[str, ...] = ()
 
     def at(self, value: int | None) -> Tried | None:
-        """What was recorded for a value."""
+        """Return the recording of a value."""
         return next((one for one in self.tried if one.value == value), None)
 
     @property
@@ -93,7 +93,7 @@ class Largest:
 
     @property
     def following(self) -> Tried | None:
-        """What was recorded for the next value, which does not fit, or failed; None where there is none."""
+        """Recording of the next value, which does not fit, or failed; None where there is none."""
         return self.at(self.end)
 
     @property
@@ -103,14 +103,14 @@ class Largest:
 
     @property
     def unsteady(self) -> tuple[int, int] | None:
-        """Two of the values of which the smaller clearly needs more, or alone does not fit; None where none do."""
+        """Two values of which the smaller clearly needs more, or alone does not fit; None where there are none."""
         ordered = sorted(self.recorded, key=lambda one: one.value)
         pairs = [(a, b) for n, a in enumerate(ordered) for b in ordered[n + 1 :]]
         found = [(a, b) for a, b in pairs if a.need > _CLEARLY * b.need or (b.fits and not a.fits)]
         return (found[0][0].value, found[0][1].value) if found else None
 
     def held_by(self) -> str:
-        """What is largest at the smallest value that was recorded."""
+        """Say what is largest at the smallest value that was recorded."""
         least = self.least
         if least.bytes is None:
             return f"{format_bytes(least.need)} even when planned"
@@ -162,9 +162,9 @@ def largest(
         divisible: the answer is a multiple of it.
         aspect: what a size is multiplied by in each dimension: (1, 1, 0.5).
         margin: share of the budget to be left free: 0.05, "5%".
-        most: the largest value to look at.
-        workspace: of cuDNN's workspaces, which are known as an interval: count the most ("high") or the least.
-        fit: the largest after planning (`memplan.plan`), instead of the largest as it is.
+        most: the largest value to try.
+        workspace: the bound of cuDNN's workspaces to count, known as an interval: the upper ("high") or the lower.
+        fit: find the largest after planning (`memplan.plan`).
         window: a `memplan.studies.axes.sliding_window.Window`: inference of a volume in patches,
             with its aggregation buffer.
 
@@ -176,7 +176,6 @@ def largest(
         >>> memplan.largest(resnet18, "batch", "32x3x224x224", optimizer=torch.optim.AdamW, device="rtx4090")
         902
     """
-    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options, window=window.checked() if window is not None else None)
     room = room_of(device_of(what) if device is None and budget is None else device, budget, margin, workspace)
@@ -200,7 +199,7 @@ def find_largest(
     title: str = "",
     progress: Callable[[str], None] = lambda text: None,
 ) -> Largest:
-    """As `largest`, with everything that was recorded; ``value`` is 0 where nothing fits."""
+    """Search as `largest` does, and return everything that was recorded; ``value`` is 0 where nothing fits."""
     axis = _axis(subject, name, divisible, aspect)
     subject = without_data(subject)
     start = _start(subject, axis, divisible)
@@ -231,7 +230,7 @@ def find_largest(
 
 
 def _find_planned(found: Largest, subject: Subject, axis: Axis, progress: Callable[[str], None]) -> Largest:
-    """The largest after planning, starting from the largest as it is."""
+    """Find the largest after planning, starting from the largest without it."""
     room = found.room
 
     def record(value: int) -> tuple[Tried, None]:
@@ -264,13 +263,13 @@ class _Recorder:
     """The first that the step raised."""
 
     def measure(self, place: int) -> float:
-        """What bytes grow with."""
+        """Return the number that bytes grow with."""
         measure = self.axis.measure(place * self.divisible)
         assert measure is not None, "the axis is one of numbers"
         return measure
 
     def __call__(self, place: int) -> Sample | None:
-        """What was recorded at a place; None where that failed.
+        """Return the recording of a place; None where it failed.
 
         Raises:
             NoSuchRow: the model's table of positions is shorter.
@@ -314,7 +313,7 @@ def _largest(
 
 
 def does_not_fit(found: Largest) -> BudgetError:
-    """The error that says so."""
+    """Return the error that says so."""
     least = found.least
     failed = [str(one.value) for one in found.failed if one.value < least.value]
     return BudgetError(
@@ -327,18 +326,18 @@ def does_not_fit(found: Largest) -> BudgetError:
 
 
 def _none_works(error: StepError | None, name: str, tried: Sequence[Tried]) -> StepError:
-    """The first error, with the other values that cannot be recorded either."""
+    """Return the first error, with the other values that cannot be recorded either."""
     assert error is not None, "the first recording failed, as the step raised"
     if len(tried) == 1:
         return error
     others = ", ".join(str(one.value) for one in tried[1:])
-    told = StepError(
+    joined = StepError(
         f"{error.found}; so {name} {tried[0].value} cannot be recorded, nor can {others}",
         expected=error.expected, do=error.do,
     )  # fmt: skip
-    told.layer, told.where = error.layer, error.where  # what was found names them already
-    told.__cause__ = error.__cause__
-    return told
+    joined.layer, joined.where = error.layer, error.where  # its text names them already
+    joined.__cause__ = error.__cause__
+    return joined
 
 
 def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] | None) -> Axis:
@@ -358,7 +357,7 @@ def _axis(subject: Subject, name: str, divisible: int, aspect: Sequence[float] |
 
 
 def _start(subject: Subject, axis: Axis, divisible: int) -> int:
-    """The value that the step has now."""
+    """Return the value that the step has now."""
     if axis.measure(divisible) is None:
         raise InputError(
             f"the axis {axis.name}", expected="one of numbers: batch, size, patch, sequence", do="Name one"

@@ -1,13 +1,13 @@
-"""What a step has to fit into: a card, a budget, or a budget on a card, less a margin."""
+"""The limit of a step: a card, a budget, or a budget on a card, less a margin."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from memplan._bytes import format_bytes, parse_bytes
-from memplan.devices import find
-from memplan.errors import DeviceError, InputError, UnitError
+from memplan._bytes import format_bytes
+from memplan.devices import Device, read_budget
+from memplan.errors import InputError
 from memplan.simulation import on_card
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
@@ -20,26 +20,26 @@ Case = Literal["low", "high"]
 
 @dataclass(frozen=True)
 class Room:
-    """What a step has to fit into."""
+    """Limit that a step has to fit into."""
 
     target: Target
     limit: int
     """Bytes: of a card with the CUDA context, less the margin."""
     case: Case = "high"
-    """Of workspaces that are known as an interval: the least or the most of them."""
+    """Lower or upper bound of workspaces that are known as an interval."""
 
     def need(self, found: Bytes) -> int:
-        """What a step takes of it."""
+        """Return the bytes that count against the limit."""
         return found.needs_high if self.case == "high" else found.needs
 
     def fits(self, found: Bytes) -> bool:
-        """Whether a step does: on a card with all that its allocator does before it gives up."""
+        """Return whether a step does: on a card with all that its allocator does before it gives up."""
         if found.answer is None:
             return self.need(found) <= self.limit
         return found.answer == "fits" or (self.case == "low" and found.answer == "low only")
 
     def holds(self, trace: Trace, settings: AllocatorSettings) -> bool:
-        """Whether a step fits, as `fits` would say of its recording, in a hundredth of the time."""
+        """Return whether a step fits, as `fits` would say of its recording, in a hundredth of the time."""
         if self.target.card is None:
             return simulate(trace).peak_allocated <= self.limit
         room = self.target.card.usable(self.case)
@@ -47,26 +47,26 @@ class Room:
 
     @property
     def for_plans(self) -> int:
-        """What a plan is given: of a card what it has beside the context, since plans count allocated bytes."""
+        """Budget of a plan: of a card its bytes without the context, since plans count allocated bytes."""
         return self.limit if self.target.card is None else self.target.card.usable("high")
 
     @property
     def title(self) -> str:
-        """In words."""
+        """Limit and device, for reports."""
         return f"{format_bytes(self.limit)} ({self.target.card.title if self.target.card else 'CPU'})"
 
 
 def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "high") -> Room:
-    """What a card, a budget, or a budget on a card leaves.
+    """Return the limit that a card, a budget, or a budget on a card sets.
 
     Raises:
         InputError: neither of them, or a margin that is no share.
         UnitError, DeviceError: they are none.
     """
     card = None
-    if budget is not None:
-        budget, card = _read_budget(budget)
-        device = device if card is None or device is not None else card
+    if budget is not None and isinstance(budget := read_budget(budget), Device):
+        budget, card = None, budget.name
+        device = card if device is None else device
     target = choose_target(device)
     if budget is None:
         if target.card is None and card is not None:
@@ -89,17 +89,6 @@ def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "h
     if case not in ("low", "high"):
         raise InputError(f"workspace={case!r}", expected="'low' or 'high'", do="Leave it out for 'high'")
     return Room(target, limit, case)
-
-
-def _read_budget(budget: Any) -> tuple[int | None, str | None]:
-    """Bytes, or the name of a card."""
-    try:
-        return parse_bytes(budget), None
-    except UnitError:
-        try:
-            return None, find(str(budget)).name
-        except DeviceError:
-            return parse_bytes(budget), None  # raises what is wrong with it as a size
 
 
 def _share(margin: float | str) -> float:

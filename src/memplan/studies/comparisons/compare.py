@@ -113,7 +113,7 @@ def _refuse_options(common: Mapping[str, Any], measure: bool) -> None:
 
 
 def compare_given(one: Given, other: Given, *, measure: bool = False) -> Comparison:
-    """As `compare`, for two sides that are put together."""
+    """Compare two sides, as `compare` does."""
     if measure:
         return _measured(one, other)
     sides = [_side(given) for given in (one, other)]
@@ -123,8 +123,8 @@ def compare_given(one: Given, other: Given, *, measure: bool = False) -> Compari
 def _given(what: Any, options: Mapping[str, Any], title: str, differing: Mapping[str, Any] = {}) -> Given:
     device, settings = options["device"], options["settings"]
     rest = {name: value for name, value in options.items() if name not in ("device", "settings")}
-    rest |= {name: tuple(rest[name]) if isinstance(rest[name], (list, tuple)) else (rest[name],)
-             for name in ("inputs", "targets")}  # fmt: skip
+    inputs = rest["inputs"]
+    rest["inputs"] = tuple(inputs) if isinstance(inputs, (list, tuple)) else (inputs,)
     step = StepOptions(**rest).checked()
     if is_saved(what):
         # the options of both are for the other side
@@ -180,7 +180,7 @@ def _check_callable(given: Given) -> None:
 
 
 def _measured(one: Given, other: Given) -> Comparison:
-    """Both run: births and deaths are the allocator's own, then seconds, then results."""
+    """Run both sides: births and deaths come from the allocator, then seconds, then results."""
     for given in (one, other):
         if is_saved(given.what):
             raise InputError(

@@ -1,4 +1,4 @@
-"""What a comparison is: two steps as immutable data, side by side. All sizes are bytes."""
+"""A comparison: two steps as immutable data, side by side. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Zeros:
 
     @property
     def bytes_of_fewer(self) -> int:
-        """What the dense weight would take less with so many channels fewer."""
+        """Bytes that the dense weight would take less with so many channels fewer."""
         return self.fewer_channels * (self.bytes // self.channels)
 
 
@@ -120,7 +120,7 @@ class CauseRow:
 
     @property
     def difference(self) -> int:
-        """Of the second from the first: negative where the second takes less."""
+        """Bytes of the second less those of the first."""
         return self.b - self.a
 
 
@@ -133,7 +133,7 @@ class LayerPair:
     b: LayerPart | None
 
     def difference(self, field: str) -> int:
-        """Of a number of the second from that of the first; a layer that is not there has 0."""
+        """Subtract a number of the first from that of the second; a layer that is not there has 0."""
         return getattr(self.b, field, 0) - getattr(self.a, field, 0)
 
 
@@ -154,7 +154,7 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two steps side by side. ``a`` and ``b`` say each for itself what there is of it.
+    """Two steps side by side; ``a`` and ``b`` are their sides.
 
     Example:
         >>> comparison = memplan.compare(resnet18, resnet18, "32x3x224x224", b_options={"autocast": "bf16"})
@@ -194,14 +194,14 @@ class Comparison:
 
     @property
     def decided_otherwise(self) -> tuple[tuple[Decided | None, Decided | None], ...]:
-        """Of two plans: values with another lever in each, the largest first; None on the side that decides nothing."""
+        """Values that two plans give another lever, the largest first; None on the side that decides nothing."""
         one, other = ({row.value: row for row in side.decided} for side in (self.a, self.b))
         pairs = [(one.get(value), other.get(value)) for value in dict.fromkeys((*one, *other))]
         apart = [(a, b) for a, b in pairs if (a and a.lever) != (b and b.lever)]
         return tuple(sorted(apart, key=lambda pair: -max(row.bytes for row in pair if row is not None)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         data = dataclasses.asdict(self)
         for side, key in ((self.a, "a"), (self.b, "b")):
             data[key]["zeros"] = [dataclasses.asdict(zero) | _derived(zero) for zero in side.zeros]
@@ -225,7 +225,7 @@ def _derived(zero: Zeros) -> dict[str, int]:
 
 
 def _by_name(parts: tuple[LayerPart, ...]) -> dict[str, LayerPart]:
-    """Layers by name; the outermost module, which goes by its class's name, by one that fits both sides."""
+    """Return layers by name; the outermost module, which goes by its class's name, by one that fits both sides."""
     roots = [part for part in parts if part.name == part.kind]
     return {WHOLE if len(roots) == 1 and part is roots[0] else part.name: part for part in parts}
 
@@ -240,7 +240,7 @@ _CHANGE = 0.005
 
 
 def headline(comparison: Comparison) -> str:
-    """``A takes 1.1 GiB, B 0.7 GiB: 412.3 MiB less (-36 %): ...``, with the causes that differ most."""
+    """Say ``1.1 GiB -> 0.7 GiB peak: 412.3 MiB less, -36 % (...)``, with the causes that differ most."""
     a, b = comparison.a, comparison.b
     text = f"{format_bytes(a.peak)} -> {format_bytes(b.peak)} peak: {changed(a.peak, b.peak)}"
     rows = sorted((row for row in comparison.by_cause if row.difference), key=lambda row: -abs(row.difference))
@@ -249,7 +249,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def changed(a: int, b: int) -> str:
-    """``412.3 MiB less, -36 %``."""
+    """Say ``412.3 MiB less, -36 %``."""
     if a == b:
         return "the same"
     share = f", {100 * (b - a) / a:+.0f} %" if a and abs(b - a) >= _CHANGE * a else ""
@@ -257,12 +257,12 @@ def changed(a: int, b: int) -> str:
 
 
 def signed(size: int) -> str:
-    """Bytes with their sign: ``+1.2 MiB``."""
+    """Return bytes with their sign: ``+1.2 MiB``."""
     return ("+" if size > 0 else "") + format_bytes(size)
 
 
 def remarks(comparison: Comparison) -> Iterator[str]:
-    """Sentences about outputs, results and zeros, in order."""
+    """Yield sentences about outputs, results and zeros, in order."""
     a, b = comparison.a, comparison.b
     if a.outputs is not None and b.outputs is not None:
         if a.outputs == b.outputs:
@@ -277,7 +277,7 @@ def remarks(comparison: Comparison) -> Iterator[str]:
 
 
 def off_by(row: Apart, other: str) -> str:
-    """``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``."""
+    """Say ``are 1.2 % from A's (relative, L2; 0.5 at most for one element)``."""
     if row.relative == 0:
         return f"are {other}'s bit for bit"
     if row.relative is None or row.largest is None:
@@ -287,7 +287,7 @@ def off_by(row: Apart, other: str) -> str:
 
 
 def zeros_of(name: str, side: Side) -> Iterator[str]:
-    """What zeros among the weights of a side do not save."""
+    """Say what zeros among the weights of a side do not save."""
     known = [zero for zero in side.zeros if zero.zeros is not None]
     masks = sum(zero.mask_bytes for zero in side.zeros)
     if known:
@@ -314,7 +314,7 @@ def zeros_of(name: str, side: Side) -> Iterator[str]:
 
 
 def _outputs_of_fewer(side: Side) -> int:
-    """What the outputs of pruned layers would take less, in proportion to their channels."""
+    """Return the bytes that the outputs of pruned layers would take less, in proportion to their channels."""
     output = {part.name: part.output_bytes for part in side.layers}
     return sum(output.get(zero.layer, 0) * zero.fewer_channels // zero.channels for zero in side.zeros)
 
@@ -324,12 +324,13 @@ def _listed(outputs: tuple[str, ...]) -> str:
 
 
 def by_one_measure(a: Side, b: Side) -> bool:
-    """Whether the seconds of two sides can be held against each other: both by a roofline, measured, or of plans."""
+    """Return whether the seconds of two sides can be held against each other: both by a roofline, measured, or of
+    plans."""
     return a.seconds_by.partition(" ")[0] == b.seconds_by.partition(" ")[0]
 
 
 def seconds_sentence(comparison: Comparison) -> str | None:
-    """Both times, where both are known; their ratio only where they are by one measure."""
+    """Give both times, where both are known; their ratio only where they come from one measure."""
     a, b = comparison.a, comparison.b
     if a.seconds is None or b.seconds is None:
         return None
@@ -344,7 +345,7 @@ def seconds_sentence(comparison: Comparison) -> str | None:
 
 
 def summary(comparison: Comparison) -> str:
-    """The paragraph."""
+    """Return the paragraph."""
     lines = [f"A: {comparison.a.title}", f"B: {comparison.b.title}", headline(comparison)]
     seconds = seconds_sentence(comparison)
     lines += [seconds] if seconds else []

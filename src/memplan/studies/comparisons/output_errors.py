@@ -30,7 +30,7 @@ _LONG = 2.0
 
 
 def made(what: Any) -> nn.Module | None:
-    """The model of a step with its weights; None where a build brings a step of its own. A module is copied.
+    """Return the model of a step with its weights; None where a build brings a step of its own. A module is copied.
 
     Raises:
         StepError: the callable that makes it raised.
@@ -46,14 +46,14 @@ def made(what: Any) -> nn.Module | None:
             raise StepError(
                 f"making the model raised {type(error).__name__}: {text.rstrip('.')[:300]}",
                 expected="a callable that makes a module",
-                do="Mend it; it should raise the same outside of memplan",
+                do="Correct it; it should raise the same outside of memplan",
                 where=format_frame(frame_of_error(error)),
             ) from error
     return found if isinstance(found, nn.Module) else None
 
 
 def seconds_of(step: Step) -> float:
-    """The median of some runs after the first, or the first alone where it takes long."""
+    """Return the median of some runs after the first, or the first alone where it takes long."""
     with undisturbed():
         first = _timed(step)
         return first if first > _LONG else median(_timed(step) for _ in range(_RUNS))
@@ -66,7 +66,7 @@ def _timed(step: Step) -> float:
 
 
 def why_not_comparable(one: nn.Module | None, other: nn.Module | None, a: StepOptions, b: StepOptions) -> str | None:
-    """Why the results of two steps cannot be held against each other; None where they can."""
+    """Return why the results of two steps cannot be held against each other; None where they can."""
     if one is None or other is None:
         return "a build makes its own model and data, so results are not held against each other"
     mine, its = ({name: value.shape for name, value in weights_of(model).items()} for model in (one, other))
@@ -78,18 +78,18 @@ def why_not_comparable(one: nn.Module | None, other: nn.Module | None, a: StepOp
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A model's parameters by name; a masked one by the name that it has without its mask."""
+    """Return a model's parameters by name; a masked one by the name that it has without its mask."""
     return {name.removesuffix(ORIGINAL): value for name, value in model.named_parameters()}
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
-    """Whether the parameters and buffers of two models are equal, bit for bit."""
+    """Return whether the parameters and buffers of two models are equal, bit for bit."""
     mine, its = one.state_dict(), other.state_dict()
     return mine.keys() == its.keys() and all(torch.equal(value, its[name].to(value)) for name, value in mine.items())
 
 
 def _same_inputs(a: StepOptions, b: StepOptions) -> bool:
-    """Whether inputs are the same; of described ones, and of tensors of another dtype, their sizes."""
+    """Return whether inputs are the same; of described ones, and of tensors of another dtype, their sizes."""
     one, other = (_torch.tree_leaves((o.inputs, dict(o.kwargs), o.targets)) for o in (a, b))
     return len(one) == len(other) and all(map(_alike, one, other))
 
@@ -103,7 +103,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def apart(one: nn.Module, other: nn.Module, a: StepOptions, b: StepOptions) -> tuple[Apart, ...]:
-    """Outputs and, where both train, gradients of one step of each. Both models are changed by their step."""
+    """Compare outputs and, where both train, gradients of one step of each. Both models are changed by their step."""
     mine, its = _run(one, a), _run(other, b)
     return tuple(
         found

@@ -17,7 +17,7 @@ ORIGINAL, MASK = "_orig", "_mask"
 
 
 def zeros_of(model: nn.Module) -> tuple[Zeros, ...]:
-    """The weights of a model that are zero in part, with their masks where they have one.
+    """Return the weights of a model that are zero in part, with their masks where they have one.
 
     A weight that is zero throughout was never trained, rather than pruned, and is left out.
     """
@@ -50,7 +50,7 @@ def _zeros(path: str, name: str, module: nn.Module, weight: torch.Tensor, mask: 
 
 
 def masks_of(trace: Trace) -> tuple[Zeros, ...]:
-    """The masked weights of a recorded step, by their names. How many zeros they hold, no recording has."""
+    """Return the masked weights of a recorded step, by their names. How many zeros they hold, no recording has."""
     by_name = {storage.name: storage for storage in trace.counted if storage.cause in ("weight", "buffer")}
     found: list[Zeros] = []
     for name, weight in by_name.items():

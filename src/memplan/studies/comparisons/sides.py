@@ -23,8 +23,8 @@ from memplan.studies.comparisons.comparison import CAST_COPIES, STEP, Decided, L
 from memplan.studies.comparisons.pruned_weights import masks_of
 from memplan.studies.comparisons.step_time import rates_for, step_time
 from memplan.studies.sweeps.points import KNOWN
-from memplan.studies.sweeps.sweep import FORMAT as SWEEP
 from memplan.studies.sweeps.sweep import Point, Sweep
+from memplan.studies.sweeps.sweep_json import FORMAT as SWEEP
 from memplan.trace import codec
 from memplan.trace.records import Storage
 from memplan.trace.trace import Trace, at_least
@@ -37,7 +37,7 @@ KINDS = (
 
 
 def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
-    """The side that a Trace, an Explanation, a Plan, a point of a Sweep or the file of one is.
+    """Return the side that a Trace, an Explanation, a Plan, a point of a Sweep or the file of one is.
 
     Args:
         what: one of these.
@@ -68,18 +68,19 @@ def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
 
 
 def is_saved(what: Any) -> bool:
-    """Whether something says itself what a step takes, so that nothing is left to record."""
+    """Return whether something says itself what a step takes, so that nothing is left to record."""
     return isinstance(what, (Trace, Explanation, Plan, Point, Sweep, str, os.PathLike))
 
 
 def split_point(name: str) -> tuple[str, str]:
-    """The path of a file, and which point of a sweep in it is meant: ``sweep.json#3``, ``sweep.json#batch=8``."""
+    """Return the path of a file, and which point of a sweep in it is meant: ``sweep.json#3``,
+    ``sweep.json#batch=8``."""
     path, mark, point = name.rpartition("#")
     return (path, point) if mark and not os.path.exists(name) else (name, "")
 
 
 def read(name: str | os.PathLike[str]) -> Any:
-    """What a file holds: a Trace, a Plan, a Sweep or one point of it, or the plain data of an Explanation.
+    """Read a file: a Trace, a Plan, a Sweep or one point of it, or the plain data of an Explanation.
 
     Args:
         name: the path, with the point after a ``#``.
@@ -102,7 +103,7 @@ def read(name: str | os.PathLike[str]) -> Any:
 
 
 def _point(sweep: Sweep, which: str) -> Point:
-    """By its number, from 1 on, or by values of its axes."""
+    """Find a point by its number, from 1 on, or by values of its axes."""
     if not which:
         return sweep.point()
     if which.isascii() and which.isdigit():
@@ -149,7 +150,7 @@ _FILES = "what explain --json or --trace, fit --json or --plan, or sweep --json 
 
 
 def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: str | None = None) -> Side:
-    """A recorded or measured step; its time is a roofline's where the device's rates are known."""
+    """Return a recorded or measured step; its time is a roofline's where the device's rates are known."""
     explanation = explain_trace(trace, title=title, train=train, settings=settings)
     low = at_least(trace)
     weights = [storage for storage in low.counted if storage.cause == "weight"]
@@ -174,7 +175,7 @@ def of_trace(trace: Trace, title: str, *, train: bool | None = None, settings: s
 
 
 def cast_copies(trace: Trace) -> set[int]:
-    """The storages that hold a weight in another dtype, as autocast makes them."""
+    """Return the storages that hold a weight in another dtype, as autocast makes them."""
     found: set[int] = set()
     for storage in trace.counted:
         maker = trace.ops[storage.op] if storage.op is not None else None
@@ -187,14 +188,14 @@ def cast_copies(trace: Trace) -> set[int]:
 
 
 def _most(trace: Trace, storages: set[int]) -> int:
-    """The most bytes that some storages hold at any one time."""
+    """Return the most bytes that some storages hold at any one time."""
     found = [storage for storage in trace.counted if storage.id in storages]
     events = [(s.born, s.bytes) for s in found] + [(s.died, -s.bytes) for s in found if s.died is not None]
     return max(accumulate(size for _, size in sorted(events)), default=0)
 
 
 def outputs_of(trace: Trace) -> tuple[str, ...] | None:
-    """Shapes and dtypes of what the model returns; None where no module was called."""
+    """Return shapes and dtypes of the model's outputs; None where no module was called."""
     for returned in trace.returned:
         if returned.tensors:
             return tuple(_described(trace, view.shape, view.storage) for view in returned.tensors)
@@ -216,7 +217,7 @@ def _parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
 
 
 def of_explanation(data: Any, title: str) -> Side:
-    """An explanation as plain data, as `memplan.Explanation.to_dict` gives it.
+    """Return an explanation as plain data, as `memplan.Explanation.to_dict` gives it.
 
     Raises:
         TargetError: it is something else.
@@ -240,7 +241,7 @@ def of_explanation(data: Any, title: str) -> Side:
 
 
 def of_point(point: Point, title: str) -> Side:
-    """A point of a sweep: what is there at its peak, by cause. It has no layers."""
+    """Return a point of a sweep: what is there at its peak, by cause. It has no layers."""
     row = point.row
     causes = {cause: row[cause] for cause in (*KNOWN, "rounding")} | {"workspace": row["workspace_low"]}
     title = title if title == point.title else f"{title}: {point.place}"
@@ -248,7 +249,7 @@ def of_point(point: Point, title: str) -> Side:
 
 
 def of_plan(plan: Plan, title: str) -> Side:
-    """A planned step: what is there all the time by cause, and what the step holds beside it at its peak."""
+    """Return a planned step: what is there all the time by cause, and what the step holds beside it at its peak."""
     kept: dict[str, int] = {}
     values = [decision for decision in plan.decisions if decision.scope.kind == "value"]
     for decision in values:

@@ -38,7 +38,7 @@ class StepTime:
 
 
 def rates_for(device: str) -> tuple[Rates, str] | None:
-    """The rates of the device of a trace, and what to call them; None where they are not known."""
+    """Return the rates of the device of a trace, and what to call them; None where they are not known."""
     if device == HOST:
         return CPU, "roofline of two CPU cores"
     try:
@@ -49,7 +49,7 @@ def rates_for(device: str) -> tuple[Rates, str] | None:
 
 
 def step_time(trace: Trace, rates: Rates) -> StepTime | None:
-    """Seconds, FLOPs and bytes of the first step; None where a trace does not say how its ops were called."""
+    """Estimate seconds, FLOPs and bytes of the first step; None where a trace does not say how its ops were called."""
     if not trace.forms:
         return None
     works = list(_works(trace))
@@ -75,14 +75,14 @@ def _works(trace: Trace) -> Iterator[Work]:
 
 
 def _is_view(op: Op) -> bool:
-    """Whether it runs no kernel: all that it gives lies where it read."""
+    """Return whether it runs no kernel: all that it gives lies where it read."""
     found = _op(op.name)
     mutable = found is not None and _torch.is_mutable(found)
     return not mutable and set(op.writes) <= {read.storage for read in op.reads}
 
 
 def _op(name: str) -> Any:
-    """torch's op of a name such as ``aten.mm.default``; None where it has none."""
+    """Return torch's op of a name such as ``aten.mm.default``; None where it has none."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -111,7 +111,7 @@ def _forward_flops(trace: Trace, op: Op, form: Form) -> int:
 
 
 def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
-    """Of an op of a derivative formula, from the FLOPs of the op that it derives."""
+    """Return the FLOPs of an op of a derivative formula, from those of the op that it derives."""
     forward, base = flops.get(source.index, 0), op.name.split(".")[1]
     if base in _PRODUCTS:
         return forward  # a product of the same three sizes in another order
@@ -121,7 +121,7 @@ def _backward_flops(op: Op, source: Op, flops: dict[int, int]) -> int:
 
 
 def _moved(trace: Trace, op: Op, form: Form | None) -> int:
-    """Bytes of what it reads and writes; of a view, the part that it looks at."""
+    """Return bytes of what it reads and writes; of a view, the part that it looks at."""
     if form is None:
         storages = [*{read.storage for read in op.reads}, *dict.fromkeys(op.writes)]
         return sum(trace.storages[number].bytes for number in storages)
@@ -143,12 +143,13 @@ def _itemsize(dtype: str) -> int:
 
 
 def _rate(trace: Trace, op: Op) -> str:
-    """Whose FLOP/s count: a float32 convolution runs as TF32 where a card has it, as torch does by default."""
+    """Return the dtype whose FLOP/s count: a float32 convolution runs as TF32 where a card has it, as torch does by
+    default."""
     storages = [read.storage for read in op.reads if read.name != "bias"] or list(op.writes)
     found = trace.storages[storages[0]].dtype if storages else "float32"
     return "tf32" if found == "float32" and "conv" in op.name else found or "float32"
 
 
 def _shaped(view: View) -> torch.Tensor:
-    """A tensor without memory, for the formulas to look at."""
+    """Return a tensor without memory, for the formulas to look at."""
     return torch.empty(view.shape, device="meta")

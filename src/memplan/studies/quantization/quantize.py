@@ -37,7 +37,7 @@ def quantize(
     Bytes are the CPU allocator's own events, as of `memplan.measure`.
 
     Args:
-        what: a module, or a callable that makes one (it is really made). It stays as it is.
+        what: a module, or a callable that makes one (it is really made). It is not changed.
         inputs, kwargs, autocast, dtype: as for `memplan.explain`. Described inputs are random numbers.
         weights: ``"int8"`` (a scale for each output), or ``"int4"`` (a scale and a zero for each group of up to 128
             inputs).
@@ -50,7 +50,7 @@ def quantize(
         TargetError: ``what`` makes no module.
         InputError: no such scheme, or a model in which it quantizes nothing.
         UsageError: torchao is not installed: pip install 'memplan[quantize]'.
-        StepError: the model does not run, as it is or quantized.
+        StepError: the model does not run, before or after it is quantized.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
@@ -64,7 +64,7 @@ def quantize(
 
 
 def quantize_step(what: Any, options: StepOptions, weights: str | None, activations: str | None) -> Quantized:
-    """As `quantize`, for a step that is put together."""
+    """Quantize and run a step, as `quantize` does."""
     scheme = scheme_of(weights, activations)
     model = _made(what, options)
     after = copy_module(model) if scheme.config is not None else None
@@ -91,7 +91,7 @@ def quantize_step(what: Any, options: StepOptions, weights: str | None, activati
 
 
 def _made(what: Any, options: StepOptions) -> nn.Module:
-    """The model, in evaluation mode and of the dtype that it runs in; the user's own stays as it is."""
+    """Return the model, in evaluation mode and of the dtype that it runs in; the user's own is not changed."""
     if not isinstance(what, nn.Module) and not callable(what):
         raise TargetError(
             f"{type(what).__name__} {what!r:.60}",
@@ -116,7 +116,7 @@ def _run(
     *,
     grad: bool = False,
 ) -> tuple[Side, int]:
-    """What the steps of a copy allocate, and the most that making it did."""
+    """Run the steps of a copy; return the side, and the most bytes that were allocated while it was made."""
 
     def build() -> Step:
         made = copy_module(model)

@@ -1,4 +1,4 @@
-"""What quantized inference takes and how far its result is off: immutable data. All sizes are bytes."""
+"""Bytes of quantized inference and the errors of its result: immutable data. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Inference of a model as it is and quantized, both really run on this CPU.
+    """Inference of a model before and after it is quantized, both really run on this CPU.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024))
@@ -39,11 +39,11 @@ class Quantized:
     scheme: str
     """What torchao calls it."""
     before: Side
-    """Inference of the model as it is, without grad."""
+    """Inference of the model before, without grad."""
     after: Side | None
     """The same with the quantized model; None where this scheme has no kernel here, and was not run."""
     with_grad: Side
-    """The forward pass of the model as it is, with grad: what a derivative needs stays."""
+    """Forward pass of the model before, with grad: tensors that a derivative reads stay."""
     layers: tuple[Layer, ...]
     error: Apart | None
     """How far the outputs of the quantized model are off; None where it was not run."""
@@ -60,13 +60,13 @@ class Quantized:
 
     @property
     def comparison(self) -> Comparison | None:
-        """Before and after as two sides; None where it was not run."""
+        """Comparison of before and after; None where it was not run."""
         if self.after is None:
             return None
         return Comparison(self.before, self.after, (self.error,) if self.error is not None else ())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         data = dataclasses.asdict(self)
         comparison = self.comparison
         rows = None if comparison is None else comparison.to_dict()["by_cause"]
@@ -78,7 +78,7 @@ class Quantized:
 
 
 def sentences(found: Quantized) -> Iterator[str]:
-    """What there is to say, in order."""
+    """Yield the sentences of the summary, in order."""
     if found.after is None:
         yield from _not_run(found)
     else:
@@ -90,7 +90,7 @@ def sentences(found: Quantized) -> Iterator[str]:
         yield f"Time {was} -> {now}, measured on this CPU without a compiler."
     without, with_grad = (format_bytes(side.activation_bytes or 0) for side in (found.before, found.with_grad))
     live = f"Without grad {without} of activations live at once, with grad {with_grad}"
-    yield f"{live}: then all stay that a derivative reads."
+    yield f"{live}: then all stay live that a derivative reads."
     if found.quantizing_peak is not None and found.quantizing_peak > found.before.peak:
         yield f"While it is quantized, {format_bytes(found.quantizing_peak)} are needed."
 
@@ -119,5 +119,5 @@ def _bytes(found: Quantized, after: Side) -> Iterator[str]:
 
 
 def summary(found: Quantized) -> str:
-    """The paragraph."""
+    """Return the paragraph."""
     return "\n".join(sentences(found))

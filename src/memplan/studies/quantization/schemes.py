@@ -1,4 +1,4 @@
-"""Which of torchao's quantizers does what was asked for, and what it leaves alone. torchao is imported here only."""
+"""torchao's quantizer of each scheme, and the layers that it leaves alone. torchao is imported here only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Scheme:
 
 
 def scheme_of(weights: str | None, activations: str | None) -> Scheme:
-    """The scheme that was asked for.
+    """Return the scheme that was asked for.
 
     Raises:
         InputError: there is none.
@@ -89,7 +89,7 @@ def _int4_dynamic() -> Scheme:
 def _torchao() -> Any:
     logger = logging.getLogger("torchao")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it tells of its own kernels for GPUs that do not load here
+    logger.setLevel(logging.ERROR)  # it logs its own kernels for GPUs that do not load here
     try:
         import torchao.quantization as api
     except ImportError as error:
@@ -123,7 +123,7 @@ def apply(model: nn.Module, scheme: Scheme) -> None:
 
 
 def reason(module: nn.Module, scheme: Scheme) -> str | None:
-    """Why the weight of a layer stays as it is; None where it is quantized."""
+    """Return why the weight of a layer is not quantized; None where it is quantized."""
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "the attention around it reads its weight itself"
     if not isinstance(module, nn.Linear):
@@ -142,7 +142,7 @@ def _group(module: nn.Module) -> int | None:
 
 
 def packed_bytes(module: nn.Linear, scheme: Scheme) -> int:
-    """What a layer's weight takes in 4 bits: two numbers a byte, and a scale and a zero for each group.
+    """Return the bytes of a layer's weight in 4 bits: two numbers a byte, and a scale and a zero for each group.
 
     With activations in 8 bits, scales are in float32 and zeros in a byte each; what the kernel may add is not counted.
     """
@@ -152,14 +152,14 @@ def packed_bytes(module: nn.Linear, scheme: Scheme) -> int:
 
 
 def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tuple[Layer, ...]:
-    """Every layer with a weight of two dimensions or more: its bytes as they were, as they are, and why.
+    """List every layer with a weight of two dimensions or more: its bytes before and after, and why.
 
     A weight that several layers share counts for the first of them.
 
     Args:
         before: the model as it was.
         scheme: what is done to it.
-        after: the model as it is; None where the scheme does not run here, and its bytes follow from its form.
+        after: the quantized model; None where the scheme does not run here, and its bytes follow from its form.
     """
     others = dict(after.named_modules()) if after is not None else {}
     shared = _sharers(before)
@@ -182,7 +182,7 @@ def layers_of(before: nn.Module, scheme: Scheme, after: nn.Module | None) -> tup
 
 
 def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
-    """Bytes of the storages of weights, of those not seen before."""
+    """Return bytes of the storages of weights, of those not seen before."""
     total = 0
     for weight in weights:
         for tensor in _torch.inner_tensors(weight).values():
@@ -194,7 +194,7 @@ def _new_bytes(weights: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 
 def _sharers(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Layer -> the other layers that hold one of its parameters, too."""
+    """Map a layer to the other layers that hold one of its parameters, too."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

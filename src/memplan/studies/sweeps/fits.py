@@ -1,9 +1,9 @@
-"""What the points of a sweep say together: what is fixed, what grows along an axis, where parts change places."""
+"""Fits of a sweep: the fixed part, the growth along an axis, and where another part becomes the largest."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,10 @@ from memplan.studies.axes.axes import Argument, Axis, Batch, Layers, Size
 from memplan.studies.sweeps.points import KNOWN, PARTS
 
 STRAIGHT = 0.01
-"""Residual up to which points are told of as a line."""
+"""Residual up to which points count as a line."""
 
 BENT = 0.05
-"""Residual from which on points lie on no line at all: what a line would say of them is not told."""
+"""Residual above which points lie on no line: its numbers are not printed."""
 
 _CLEAR = 0.05
 """Of the peak: by how much a part has to lead on one side of a crossing, else the two are as good as equal."""
@@ -27,7 +27,7 @@ _NOTHING = 1e-6
 """Bytes: what arithmetic in floating point leaves of a line that is flat."""
 
 FITTED = ("peak", "reserved", *KNOWN, "rounding", "workspace_low", "workspace_high", "fragmentation")
-"""What of a row is fitted. ``peak`` is the sum of the causes and ``workspace_low``, and so is its line."""
+"""Bytes of a row that are fitted. ``peak`` is the sum of the causes and ``workspace_low``, and so is its line."""
 
 Row = Mapping[str, Any]
 
@@ -77,7 +77,8 @@ class Fit:
 
     @property
     def holds(self) -> bool:
-        """Whether the peaks lie on the line, or on its square: within 5 %. Else no number of it means anything."""
+        """Return whether the peaks lie on the line, or on its square: within 5 %. Else no number of it means
+        anything."""
         return self.residual <= BENT or self.square is not None
 
     @property
@@ -87,7 +88,7 @@ class Fit:
 
     @property
     def slope(self) -> float:
-        """What each unit adds to the peak, in bytes."""
+        """Bytes that each unit adds to the peak."""
         return self.lines["peak"].slope
 
     def __str__(self) -> str:
@@ -102,12 +103,12 @@ class Fit:
         if not self.holds:
             return f"{begin}no straight line: the best is up to {_percent(self.residual)} off the peaks"
         power = {1: "", 2: " squared", 3: " cubed"}[self.power]
-        told = f"{begin}{self._fixed(self.fixed)}, {_bytes(self.slope)} {each}{power}"
-        return f"{told} (from two points)" if len(self.values) == 2 else f"{told}, residual {_percent(self.residual)}"
+        line = f"{begin}{self._fixed(self.fixed)}, {_bytes(self.slope)} {each}{power}"
+        return f"{line} (from two points)" if len(self.values) == 2 else f"{line}, residual {_percent(self.residual)}"
 
     def _fixed(self, fixed: float) -> str:
-        """What is there without any of the axis, which is nothing below 0: a line that begins there holds between the
-        points alone."""
+        """Say what the peak is without any of the axis. That is nothing below 0: a line that begins there holds between
+        the points alone."""
         if fixed > -1:
             return f"fixed {_bytes(max(fixed, 0.0))}"
         if -fixed <= STRAIGHT * self.least:
@@ -149,7 +150,7 @@ LABELS = {
 
 
 def fits_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Fit]:
-    """A fit for every axis of numbers and every choice of the others with at least two points."""
+    """Return a fit for every axis of numbers and every choice of the others with at least two points."""
     found: list[Fit] = []
     for axis in axes:
         for at, points in _along(axis, axes, rows):
@@ -160,7 +161,7 @@ def fits_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Fit]:
 
 
 def crossings_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Crossing]:
-    """Every place along an axis of numbers where another part becomes the largest."""
+    """Find every place along an axis of numbers where another part becomes the largest."""
     found: list[Crossing] = []
     for axis in axes:
         for at, points in _along(axis, axes, rows):
@@ -170,7 +171,7 @@ def crossings_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Crossing]:
 
 
 def part_bytes(row: Row) -> dict[str, int]:
-    """A row's bytes by part; workspaces at their most."""
+    """Return a row's bytes by part; workspaces at their most."""
     return {
         part: row["workspace_high"] if part == "workspace" else sum(row[cause] for cause in causes)
         for part, causes in PARTS.items()
@@ -178,19 +179,23 @@ def part_bytes(row: Row) -> dict[str, int]:
 
 
 def _along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
-    """The rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
-    groups: list[tuple[dict[str, Any], list[Row]]] = []
-    others = [other.name for other in axes if other.name != axis.name]
-    for row in rows:
-        if row["status"] != "ok":
-            continue
-        at = {name: row[name] for name in others}
-        group = next((points for known, points in groups if known == at), None)
-        if group is None:
-            groups.append((at, [row]))
-        else:
-            group.append(row)
+    """Group the rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
+    groups = rows_along(axis.name, [one.name for one in axes], rows)
     return [(at, sorted(points, key=lambda row: axis.measure(row[axis.name]) or 0.0)) for at, points in groups]
+
+
+def rows_along(axis: str, axes: Iterable[str], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+    """Group the rows that did not fail by the values of the other axes, in order."""
+    groups: list[tuple[dict[str, Any], list[Row]]] = []
+    others = [name for name in axes if name != axis]
+    for row in rows:
+        if row["status"] == "ok":
+            at = {name: row[name] for name in others}
+            points = next((points for known, points in groups if known == at), None)
+            if points is None:
+                groups.append((at, points := []))
+            points.append(row)
+    return groups
 
 
 def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fit:
@@ -207,7 +212,8 @@ def _fit(axis: Axis, at: dict[str, Any], points: list[Row], measures: Any) -> Fi
 
 
 def _straight(measures: Any, peaks: Any, powers: Sequence[int]) -> tuple[int, int]:
-    """From which point on, at least three of them where there are, the points lie on a line, and in which power."""
+    """Find the first of at least three points that lie on a line to the end, and the power of the measure that makes
+    one."""
     tried = [(0, power, _line(measures**power, peaks)[1]) for power in powers]
     if len(peaks) == 2:
         return 0, 1
@@ -264,7 +270,7 @@ def _largest(parts: Mapping[str, int]) -> str:
 
 
 def _value(axis: Axis, measure: float, values: Sequence[Any]) -> float | None:
-    """The value of an axis with a measure, where values are single numbers."""
+    """Return the value of an axis with a measure, where values are single numbers."""
     if not all(isinstance(value, (int, float)) for value in values) or (isinstance(axis, Size) and axis.aspect):
         return None
     return measure ** (1 / axis.dims) if isinstance(axis, Size) else measure
@@ -274,7 +280,7 @@ _COUNTED = ("sample", "position", "pixel", "voxel", "token")
 
 
 def _each(unit: str) -> str:
-    """After bytes: ``a sample``; what has no word for one of it is multiplied with: ``times width``."""
+    """Return the words after bytes: ``a sample``; ``times width`` of what has no word for one of it."""
     return f"a {unit}" if unit in _COUNTED else f"times {unit}"
 
 
@@ -289,15 +295,15 @@ def _percent(share: float) -> str:
 
 
 def place_of(axis: str, at: Mapping[str, Any]) -> str:
-    """The axis, and where the others stand: ``batch (size 96)``."""
+    """Return the axis, and where the others stand: ``batch (size 96)``."""
     return f"{axis} ({place_of_all(at)})" if at else axis
 
 
 def place_of_all(values: Mapping[str, Any]) -> str:
-    """Where all axes stand: ``batch 8, precision bf16``."""
+    """Say where all axes stand: ``batch 8, precision bf16``."""
     return ", ".join(f"{name} {shown(value)}" for name, value in values.items())
 
 
 def shown(value: Any) -> str:
-    """A value of an axis for people."""
+    """Return a value of an axis for people."""
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -28,13 +28,13 @@ STARTING = 6.0
 
 
 def run(tasks: Sequence[Task], jobs: int | None, done: Done) -> dict[int, Outcome]:
-    """The outcome of every task by its number; of those that were done, after Ctrl-C.
+    """Return the outcome of every task by its number; of those that were done, after Ctrl-C.
 
     Args:
         tasks: the points.
         jobs: processes; 1: this one alone. None: this one, and where there is enough left to do after the first
             two points, as many as there are cores.
-        done: told after each point.
+        done: called after each point.
 
     Raises:
         InputError: ``jobs`` is given, and the step cannot be sent to another process.
@@ -57,7 +57,7 @@ def run(tasks: Sequence[Task], jobs: int | None, done: Done) -> dict[int, Outcom
 
 
 def _jobs(tasks: Sequence[Task], found: dict[int, Outcome], done: Done) -> int:
-    """How many processes serve, from the time that the second point takes here: the first one loads much of torch."""
+    """Choose the number of processes from the time of the second point: the first one loads much of torch."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     seconds = 0.0
     for number in range(min(2, len(tasks))):
@@ -77,7 +77,7 @@ def _jobs(tasks: Sequence[Task], found: dict[int, Outcome], done: Done) -> int:
 
 
 def _packed(tasks: Sequence[Task], jobs: int) -> bytes:
-    """A task as it is sent; nothing where there is none, or no process to send it to."""
+    """Return the pickle of a task; nothing where there is none, or no process to send it to."""
     import cloudpickle
 
     if jobs == 1 or not tasks:
@@ -129,8 +129,8 @@ def _result(number: int, future: Future[Outcome]) -> Mapping[int, Outcome]:
 
 
 def _prepare(path: tuple[str, ...], threads: int) -> None:
-    """In a new process: imports as here, Ctrl-C left to the process that waits, stdout to the report. The CPU's kernels
-    take memory by the number of torch's threads: so many as here are counted, and none runs."""
+    """Prepare a new process: imports as here, Ctrl-C left to the process that waits, stdout to the report. The CPU's
+    kernels take memory by the number of torch's threads: so many as here are counted, and none runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[:] = path
     torch.set_num_threads(threads)

@@ -28,13 +28,13 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "workspace": ("workspace_low",),
     "rounding": ("rounding",),
 }
-"""What tables, charts and crossings put together; the parts of a point add up to its peak."""
+"""Groups of causes in tables, charts and crossings; the parts of a point add up to its peak."""
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a step takes. ``peak``, ``reserved`` and ``needs`` are of the case with the least workspaces, those with
-    ``_high`` of the one with the most; they are equal where every workspace is known, as on the CPU."""
+    """Bytes of a step. ``peak``, ``reserved`` and ``needs`` are of the case with the smallest workspaces, those with
+    ``_high`` of the one with the largest; they are equal where every workspace is known, as on the CPU."""
 
     peak: int
     peak_high: int
@@ -54,11 +54,11 @@ class Bytes:
 
     @property
     def fragmentation(self) -> int:
-        """Reserved and not allocated at the peak."""
+        """Bytes that are reserved and not allocated at the peak."""
         return self.reserved - self.peak
 
     def row(self) -> dict[str, int]:
-        """As a row of a table: everything in bytes."""
+        """Return a row of a table: everything in bytes."""
         return {
             "peak": self.peak,
             "peak_high": self.peak_high,
@@ -124,7 +124,7 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
 
 
 def of_steps(trace: Trace) -> Trace:
-    """The trace where what was there while building alone takes nothing: its peak is one of the steps."""
+    """Return the trace where what was there while building alone takes nothing: its peak is one of the steps."""
     start = trace.steps[0]
     storages = tuple(
         replace(storage, bytes=0, low=None) if storage.died is not None and storage.died <= start else storage

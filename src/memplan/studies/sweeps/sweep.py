@@ -20,22 +20,14 @@ from memplan.studies.axes.ranges import values_of
 from memplan.studies.axes.subject import Subject
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.sweeps.parallel import Done, Task, run
-from memplan.studies.sweeps.points import KNOWN, Outcome
+from memplan.studies.sweeps.points import Outcome
+from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
 from memplan.trace.recording.session import Target, choose_target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
-KEYS = ("status", "reason")
-"""What a row has beside values of axes and bytes: ``ok`` or ``failed``, and why."""
-SIZES = (
-    "peak", "peak_high", "reserved", "reserved_high", "needs", "needs_high", *KNOWN, "rounding", "workspace_low",
-    "workspace_high", "fragmentation",
-)  # fmt: skip
-"""The bytes of a row that did not fail."""
 _LISTED = 6
 """Points that a message names."""
-FORMAT = "memplan.sweep"
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -55,7 +47,7 @@ class Point:
 
     @property
     def title(self) -> str:
-        """What to call it: ``resnet18 at batch 8, precision bf16``."""
+        """Name for messages and reports: ``resnet18 at batch 8, precision bf16``."""
         return f"{self.target} at {self.place}"
 
 
@@ -64,9 +56,9 @@ class Sweep:
     """The points of some axes. All sizes are bytes.
 
     A row has the value of each axis by its name; ``status``, "ok" or "failed", and ``reason``; ``peak``, ``reserved``
-    and ``needs`` (with the CUDA context) of the case with the least workspaces, the same with ``_high`` of the one with
-    the most; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The causes and
-    ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
+    and ``needs`` (with the CUDA context) of the case with the smallest workspaces, the same with ``_high`` of the one
+    with the largest; each cause at the peak; ``workspace_low`` and ``workspace_high``; ``fragmentation``. The causes
+    and ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
 
     Example:
         >>> [row["peak"] for row in sweep.rows if row["status"] == "ok"]
@@ -85,11 +77,11 @@ class Sweep:
 
     @property
     def interrupted(self) -> bool:
-        """Whether Ctrl-C ended it before all points were done."""
+        """Return whether Ctrl-C ended it before all points were done."""
         return len(self.rows) < self.points
 
     def point(self, number: int | None = None, /, **values: Any) -> Point:
-        """One of the rows: by its number, from 1 on, or by values of axes that it alone has.
+        """Return one of the rows: by its number, from 1 on, or by values of axes that it alone has.
 
         Raises:
             InputError: no row is so, or several are; or it failed.
@@ -123,32 +115,32 @@ class Sweep:
         return found[0]
 
     def to_json(self) -> str:
-        """The sweep as JSON text: the same text for the same points. `from_json` reads it back."""
+        """Return the sweep as JSON text: the same text for the same points. `from_json` reads it back."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
 
     @staticmethod
     def from_json(text: str, source: str = "The text") -> Sweep:
-        """The sweep that `to_json` wrote.
+        """Read the sweep that `to_json` wrote, equal to it where values of its axes are numbers, texts and tuples.
 
         Raises:
             InputError: not JSON, no sweep, or one that cannot be.
         """
-        from memplan.studies.sweeps import sweep_json
-
-        return sweep_json.loads(text, source)
+        file = loads(text, source)
+        rows = [dict(row) for row in file.rows]
+        return Sweep(file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "format": FORMAT,
             "schema": SCHEMA,
             "title": self.title,
             "device": self.device,
-            "axes": {name: [_plain(value) for value in values] for name, values in self.axes.items()},
+            "axes": _plain(self.axes),
             "points": self.points,
-            "rows": [_plain(row) for row in self.rows],
+            "rows": _plain(self.rows),
             "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
-            "crossings": [_plain(crossing) for crossing in self.crossings],
+            "crossings": _plain(self.crossings),
             "notes": list(self.notes),
         }
 
@@ -208,7 +200,6 @@ def sweep(
         >>> print(memplan.sweep(resnet18, {"batch": [8, 16, 32]}, "8x3x224x224"))
         resnet18 on cpu: 3 points of batch; ...
     """
-    targets = tuple(targets) if isinstance(targets, (list, tuple)) else (targets,)
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options)
     target = choose_target(device_of(what) if device is None else device)
@@ -226,7 +217,7 @@ def swept(
     progress: Done | None = None,
     title: str = "",
 ) -> Sweep:
-    """As `sweep`, of a subject and axes that are chosen; ``title`` is what to call it."""
+    """Sweep a subject over axes, as `sweep` does; ``title`` is what to call it."""
     _check(axes, jobs)
     subject = without_data(subject)
     for axis, values in axes:
@@ -248,7 +239,7 @@ def swept(
 
 
 def again(what: Any) -> Any:
-    """What can be recorded again with other values.
+    """Return what was given, if it can be recorded with other values.
 
     Raises:
         InputError: a Trace cannot.
@@ -305,7 +296,7 @@ def _all_failed(error: MemplanError | None, points: Sequence[Mapping[str, Any]])
 
 
 def _is(value: Any, asked: Any) -> bool:
-    """Whether a value of an axis is what was asked for, or written so."""
+    """Return whether a value of an axis is what was asked for, or written so."""
     return (value == asked and type(value) is type(asked)) or shown(value) == str(asked)
 
 

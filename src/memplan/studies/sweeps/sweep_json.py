@@ -1,4 +1,4 @@
-"""A saved sweep, read again. Nothing in it is trusted: a file can come from a stranger."""
+"""The JSON form of a sweep, checked when it is read: a file can come from a stranger."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from memplan._json import Json, Unreadable
 from memplan.errors import InputError
 from memplan.studies.sweeps.fits import Crossing, Fit
 from memplan.studies.sweeps.points import KNOWN
-from memplan.studies.sweeps.sweep import FORMAT, KEYS, SCHEMA, SIZES, Sweep
+
+FORMAT = "memplan.sweep"
+SCHEMA = 1
+KEYS = ("status", "reason")
+"""Keys of a row beside values of axes and bytes: ``ok`` or ``failed``, and why."""
+SIZES = (
+    "peak", "peak_high", "reserved", "reserved_high", "needs", "needs_high", *KNOWN, "rounding", "workspace_low",
+    "workspace_high", "fragmentation",
+)  # fmt: skip
+"""Bytes of a row that did not fail."""
 
 
 @dataclass(frozen=True)
-class _File:
+class SweepFile:
+    """Fields of a saved sweep, in the order of its JSON."""
+
     format: str
     schema: int
     title: str
@@ -28,8 +39,8 @@ class _File:
     notes: tuple[str, ...]
 
 
-def loads(text: str, source: str = "The text") -> Sweep:
-    """The sweep that `Sweep.to_json` wrote, equal to it where the values of its axes are numbers, texts and tuples.
+def loads(text: str, source: str = "The text") -> SweepFile:
+    """Read the JSON text of a sweep and check that its rows add up.
 
     Args:
         text: JSON.
@@ -39,7 +50,7 @@ def loads(text: str, source: str = "The text") -> Sweep:
         InputError: not JSON, no sweep, of another schema version, or with bytes that cannot be.
     """
     try:
-        return _sweep(_json.parse(text))
+        return _checked(_json.parse(text))
     except Unreadable as error:
         raise InputError(
             f"{source} is no sweep that can be used: {error}",
@@ -48,14 +59,14 @@ def loads(text: str, source: str = "The text") -> Sweep:
         ) from None
 
 
-def _sweep(plain: Any) -> Sweep:
+def _checked(plain: Any) -> SweepFile:
     if not isinstance(plain, dict) or (plain.get("format"), plain.get("schema")) != (FORMAT, SCHEMA):
         kind = [plain.get("format"), plain.get("schema")] if isinstance(plain, dict) else type(plain).__name__
         raise Unreadable(f"its format and schema version are {kind!r:.60}")
     for fit in plain["fits"] if isinstance(plain.get("fits"), list) else ():
         if isinstance(fit, dict):
             fit.pop("holds", None)  # follows from the rest
-    file = _json.from_plain(_File, plain, "it")
+    file = _json.from_plain(SweepFile, plain, "it")
     for number, row in enumerate(file.rows):
         _check_row(row, file.axes, f"it.rows[{number}]")
     for number, fit in enumerate(file.fits):
@@ -63,12 +74,11 @@ def _sweep(plain: Any) -> Sweep:
             raise Unreadable(f"it.fits[{number}] has no line of the peak, no values, or a power above 3")
     if file.points < len(file.rows):
         raise Unreadable(f"it has {len(file.rows)} rows of {file.points} points")
-    rows = [dict(row) for row in file.rows]
-    return Sweep(file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points)
+    return file
 
 
 def _check_row(row: Mapping[str, Any], axes: Mapping[str, Any], place: str) -> None:
-    """That a row has what rows have, and that its parts add up to its peak."""
+    """Check that a row has the keys of rows, and that its parts add up to its peak."""
     status = _json.from_plain(str, row.get("status"), f"{place}.status")
     if status not in ("ok", "failed"):
         raise Unreadable(f"{place}.status is {status!r:.40}, not ok or failed")

@@ -1,4 +1,4 @@
-"""Fit a step in a byte budget: plan it, put the plan in the place of the module's call, prove it, hand it over."""
+"""Fit a step in a byte budget: plan it, put the plan in the place of the module's call, prove it, return the result."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, MemplanError, RecordingError, VerificationError
+from memplan.errors import BudgetError, RecordingError, VerificationError
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.graph.precision import EXACT
+from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
 from memplan.planning.planner import Planner
 from memplan.planning.request import Request, request
 from memplan.planning.search.search import Heuristics
-from memplan.planning.settings import Allow, Engine, Settings
+from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.planning.study import Planned
 from memplan.rewriting.compiled import compiled
-from memplan.rewriting.early import update_early
 from memplan.rewriting.install import install
+from memplan.rewriting.update_early import update_early
 from memplan.trace.recording.session import collector_held
+from memplan.trace.step import StepOptions
 from memplan.trace.structure import take_apart
 from memplan.verification.fitting.plan_cache import Plans, say
 from memplan.verification.fitting.prover import Prover
@@ -32,7 +34,7 @@ from memplan.verification.measurement.state_copies import ModuleCopy, attributes
 from memplan.verification.proof.proof import Proof
 
 _ATTEMPTS = 4
-"""How often a plan is made that keeps the budget, with less each time, before it is given up."""
+"""Number of plans, each for a smaller budget, whose measured peak may be over the budget."""
 
 _HOW_NEAR = {"exact": "bit for bit", "reordered": "but for rounding", "lossy": "as near as plain autocast comes to it"}
 
@@ -58,44 +60,41 @@ def fit(
 ) -> Fitted:
     """Make a training step run within a budget of bytes, with the same result bit for bit.
 
-    It is planned, run beside the step as it is on copies of all that the model holds, compared and measured. Only then
-    do calls of the model run as planned. Nothing is trained: parameters, buffers, gradients and random state stay.
+    The planned step runs beside the unplanned one, on copies of the model's state; results are compared, the peak is
+    measured. Only then do the model's calls run as planned. Nothing is trained; gradients and random state stay.
 
     Args:
-        model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`; one around the call will do.
-        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name. Of
-            a module on a CUDA card it bounds what torch's allocator reserves.
-        optimizer: a callable of the parameters: its state and its update are part of the step then.
-        device: a card of whose kernels the seconds are to be, instead of those that the step runs by.
-        allow: ``"exact"``: nothing that changes a bit, but for the engine's rounding; ``"lossy"``: see `plan`.
+        model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`; an autocast around the call works too.
+        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
+            For a module on a CUDA card it bounds the bytes that torch's allocator reserves.
+        optimizer: a callable of the parameters: its state and its update become part of the step.
+        device: a card whose kernels' seconds are predicted, instead of the seconds on this machine.
+        allow: ``"exact"``: the same bits, except for the engine's rounding; ``"lossy"``: see `plan`.
         engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler (for
-            a card, Triton) makes first: faster, and the same but for rounding, which is held against float64.
-        early: update each parameter in the backward pass, as soon as its gradient is complete, and free that.
+            a card, Triton) makes first: faster, and the same except for rounding, which is checked against float64.
+        early: update each parameter in the backward pass, as soon as its gradient is complete, and free the gradient.
         accumulate: micro-batches between two updates; with more than one, gradients are held when a step begins.
-        clip_norm: the global norm that gradients are clipped at, where they are: then no update can be early.
-        plan: a plan made before for this model and these inputs, instead of a search.
-        heuristics: switches of the search.
+        clip_norm: the global norm that gradients are clipped at, if they are: then no update can be early.
+        plan, heuristics: a plan made before for this model and these inputs; switches of the search otherwise.
         pairs: how many times the step is timed, with and without the plan.
 
     Returns:
-        ``fitted.model`` is the model, its calls planned. Where the step fits as it is, ``fitted.changed`` is False.
+        ``fitted.model`` is the model, its calls planned. Where the step fits unplanned, ``fitted.changed`` is False.
 
     Raises:
-        BudgetError: no plan fits; its ``smallest_budget`` is the least that one was found for.
-        VerificationError: the planned step is not the step that it was. The model is as before.
-        UsageError, RecordingError: what was asked for cannot be, or the step cannot be captured.
+        BudgetError: no plan fits; its ``smallest_budget`` is the smallest one for which a plan was found.
+        VerificationError: the planned step does not give the same results. The model is as before.
+        UsageError, RecordingError: an argument is wrong, or the step cannot be captured.
 
     Example:
         >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
-        >>> fitted.loss(images, labels).backward()
     """
-    settings = Settings(0, optimizer, early=early, plan=plan, heuristics=heuristics or Heuristics(), engine=engine)
-    asked = request(
-        model, inputs, kwargs=kwargs, targets=targets, loss=loss, budget=budget, autocast=autocast, device=device,
-        allow=allow, clip_norm=clip_norm, accumulate=accumulate, settings=settings, fake=False,
+    options = PlanOptions(
+        budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
+        accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
     )  # fmt: skip
-    with on_its_own(asked.step):
-        return _Fitting(asked, pairs).run()
+    asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
+    return _Fitting(asked, pairs).run()
 
 
 @dataclass
@@ -105,21 +104,21 @@ class Fitted:
     model: nn.Module
     """The user's model; its calls run as planned."""
     loss: nn.Module | None
-    """``(*inputs, *targets) -> loss``: model and loss as one planned graph, where a loss was given. This, not the
-    model's own call, is what plan and proof are about then."""
+    """``(*inputs, *targets) -> loss``: model and loss as one planned graph, where a loss was given. Plan and proof are
+    then about this call, not about the model's own."""
     plan: Plan
     proof: Proof
     changed: bool
-    """False where the step fits as it is: then nothing was changed."""
+    """False where the step fits unplanned: then nothing was changed."""
     optimizer: Any = None
-    """The live optimizer where updates are early: its learning rate and state are the user's to use; its ``step()``
-    has nothing left to do."""
+    """The live optimizer where updates are early, to read and set its learning rate and state; its ``step()`` has
+    nothing left to do."""
     notes: list[str] = field(default_factory=list)
-    """What has to be said, later calls that are planned anew among it."""
+    """Notes for the user; later calls that are planned anew add theirs."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def undo(self) -> None:
-        """Make the model run as it did before. Gradients stay for an ordinary update again."""
+        """Make the model run as before. An ordinary update finds its gradients again."""
         self._undo.close()
         self.changed = False
 
@@ -127,7 +126,7 @@ class Fitted:
         if self.changed:
             head = f"{type(self.model).__name__} runs as planned"
         else:
-            head = f"{type(self.model).__name__} is as it was: nothing is changed"
+            head = f"{type(self.model).__name__} runs unplanned: nothing is changed"
         return "\n".join([head, str(self.plan), str(self.proof), *(f"note: {note}" for note in self.notes)])
 
 
@@ -135,50 +134,52 @@ class _Fitting:
     """One call of `fit`."""
 
     def __init__(self, asked: Request, pairs: int) -> None:
-        self.asked, self.settings = asked, asked.settings
+        self.asked, self.settings, self.budget = asked, asked.settings, asked.budget
         self.notes = list(asked.notes)
         self.planner, self.prover = Planner(asked.step), Prover(asked, pairs)
         self.handed_over = False
         self.relaid = False
-        """Whether what was tried last convolves in channels last, and the step itself does not."""
+        """Whether the last plan convolves in channels last, and the step itself does not."""
         self.lost = EXACT
-        """What was really lost by what was tried last, of what it was allowed to lose."""
+        """Precision that the last plan really lost, of what it was allowed to lose."""
         if not asked.step.training:
             self.notes.append("planned in evaluation mode, as the model is: call model.train() first to train it")
 
     def run(self) -> Fitted:
-        """Change nothing, or plan until the measured peak keeps the budget."""
-        fitting = self._as_it_is()
-        if fitting is not None:
-            return fitting
+        """Change nothing where the step fits; else plan until the measured peak keeps the budget.
+
+        A relaxation whose proof fails (channels last, a lower precision) is left out of the next plan.
+        """
+        with on_its_own(self.asked.step):
+            return self._run()
+
+    def _run(self) -> Fitted:
+        unchanged = self._unplanned()
+        if unchanged is not None:
+            return unchanged
         asked, failed = self.settings, None
         while True:
             try:
                 return self._until_it_fits()
-            except (BudgetError, RecordingError) as error:  # what is left does not do either
+            except (BudgetError, RecordingError) as error:  # without the relaxation there is no plan
                 if failed is None or (isinstance(error, BudgetError) and not self.settings.relaid):
                     raise  # that a layout of our choice rounds too much is nothing that the user asked about
                 raise failed from None
             except VerificationError as error:
-                tried, less = self._less_than_tried(asked)
-                if less is None:
+                lost = self.settings.settled
+                if self.relaid and asked.plan is None:  # other kernels round otherwise, and some steps amplify that
+                    tried, self.settings = "convolving in channels last", replace(self.settings, relaid=False)
+                elif lost.lossy and asked.undecided:
+                    without = *self.settings.without, lost, self.lost
+                    tried, self.settings = str(self.lost), replace(asked, without=without)
+                else:
                     raise
-                failed, self.settings = error, less
+                failed = error
                 self.notes.append(f"{tried} was tried and not taken: {error.found}")
 
-    def _less_than_tried(self, asked: Settings) -> tuple[str, Settings | None]:
-        """A liberty that was tried where the planned step is not the same, and what to plan for without it; None where
-        there is none to go without."""
-        lost = self.settings.settled
-        if self.relaid and asked.plan is None:  # other kernels round otherwise, and some steps make much of that
-            return "convolving in channels last", replace(self.settings, relaid=False)
-        if lost.lossy and asked.undecided:
-            return str(self.lost), replace(asked, without=(*self.settings.without, lost, self.lost))
-        return "", None
-
     def _until_it_fits(self) -> Fitted:
-        """Plan, and where the measured peak is over the budget, plan again with less."""
-        budget, lowest = self.settings.budget, None
+        """Plan, and where the measured peak is over the budget, plan again for less."""
+        budget, lowest = self.budget, None
         for left in reversed(range(_ATTEMPTS)):
             planned = self._planned(budget)
             self.relaid, self.lost = planned.captured.relaid, planned.plan.lost
@@ -189,31 +190,31 @@ class _Fitting:
             fitted.undo()
             lowest = fitted.proof if lowest is None or fitted.proof.peak < lowest.peak else lowest
             peak = planned.plan.peak
-            floor = planned.plan.floor if self.settings.engine == "graph" else 0  # else it is only the least so far
+            floor = planned.plan.floor if self.settings.engine == "graph" else 0  # fused: only the smallest tried
             if self.settings.plan is not None or peak <= floor or not left:
                 break
             self.notes.append(
                 f"a plan for {format_bytes(budget)} was measured at {format_bytes(fitted.proof.peak)}: "
-                "planned again with so much less"
+                "planned again for as much less"
             )
-            over = fitted.proof.peak - self.settings.budget
+            over = fitted.proof.peak - self.budget
             budget = floor if left == 1 and floor else max(min(budget, peak) - over, floor)
         assert lowest is not None
         raise self._over(lowest)
 
-    def _as_it_is(self) -> Fitted | None:
-        """The answer where the step fits without a plan, predicted and measured; None where it does not."""
-        if not self._may_stay_as_it_is:
+    def _unplanned(self) -> Fitted | None:
+        """Return the answer where the step fits without a plan, predicted and measured; None where it does not."""
+        if not self._may_stay_unplanned:
             return None
         with self._tracing():
             study = self.planner.study(self.asked.call, self.settings, key=0)
-            if study.eager_peak(self.settings) > self.settings.budget:
+            if study.eager_peak(self.settings) > self.budget:
                 return None
             try:
-                plan = study.planned(self.settings).plan
-            except BudgetError as error:  # the step as it is takes less than any plan
-                plan = study.planned(replace(self.settings, budget=error.smallest_budget)).plan
-        proof = self.prover.as_it_is(plan)
+                plan = study.planned(self.settings, self.budget).plan
+            except BudgetError as error:  # the step takes less without a plan than with any
+                plan = study.planned(self.settings, error.smallest_budget).plan
+        proof = self.prover.unplanned(plan)
         if not proof.within_budget:
             return None
         self.notes.append("it fits already: nothing is changed")
@@ -221,9 +222,9 @@ class _Fitting:
         return Fitted(self.asked.model, loss, plan, proof, False, None, self.notes)
 
     @property
-    def _may_stay_as_it_is(self) -> bool:
-        """Whether it is enough that the step fits: a plan, early updates and fused kernels are asked for anyhow."""
-        return self.settings.plan is None and not self.settings.early and self.settings.engine == "graph"
+    def _may_stay_unplanned(self) -> bool:
+        """Whether nothing but the budget calls for a change: no plan, early updates or fused kernels were asked for."""
+        return self.settings.plan is None and not self.settings.gradients.updates and self.settings.engine == "graph"
 
     @contextmanager
     def _tracing(self) -> Iterator[None]:
@@ -232,34 +233,34 @@ class _Fitting:
 
     def _planned(self, budget: int) -> Planned:
         plan = self.settings.plan
-        if plan is not None and plan.peak > self.settings.budget:
+        if plan is not None and plan.peak > self.budget:
             raise BudgetError(
                 f"The plan needs {format_bytes(plan.peak)}",
-                expected=f"one that needs no more than the budget of {format_bytes(self.settings.budget)}",
+                expected=f"one that needs no more than the budget of {format_bytes(self.budget)}",
                 do="Give it its budget, or leave the plan out",
                 smallest_budget=plan.peak,
             )
         try:
             with self._tracing():
-                planned = self.planner.planned(self.asked.call, replace(self.settings, budget=budget), key=0)
+                planned = self.planner.planned(self.asked.call, self.settings, budget, key=0)
         except BudgetError as error:
             raise self._too_little(error, budget) from None
-        if self.settings.undecided:  # planned again, and in later calls, it loses what this one does
+        if self.settings.undecided:  # plans after this one, for later calls too, lose what this one does
             self.settings = replace(self.settings, precision=planned.plan.precision)
         return planned
 
     def _too_little(self, error: BudgetError, budget: int) -> BudgetError:
-        """The error with what the step takes when it really runs by the smallest plan, or without one.
+        """Return the error with the measured peak of the smallest plan, or of the step without one if that is less.
 
-        ``budget``: what was planned for, which is less than what was asked for once that was measured above it.
+        ``budget``: the one planned for; it is less than the user's once a plan was measured above that.
         """
-        found, asked = error.found, format_bytes(self.settings.budget)
-        if budget != self.settings.budget:
+        found, asked = error.found, format_bytes(self.budget)
+        if budget != self.budget:
             found = f"The budget is {asked}; a plan for it was measured above it, and for {budget} bytes there is none"
         floor, ways = error.smallest_budget, "".join(f"; or {way}" for way in error.lower_by)
         self.settings = replace(self.settings, precision=error.precision or self.settings.precision)
         with self._tracing():
-            planned = self.planner.planned(self.asked.call, replace(self.settings, budget=floor), key=0)
+            planned = self.planner.planned(self.asked.call, self.settings, floor, key=0)
             eager = self.planner.study(self.asked.call, self.settings, key=0).eager_peak(self.settings)
         with ExitStack() as undo:
             self._put_in_place(planned, floor, undo)
@@ -268,25 +269,17 @@ class _Fitting:
         if measured > floor:
             least = _with_spare(measured, floor)
             expected = f"{expected}. That plan was measured at {format_bytes(measured)}"
-        if eager < least and self._may_stay_as_it_is:
+        if eager < least and self._may_stay_unplanned:
             eager = max(eager, self.prover.peak(eager, None) or 0)
             if eager < least:
                 least, expected = eager, f"at least {format_bytes(eager)}, which the step takes without a plan"
-        return BudgetError(
-            found,
-            expected=expected,
-            do=f"Give {format_bytes(least)} ({least} bytes){ways}",
-            smallest_budget=least,
-            timeline=error.timeline,
-            held_by=error.held_by,
-            lower_by=error.lower_by,
-            precision=error.precision,
-        )
+        do = f"Give {format_bytes(least)} ({least} bytes){ways}"
+        return error.but(found=found, expected=expected, do=do, smallest_budget=least)
 
     def _over(self, lowest: Proof) -> BudgetError:
         least = _with_spare(lowest.peak, lowest.predicted)
         return BudgetError(
-            f"The budget is {format_bytes(self.settings.budget)}, and the planned step was measured above it",
+            f"The budget is {format_bytes(self.budget)}, and the planned step was measured above it",
             expected=f"at least {format_bytes(lowest.peak)}, at which it ran",
             do=f"Give {format_bytes(least)} ({least} bytes), or look for what the plan does not know: a kernel that "
             "allocates more than its results",
@@ -294,7 +287,7 @@ class _Fitting:
         )
 
     def _tried(self, planned: Planned, budget: int) -> Fitted:
-        """The plan in place, with its proof. Whatever goes wrong, the module is as before."""
+        """Put the plan in place and prove it. On any error the module is as before."""
         with ExitStack() as undo:
             proof = self.prover.proof(planned, lambda: self._put_in_place(planned, budget, undo))
             if not proof.same:
@@ -303,8 +296,8 @@ class _Fitting:
 
     def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
         if planned.fused is not None:
-            compiled(planned.fused)  # raises what a call would only be told of
-        plans = Plans(self.asked.step, replace(self.settings, budget=budget), self._told)
+            compiled(planned.fused)  # raises an error of which a call would only warn
+        plans = Plans(self.asked.step, self.settings, budget, self._told)
         plans.expect(planned)
         undo.callback(install(self.asked.step, plans).undo)
 
@@ -314,15 +307,16 @@ class _Fitting:
         if asked.step is not asked.model:
             loss = asked.step
             if proof.within_budget:
-                spare = replace(settings, budget=max(0, settings.budget - self._loss_bytes()), plan=None)
-                undo.callback(install(asked.model, Plans(asked.model, spare, self._told)).undo)
-        if settings.early and settings.optimizer is not None and proof.within_budget:
+                spare = max(0, self.budget - self._loss_bytes())
+                plans = Plans(asked.model, replace(settings, plan=None), spare, self._told)
+                undo.callback(install(asked.model, plans).undo)
+        if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
             undo.callback(update_early(optimizer).undo)
         return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all())
 
     def _loss_bytes(self) -> int:
-        """What the loss by itself holds at the most, forward and backward: a call of the model alone leaves it room."""
+        """Measure the loss alone, forward and backward: a planned call of the model leaves it that many bytes."""
         step = self.asked.step
         assert isinstance(step, WithLoss)
         args, kwargs = self.asked.call.rebuild(copies(self.asked.call.tensors))
@@ -337,23 +331,23 @@ class _Fitting:
 
             return growth(backward, self.settings.home)
 
-    def _differs(self, proof: Proof) -> MemplanError:
+    def _differs(self, proof: Proof) -> VerificationError:
         return VerificationError(
             f"The planned step is {str(proof).splitlines()[0]}",
-            expected=f"the step as it is, {_HOW_NEAR[proof.grade]}",
+            expected=f"the step without a plan, {_HOW_NEAR[proof.grade]}",
             do="The model is as before. Please report this; a step that differs from run to run cannot be proven",
             proof=proof,
         )
 
     def _told(self, text: str) -> None:
-        if self.handed_over:  # before that, it is planned for the proof
+        if self.handed_over:  # before that, calls are planned for the proof
             self.notes.append(text)
             say(text)
 
 
 def _with_spare(measured: int, predicted: int | None) -> int:
-    """A budget in which a plan will be found that keeps it, when one of a predicted peak was measured above that. Costs
-    are measured anew next time: then another plan of the same peak can be the fastest, which calls other kernels."""
+    """Return a budget that a plan will keep, after one was measured above its predicted peak. Costs are measured anew
+    next time: then another plan of the same peak, which calls other kernels, can be the fastest."""
     return measured + max(0, measured - (measured if predicted is None else predicted))
 
 

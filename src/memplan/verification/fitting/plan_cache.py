@@ -1,4 +1,4 @@
-"""Plans for the calls of one module as they come: by the decisions for a larger call where they hold, else anew."""
+"""Plan the calls of one module: by the decisions for a larger call where those keep the budget, else anew."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from memplan.trace.recording.session import collector_held
 
 _log = logging.getLogger("memplan")
 _MADE = 64
-"""Plans that are kept: the first one, which the most follows from, and the last ones."""
+"""Number of plans that are kept: the first one, from which most others follow, and the last ones."""
 _CAPTURED = 256
-"""Calls after which what is known of their shapes is learnt anew, since it grows with each."""
+"""Number of calls after which their symbolic shapes are learnt anew, since these grow with each."""
 
 
 @dataclass(frozen=True)
@@ -43,36 +43,37 @@ class Reused:
 
 
 class Plans:
-    """What `rewriting.install` asks. ``made`` are the plans so far.
+    """The planner that `rewriting.install` calls. ``made``: the plans so far.
 
     Args:
         module: the module whose calls are planned.
-        settings: whether gradients are held is told with each call.
-        told: hears, in a sentence, of each call that is planned anew.
+        settings: for all calls, except that each says whether gradients are held.
+        budget: bytes.
+        told: receives a sentence for each call that is planned anew.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, told: Callable[[str], None]) -> None:
-        self._module, self._settings, self._told = module, settings, told
+    def __init__(self, module: nn.Module, settings: Settings, budget: int, told: Callable[[str], None]) -> None:
+        self._module, self._settings, self._budget, self._told = module, settings, budget, told
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
         self.made: list[Planned] = []
         self._shapes, self._captured = self._new_shapes(), 0
 
     def expect(self, planned: Planned) -> None:
-        """The next call that is asked about runs by this plan, which was made for it."""
+        """Use this plan for the next call, for which it was made."""
         self._expected = planned
         self.made.append(planned)
         self._shapes = self._new_shapes()
 
     def __call__(self, call: Call, held: bool) -> Planned | Reused:
-        """The plan of a call.
+        """Return the plan of a call.
 
         Raises:
             BudgetError: none fits.
-            UnkeyedError: such a call cannot be captured, or not be compiled.
+            UnkeyedError: the call cannot be captured, or not be compiled.
         """
         expected = self._expected
-        if expected is not None and expected.schedule.choices.held == held:
+        if expected is not None and expected.schedule.choices.gradients.adds == held:
             self._expected = None
             self._shapes.known(call)
             return expected
@@ -83,7 +84,7 @@ class Plans:
                 raise
             raise _with_gradients(error) from None
         except (RecordingError, UsageError, CompileError) as error:
-            # the step that was asked for was planned before: not this one
+            # the user's own call was planned before: this is a later one
             raise UnkeyedError(str(error)) from error
 
     @collector_held()
@@ -98,11 +99,14 @@ class Plans:
         else:
             self._shapes.known(call)
         if captured is not None and captured.relaid:
-            captured = None  # whether the other layout is as good is looked at again
+            captured = None  # which layout is better is decided anew
         given = self._settings
-        precision = given.precision if given.plan is None else given.settled  # it loses what the plan does, no more
+        precision = given.precision if given.plan is None else given.settled  # no lower than the given plan's
         planned = self._planner.planned(
-            call, replace(self._settings, held=held, plan=None, precision=precision), captured=captured
+            call,
+            replace(given, gradients=given.gradients.held(held), plan=None, precision=precision),
+            self._budget,
+            captured=captured,
         )
         self.made.append(planned)
         if len(self.made) > _MADE:
@@ -120,14 +124,14 @@ class Plans:
         return Shapes(self._module, self._kind, self._settings.settled, relaid=relaid)
 
     def _kind(self, call: Call) -> Hashable:
-        """What tells a call and the module's state from others, but for the call's tensors."""
+        """Return the key of a call and of the module's state, without the call's tensors."""
         return self._keys.key(self._module, replace(call, tensors=()))
 
     def _reused(self, captured: Captured, held: bool) -> Reused | None:
-        """By the decisions for a call that differs in sizes alone and was no smaller, where they keep the budget."""
-        alike = [one for one in self.made if one.schedule.choices.held == held]
+        """Reuse the decisions for a call that was no smaller and differs in sizes alone, if they keep the budget."""
+        alike = [one for one in self.made if one.schedule.choices.gradients.adds == held]
         same = next((one for one in alike if one.captured.graph.fingerprint == captured.graph.fingerprint), None)
-        if same is not None:  # something that the graph does not hang on differs: as a note in a model's config
+        if same is not None:  # what differs does not change the graph: a note in a model's config, say
             return Reused(captured, same.schedule, same.surroundings, same.fused)
         for planned in alike:
             taken = taken_over(planned.schedule.choices, planned.captured.graph, captured.graph)
@@ -137,9 +141,8 @@ class Plans:
         return None
 
     def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
-        """A call by these decisions; None where they do not keep the budget, as for other sizes there can be other
-        aliases."""
-        graph, budget = captured.graph, self._settings.budget
+        """Schedule a call by these decisions; None where they break the budget: other sizes can have other aliases."""
+        graph, budget = captured.graph, self._budget
         made = schedule(graph, choices)
         try:
             validate(graph, made, budget=None if choices.fused else budget, surroundings=around)
@@ -152,15 +155,10 @@ class Plans:
 
 
 def _with_gradients(error: BudgetError) -> BudgetError:
-    """The error of a call that begins with gradients held."""
-    return BudgetError(
-        f"{error.found}, and gradients are held when the call begins",
-        expected=error.expected,
+    """Add to the error of a call that begins with gradients held that they take memory, and how to free them."""
+    return error.but(
+        found=f"{error.found}, and gradients are held when the call begins",
         do=f"{error.do}; or, unless they are to be added to, free them: zero_grad(set_to_none=True)",
-        smallest_budget=error.smallest_budget,
-        timeline=error.timeline,
-        held_by=error.held_by,
-        lower_by=error.lower_by,
     )
 
 
@@ -170,5 +168,5 @@ def _said(call: Call, held: bool) -> str:
 
 
 def say(text: str) -> None:
-    """Tell it where people look while they train."""
+    """Log it where people look while they train."""
     _log.warning("memplan: %s", text)

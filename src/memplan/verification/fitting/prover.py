@@ -1,10 +1,10 @@
-"""Run a planned step beside the step as it is: all of it where there is memory for both, else for fewer samples."""
+"""Run a planned step beside the unplanned one: all of it where there is memory for both, else for fewer samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,33 +20,22 @@ from memplan.planning.study import Planned
 from memplan.rewriting.install import Planner, install
 from memplan.verification.fitting.plan_cache import Plans
 from memplan.verification.measurement import cuda_peak, free_memory
-from memplan.verification.measurement.peak_alone import available, measured_alone
+from memplan.verification.measurement.peak_alone import measured_alone
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_kept, random_state_kept
 from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.proof import Cut, Proof
-from memplan.verification.proof.verify import Sides, compare, compare_lossy, compare_rounded, with_times
+from memplan.verification.proof.rounding import EXACT, LOSSY, ROUNDING
+from memplan.verification.proof.verify import Sides, compare, with_times
 
 _STEPS = 3
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The same step for fewer samples."""
-
-    call: Call
-    samples: int
-    of: int
-    needed: int
-    """Bytes that running the whole step on both sides would take."""
-    free: int
-
-
 class Prover:
-    """Proves plans for one request.
+    """Prove plans for one request.
 
     Args:
-        asked: what is planned.
+        asked: the request.
         pairs: how many times both sides are timed.
     """
 
@@ -54,16 +43,16 @@ class Prover:
         self._asked, self._step, self._settings, self._pairs = asked, asked.step, asked.settings, pairs
         self._home = asked.settings.home
 
-    def as_it_is(self, plan: Plan) -> Proof:
-        """The step beside itself, without a plan: whether it keeps the budget. ``plan`` is any of it."""
+    def unplanned(self, plan: Plan) -> Proof:
+        """Run the step without a plan beside itself, and measure whether it keeps the budget. ``plan``: any of it."""
         return self._proof(plan, None, lambda: None)
 
     def proof(self, planned: Planned, put_in_place: Callable[[], None]) -> Proof:
-        """The planned step beside the step as it is.
+        """Run the planned step beside the unplanned one.
 
         Args:
             planned: the plan.
-            put_in_place: makes calls of the step run as planned: called once, after the reference was made.
+            put_in_place: makes calls of the step run as planned; called once, after the reference was made.
 
         Raises:
             UsageError: there is not enough memory, and the step cannot be proven for fewer samples.
@@ -71,63 +60,57 @@ class Prover:
         return self._proof(planned.plan, planned, put_in_place)
 
     def peak(self, predicted: int, planned: Planned | None) -> int | None:
-        """The measured peak of the step as it runs now, alone; None where there is not enough memory.
+        """Measure the peak of the step alone, as it runs now; None where there is not enough memory.
 
         Args:
-            predicted: what it is to be, in bytes.
-            planned: the plan that is in place; None: there is none.
+            predicted: the predicted peak, in bytes.
+            planned: the plan that is in place, if any.
         """
-        return self._measured(planned)[1] if self._has_room(predicted, available(self._home)) else None
+        return self._measured(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
-        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._settings.budget
-        part = self._part(plan)
-        if part is None and self._home.card is not None:
-            return self._on_card(plan, planned, predicted, put_in_place)
-        if part is None:
-            sides = self._sides(self._asked.call, plan.grade)  # made before the plan is in place: they run without
+        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._asked.budget
+        part, call, cut, measured = self._part(plan), self._asked.call, None, True
+        if part is None and self._home.card is None:
+            sides = self._sides(call, plan.grade)  # made before the plan is in place: they run without
             put_in_place()
-            return self._beside(sides, self._asked.call, planned, predicted, budget)
-        proof = self._for_fewer(part, planned, plan.grade)
-        put_in_place()
-        measured = proof.same and self._has_room(predicted, part.free)
+            return self._beside(sides, call, planned, predicted, budget)
+        if part is None:  # side by side both share what the allocator holds: each is measured alone
+            _, before = self._measured(None)
+            with self._same_kernels():
+                sides = self._sides(call, plan.grade)
+                put_in_place()
+                proof = self._beside(sides, call, planned)
+            del sides
+        else:
+            smaller, cut = part
+            before, proof = plan.eager_peak, self._for_fewer(smaller, planned, plan.grade)
+            put_in_place()
+            measured = proof.same and self._has_room(predicted, cut.available)
+            cut = replace(cut, measured=measured)
         resident, peak = self._measured(planned) if measured else (sum(plan.resident.values()), predicted)
         return replace(
-            proof, resident=resident, peak=peak, reference_peak=plan.eager_peak, predicted=predicted, budget=budget,
-            cut=Cut(part.samples, part.of, part.needed, part.free, measured),
-        )  # fmt: skip
+            proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted, budget=budget, cut=cut
+        )
 
-    def _on_card(self, plan: Plan, planned: Planned | None, predicted: int, put_in_place: Callable[[], None]) -> Proof:
-        """The whole step beside itself, and each measured alone: both together share what the allocator holds."""
-        _, before = self._measured(None)
-        with self._same_kernels():
-            sides = self._sides(self._asked.call, plan.grade)
-            put_in_place()
-            proof = self._beside(sides, self._asked.call, planned)
-        del sides
-        resident, peak = self._measured(planned)
-        return replace(
-            proof, resident=resident, peak=peak, reference_peak=before, predicted=predicted,
-            budget=self._settings.budget,
-        )  # fmt: skip
-
-    def _for_fewer(self, part: _Part, planned: Planned | None, grade: Grade) -> Proof:
+    def _for_fewer(self, call: Call, planned: Planned | None, grade: Grade) -> Proof:
         with self._same_kernels(), ExitStack() as undo:
-            sides = self._sides(part.call, grade)
+            sides = self._sides(call, grade)
             if planned is not None:
-                undo.callback(install(self._step, self._planner_of(part, planned)).undo)
-            return self._beside(sides, part.call, planned)
+                undo.callback(install(self._step, self._planner_of(call, planned)).undo)
+            return self._beside(sides, call, planned)
 
     def _sides(self, call: Call, grade: Grade) -> Sides:
-        """The step as it is; where bits may differ, also what tells from errors what is allowed."""
+        """Return the step without a plan; where bits may differ, also in float64, and what says which errors are
+        allowed."""
         reference = self._trial("reference", call)
         if grade == "lossy":
-            lowered = self._trial("autocast", call, autocast=self._asked.autocast or torch.bfloat16)
-            return Sides(reference, self._trial("float64", call, wide=True), lowered=lowered)
-        if self._settings.engine == "graph":
+            yardstick = self._trial("autocast", call, autocast=self._asked.autocast or torch.bfloat16)
+        elif self._settings.engine == "graph":
             return Sides(reference)
-        compiled = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
-        return Sides(reference, self._trial("float64", call, wide=True), compiled)
+        else:
+            yardstick = self._trial("torch.compile", call, instead=_torch.compiled_as_eager(self._step))
+        return Sides(reference, self._trial("float64", call, wide=True), yardstick)
 
     def _beside(
         self,
@@ -139,35 +122,35 @@ class Prover:
     ) -> Proof:
         if planned is None:
             candidate = self._trial("candidate", call)
-            return compare(sides.reference, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-        self._warm_up(call, early=self._settings.early)
-        candidate = self._trial("candidate", call, early=self._settings.early)
+            return compare(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        self._warm_up(call, in_backward=self._settings.gradients.updates)
+        candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.beside = self._constants(planned)
-        if planned.plan.grade == "lossy":
-            proof = compare_lossy(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
-        elif sides.truth is None:
-            proof = compare(sides.reference, candidate, _STEPS, predicted=predicted, budget=budget)
-            if not proof.same and self._home.card is not None:
-                proof = self._but_for_rounding(call, sides.reference, candidate)
-        else:
-            proof = compare_rounded(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        lossy, exact = planned.plan.grade == "lossy", sides.truth is None
+        tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else ROUNDING, _STEPS - 1)
+        proof = compare(sides, candidate, steps, tolerance, predicted=predicted, budget=budget)
+        if exact and not proof.same and self._home.card is not None:
+            proof = self._but_for_rounding(call, sides.reference, candidate)
         timed = proof.ok and self._pairs
         return with_times(proof, sides.reference, candidate, self._pairs) if timed else proof
 
     def _but_for_rounding(self, call: Call, reference: Trial, candidate: Trial) -> Proof:
-        """The proof on a card where the bits are not the same: some kernels add in whatever order threads come, and
-        norms are torch's own in place of cuDNN's. Against float64, the rounding of a second run taken for granted."""
+        """Prove on a card where bits differ: some kernels add in whatever order threads come, and norms are torch's own
+        instead of cuDNN's. Errors are measured from float64, and those of a second run are accepted."""
         again, begin = self._trial("the step run again", call), self._trial("begin", call)
         for side in (reference, candidate):
             side.restart_as(begin)
         sides = Sides(reference, self._trial("float64", call, wide=True), again)
-        return compare_rounded(sides, candidate, _STEPS - 1, predicted=None, budget=None)
+        return compare(sides, candidate, _STEPS - 1, ROUNDING)
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
-        """Bytes that are there all the time, and the measured peak, of the step as it runs now."""
-        early, updates = planned is not None and self._settings.early, self._settings.optimizer is not None
-        self._warm_up(self._asked.call, early=early, updates=updates)
-        trial = self._trial("alone", self._asked.call, early=early, updates=updates)
+        """Measure the resident bytes and the peak of the step alone, as it runs now."""
+        in_backward, updates = (
+            planned is not None and self._settings.gradients.updates,
+            self._settings.optimizer is not None,
+        )
+        self._warm_up(self._asked.call, in_backward=in_backward, updates=updates)
+        trial = self._trial("alone", self._asked.call, in_backward=in_backward, updates=updates)
         trial.beside = 0 if planned is None else self._constants(planned)
         return measured_alone(trial, self._home)
 
@@ -177,76 +160,76 @@ class Prover:
     def _constants(self, planned: Planned) -> int:
         return storage_bytes(planned.captured.constants.values(), self._home.type)
 
-    def _warm_up(self, call: Call, *, early: bool, updates: bool = True) -> None:
-        """Have planned what is still to be planned: that is not to be measured."""
+    def _warm_up(self, call: Call, *, in_backward: bool, updates: bool = True) -> None:
+        """Plan the calls that have no plan yet: planning is not to be measured."""
         with random_state_kept():
-            first = self._trial("first", call, early=early, updates=updates)
+            first = self._trial("first", call, in_backward=in_backward, updates=updates)
             first.prepare()
             first.gradients_of_step()
 
     def _trial(
-        self, name: str, call: Call, *, early: bool = False, updates: bool = True, wide: bool = False,
+        self, name: str, call: Call, *, in_backward: bool = False, updates: bool = True, wide: bool = False,
         instead: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
     ) -> Trial:  # fmt: skip
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
-            micro_batches=2 if self._settings.held else 1,
+            micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
-        return Trial(name, instead or self._step, self._step, work, early=early, updates=updates, wide=wide)
+        return Trial(name, instead or self._step, self._step, work, in_backward=in_backward, updates=updates, wide=wide)
 
-    # -- what there is memory for
+    # -- memory
 
-    def _part(self, plan: Plan) -> _Part | None:
-        """What the step is compared for; None: for all samples."""
-        free, beside = available(self._home), self._other_side(plan)
+    def _part(self, plan: Plan) -> tuple[Call, Cut] | None:
+        """Return the call for fewer samples that is compared where there is too little memory for all of them."""
+        free, beside = free_memory.available(self._home), self._other_side(plan)
         needed = plan.eager_peak + beside
         if self._settings.engine != "graph" or plan.grade == "lossy":
-            needed = 2 * plan.eager_peak + 4 * beside  # float64, while the others wait
+            needed = 2 * plan.eager_peak + 4 * beside  # float64, while the other sides wait
         if free is None or needed <= free:
             return None
         for samples, of, call in free_memory.smaller(self._asked.call):
             try:
                 with attributes_kept(self._step), self._asked.under_autocast():
                     timeline = baseline(
-                        self._step, call, self._settings.optimizer, held=self._settings.held, home=self._home
+                        self._step, call, self._settings.optimizer, held=self._settings.gradients.adds, home=self._home
                     )
             except MemplanError:  # it cannot be called with fewer
                 break
             if timeline.steps[-1].peak_reserved + beside <= free:
-                return _Part(call, samples, of, needed, free)
+                return call, Cut(samples, of, needed, free, measured=False)
         raise UsageError(
-            f"The proof runs the step as it is beside the planned one, which takes {format_bytes(needed)}, and "
+            f"The proof runs the unplanned step beside the planned one, which takes {format_bytes(needed)}, and "
             f"{format_bytes(free)} are available",
-            expected="so much memory, or inputs that can be cut along their first dimension, to prove fewer samples",
+            expected="that much memory, or inputs that can be cut along their first dimension, to prove fewer samples",
             do="Free memory, or plan without a proof: memplan.plan, and torch.compile with the backend 'memplan'",
         )
 
     def _other_side(self, plan: Plan) -> int:
-        """Bytes of a side that waits while the other one runs, and of an optimizer that is not the user's."""
+        """Return the bytes of a side that waits while another runs, and of an optimizer that is not the user's."""
         trained = storage_bytes((one for one in self._step.parameters() if one.requires_grad), self._home.type)
         momentum = 0 if self._settings.optimizer is not None else 2 * trained
         return sum(plan.resident.values()) + trained + momentum
 
     def _has_room(self, peak: int, free: int | None) -> bool:
-        """Whether the step can run alone. Without updates it runs on the parameters that are there."""
+        """Return whether the step can run alone. Without updates it runs on the user's parameters."""
         there = 0 if self._settings.optimizer is not None else storage_bytes(self._step.parameters(), self._home.type)
         return free is None or peak - there <= free
 
-    def _planner_of(self, part: _Part, planned: Planned) -> Planner:
-        """The plan for fewer samples: by the decisions of the whole, where they can be taken over."""
-        settings = replace(self._settings, budget=planned.plan.peak, plan=None, precision=planned.plan.precision)
-        plans = Plans(self._step, settings, lambda _: None)
+    def _planner_of(self, call: Call, planned: Planned) -> Planner:
+        """Plan the step for fewer samples: by the decisions for the whole, where they can be reused."""
+        settings = replace(self._settings, plan=None, precision=planned.plan.precision)
+        plans = Plans(self._step, settings, planned.plan.peak, lambda _: None)
         plans.made.append(planned)
         with attributes_kept(self._step), self._asked.under_autocast():
-            found = plans(part.call, settings.held)
-            if isinstance(found, Planned):  # in so large a budget, it would keep everything
-                plans = Plans(self._step, replace(settings, budget=_as_tight(planned.plan, found.plan)), lambda _: None)
-                found = plans(part.call, settings.held)
-        return lambda call, held: found if held == settings.held else plans(call, held)
+            found = plans(call, settings.gradients.adds)
+            if isinstance(found, Planned):  # a new plan: in this budget it keeps everything
+                plans = Plans(self._step, settings, _as_tight(planned.plan, found.plan), lambda _: None)
+                found = plans(call, settings.gradients.adds)
+        return lambda later, held: found if held == settings.gradients.adds else plans(later, held)
 
 
 def _as_tight(plan: Plan, other: Plan) -> int:
-    """The budget of another plan that is as far above its floor as this one's."""
+    """Return the budget of another plan that is as far above its floor as this one's."""
     share = (plan.peak - plan.floor) / max(1, plan.eager_peak - plan.floor)
     return other.floor + max(0, int(share * (other.eager_peak - other.floor)))

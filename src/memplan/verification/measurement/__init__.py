@@ -1,1 +1,1 @@
-"""Peaks and seconds of steps that really run."""
+"""Measure peaks and seconds of steps that really run."""

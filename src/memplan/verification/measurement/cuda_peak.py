@@ -1,9 +1,9 @@
-"""Peak and room on a CUDA card, by what torch's caching allocator says."""
+"""Measure a step on a CUDA card by torch's caching allocator: its peak, and the memory that is left."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,14 +14,16 @@ from memplan import _torch
 
 @dataclass
 class CardPeak:
-    """Bytes, while `watched` is left."""
+    """Bytes at the peak of a step, known when `watched` is left."""
 
+    growth: int = 0
+    """Allocated above what was allocated before."""
     reserved: int = 0
-    """The most that the allocator held from the card, less what of it was allocated for others."""
+    """Held by the allocator from the card."""
 
 
 def allocated(place: str) -> int:
-    """Bytes that the allocator has given out, but for the workspaces of cuBLAS, which go back to it."""
+    """Return the allocated bytes, without the workspaces of cuBLAS, which are freed."""
     gc.collect()
     torch.cuda.synchronize(place)
     _torch.clear_cublas_workspaces()
@@ -29,47 +31,33 @@ def allocated(place: str) -> int:
 
 
 @contextmanager
-def watched(place: str, others: int) -> Iterator[CardPeak]:
-    """What the allocator holds from the card for a step, at the most.
+def watched(place: str) -> Iterator[CardPeak]:
+    """Measure the peak of a step.
 
-    Before it begins, all that is unused goes back to the card, and the workspaces of cuBLAS with it, so that the step
-    takes its own.
+    Before it begins, all unused memory is returned to the card, with the workspaces of cuBLAS, so that the step takes
+    its own.
 
     Args:
-        place: as torch calls the card.
-        others: bytes that are allocated for something else, all the time.
+        place: the card's name in torch.
     """
-    found = CardPeak()
-    allocated(place)
+    peak, before = CardPeak(), allocated(place)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(place)
-    yield found
+    yield peak
     torch.cuda.synchronize(place)
-    found.reserved = torch.cuda.max_memory_reserved(place) - others
+    peak.growth = torch.cuda.max_memory_allocated(place) - before
+    peak.reserved = torch.cuda.max_memory_reserved(place)
 
 
-def growth(step: Callable[[], object], place: str) -> int:
-    """Bytes that a step allocates at its peak above what was allocated when it began."""
-    before = allocated(place)
-    torch.cuda.reset_peak_memory_stats(place)
-    step()
-    torch.cuda.synchronize(place)
-    return torch.cuda.max_memory_allocated(place) - before
-
-
-_SHARE = 0.9
-"""Of what is free. The rest is what the allocator holds in pieces, beyond what is predicted."""
-
-
-def available(place: str) -> int:
-    """Bytes that the card can still give: most of what is free on it, or held by the allocator and given to nobody."""
-    free, _ = torch.cuda.mem_get_info(place)
-    return int(_SHARE * (free + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)))
+def free(place: str) -> int:
+    """Return the bytes that are free on the card, or held by the allocator and not allocated."""
+    on_card, _ = torch.cuda.mem_get_info(place)
+    return on_card + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
 
 
 @contextmanager
 def same_kernels_each_time() -> Iterator[None]:
-    """cuDNN takes kernels that add in the same order in each run, and does not choose among them by the clock."""
+    """Make cuDNN take kernels that add in the same order in each run, and not choose among them by their speed."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = False, True

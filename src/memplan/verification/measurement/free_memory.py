@@ -1,4 +1,4 @@
-"""How much memory there is left on this machine, and how much of a call it is enough for."""
+"""Find how much memory is left, and make calls that need less."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 
 from memplan.planning.capture.flat_call import Call
+from memplan.planning.graph.placement import Home
+from memplan.verification.measurement import cuda_peak
 
 _SHARE = 0.9
-"""Of what is free. The rest is for what no allocator of torch's counts: caches of libraries, other programs."""
+"""Share of the free memory that counts. The rest is for what torch's allocators do not predict: libraries' caches,
+other programs, fragmentation."""
 _GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file"),
     (
@@ -21,13 +24,20 @@ _GROUPS = (
         "total_inactive_file",
     ),
 )
-"""A container's limit, what is in use, and of that the files that give way (cgroups, second and first version)."""
+"""Files with a container's limit, its use, and the evictable files among that (cgroups, versions 2 and 1)."""
 
 
-def available() -> int | None:
-    """Bytes that can be allocated without driving anything out; None where the system does not say."""
-    found = [size for size in (_of_machine(), *_of_groups()) if size is not None]
-    return int(_SHARE * min(found)) if found else None
+def available(home: Home) -> int | None:
+    """Return the bytes that can be allocated without evicting anything; None where the system does not say."""
+    sizes = [*_on_cpu()] if home.card is None else [cuda_peak.free(home.name)]
+    return int(_SHARE * min(sizes)) if sizes else None
+
+
+def _on_cpu() -> Iterator[int]:
+    machine = _of_machine()
+    if machine is not None:
+        yield machine
+    yield from _of_groups()
 
 
 def _of_machine() -> int | None:
@@ -35,7 +45,7 @@ def _of_machine() -> int | None:
     if free is not None:
         return free * 1024
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # all there is: no machine has more
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the whole memory: an upper bound
     except (AttributeError, ValueError, OSError):
         return None
 
@@ -48,7 +58,7 @@ def _of_groups() -> Iterator[int]:
 
 
 def _entry(path: str, name: str | None = None) -> int | None:
-    """The number in a file, or the one behind a name in it."""
+    """Read the number in a file, or the one after a name in it."""
     try:
         lines = [line.split() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError):
@@ -58,7 +68,7 @@ def _entry(path: str, name: str | None = None) -> int | None:
 
 
 def smaller(call: Call) -> Iterator[tuple[int, int, Call]]:
-    """The call with half of the samples, a quarter, and so on, down to one: how many, of how many, and the call.
+    """Yield the call with half of the samples, a quarter, and so on, down to one: how many, of how many, and the call.
 
     Samples are along the first dimension of the first tensor that has dimensions; all tensors are cut whose first
     dimension is as long.

@@ -1,4 +1,4 @@
-"""Peak and time of what really runs: bytes by the allocator's own events, seconds in alternating pairs."""
+"""Measure steps that really run: bytes by the allocator's own events, seconds in alternating pairs."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes that a step holds above what was there when it began."""
+    """Bytes that a step allocates above what was allocated before."""
 
     growth_peak: int
-    """The most at any time."""
+    """At its peak."""
     growth_end: int
-    """When it has ended."""
+    """At its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of two steps that ran by turns. The ratios are the second's time over the first's, pair by pair."""
+    """Seconds of two steps that ran alternately. Ratios are the second's time over the first's, pair by pair."""
 
     pairs: int
     before: float
@@ -41,13 +41,13 @@ class Times:
     ratio: float
     """Median of the ratios."""
     quartiles: tuple[float, float]
-    """A quarter of the ratios are below the one, a quarter above the other."""
+    """First and third quartile of the ratios."""
 
 
 class Meter:
-    """The CPU allocator's events while several things run by turns, each counted for itself.
+    """Count the CPU allocator's events of several steps that run alternately, each by itself.
 
-    That memory from before the meter began is freed cannot be seen: the profiler does not know its size.
+    Freeing memory that was allocated before the meter began is not seen: the profiler does not know its size.
 
     Example:
         >>> with Meter() as meter:
@@ -59,7 +59,7 @@ class Meter:
     def __init__(self) -> None:
         self._profile = _torch.memory_profile()
         self._owner: list[str] = []
-        """By number of a range: who was counted in it."""
+        """Name that each range counts for, by its number."""
         self._record: _torch.Profile | None = None
 
     def __enter__(self) -> Meter:
@@ -73,14 +73,14 @@ class Meter:
 
     @contextmanager
     def counting(self, owner: str) -> Iterator[None]:
-        """What is allocated and freed in here counts for ``owner``."""
+        """Count for ``owner`` what is allocated and freed in this block."""
         self._owner.append(owner)
         with _torch.marker(str(len(self._owner) - 1)):
             yield
 
     def measured(self, owner: str) -> Measured:
-        """What was counted for ``owner``: all events in its ranges and, outside of them, the freeing of what it
-        had allocated."""
+        """Add up what counts for ``owner``: all events in its ranges and, outside of them, the freeing of what it
+        allocated."""
         assert self._record is not None, "the meter has stopped"
         ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._owner) if name == owner)
         level = highest = at = 0
@@ -101,31 +101,31 @@ class Meter:
 
 
 def measure_step(step: Step) -> Measured:
-    """Run a step once and count what the CPU allocator gave it."""
-    with collector_held(), Meter() as meter, meter.counting("step"):  # garbage of before would be freed meanwhile
+    """Run a step once and count the bytes that the CPU allocator gave it."""
+    with collector_held(), Meter() as meter, meter.counting("step"):  # older garbage would be freed meanwhile
         step()
     return meter.measured("step")
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], place: str = "cpu") -> int:
-    """Bytes of the storages that these tensors look into, each counted once.
+    """Add up the bytes of the tensors' storages, each counted once.
 
-    ``place``: on the type of device that counts; on ``cuda`` as the allocator's blocks.
+    ``place``: type of the device that counts; on ``cuda`` bytes are those of the allocator's blocks.
     """
-    found = {_torch.storage_key(one.untyped_storage()): one for one in tensors if one.device.type == place}
-    sizes = (one.untyped_storage().nbytes() for one in found.values())
+    storages = [one.untyped_storage() for one in tensors if one.device.type == place]
+    sizes = {_torch.storage_key(one): one.nbytes() for one in storages}.values()
     return sum(map(blocks, sizes)) if place == "cuda" else sum(sizes)
 
 
 def compare_times(first: Callable[[], float], second: Callable[[], float], pairs: int = 5) -> Times:
-    """Run two steps in pairs, the one and the other first by turns.
+    """Time two steps in pairs, alternating which of them runs first.
 
     Args:
-        first, second: run a step and return its seconds (see `timed`), so that what comes before it does not count.
-        pairs: how many, after neither was warmed up here.
+        first, second: run a step and return its seconds (see `timed`), so that its preparation does not count.
+        pairs: how many; there is no warm-up here.
     """
     taken: list[tuple[float, float]] = []
-    with collector_held():  # between the runs only what they have left is collected
+    with collector_held():  # between the runs only their own garbage is collected
         for number in range(pairs):
             if number % 2:
                 after = second()
@@ -140,7 +140,7 @@ def compare_times(first: Callable[[], float], second: Callable[[], float], pairs
 
 
 def timed(step: Step, place: str = "cpu") -> float:
-    """Seconds of one run of a step, with Python's collector held back, until the device ``place`` has done it."""
+    """Time one run of a step, with Python's collector held back, until the device ``place`` has completed it."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

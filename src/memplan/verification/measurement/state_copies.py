@@ -1,4 +1,4 @@
-"""A module run with copies of what it holds: parameters, buffers and random state of the user's stay as they are."""
+"""Run a module with copies of its state: the user's parameters, buffers and random state do not change."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from memplan.trace.spec import like
 
 
 class ModuleCopy:
-    """Copies of all that a module and its submodules hold, to be put in place for a while.
+    """Copy the state of a module and its submodules, to run the module with it.
 
     Parameters are new leaves without hooks and without ``.grad``. What is one tensor, or one storage, in the module is
     one in the copy (tied weights stay tied). Lists, dicts and sets among the attributes are copied, too. Tensors that
-    are neither parameters nor buffers stay the module's own, as a plan may know them by identity; where a run has
-    written into one, its values are put back. What else a module refers to is shared.
+    are neither parameters nor buffers are the module's own, as a plan may know them by identity; values that a run
+    writes into them are restored. All other attributes are shared.
 
     Args:
-        module: whose copies they are.
+        module: the module.
         shared: parameters are new leaves on the module's own memory: for runs in which nothing is updated.
-        wide: what is of floating point is in float64, each tensor in memory of its own.
+        wide: tensors of floating point are in float64, each in memory of its own.
     """
 
     def __init__(self, module: nn.Module, *, shared: bool = False, wide: bool = False) -> None:
@@ -44,7 +44,7 @@ class ModuleCopy:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Run the module with the copies. What it makes of them is kept for the next time."""
+        """Run the module with the copies; what it changes in them is kept for the next time."""
         theirs = [_torch.own_state(part) for part in self._parts]
         try:
             self._set(self._states)
@@ -60,20 +60,20 @@ class ModuleCopy:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The copies by name, tied ones once."""
+        """Copies by name, tied ones once."""
         with self.in_place():
             return dict(self._module.named_parameters())
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The copies by name, those that are one tensor once."""
+        """Copies by name, those that are one tensor once."""
         with self.in_place():
             return dict(self._module.named_buffers())
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of a call's tensors. What is one tensor, or looks into one memory, does so in the copies: otherwise they
-    would be another kind of call."""
+    """Copy a call's tensors. What is one tensor, or shares memory, does so in the copies: otherwise they would be
+    another kind of call."""
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         shared = tensor.layout == torch.strided and tensor.numel() > 0
@@ -89,7 +89,7 @@ def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _of_one_memory(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Copies of tensors in one storage, of that part of it which they look into."""
+    """Copy tensors of one storage, and of the storage only the part that they use."""
     every = list(tensors.values())
     begin = min(one.storage_offset() for one in every)
     end = max(one.storage_offset() + 1 + _reach(one) for one in every)
@@ -109,13 +109,13 @@ def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.Untype
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """How far behind its first element the last one is."""
+    """Return the offset of the last element from the first one."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """What a module and its submodules refer to is afterwards what it was: tracing runs their Python code."""
+    """Restore the attributes of a module and its submodules afterwards: tracing runs their Python code."""
     parts = [(part, _torch.own_state(part)) for part in module.modules()]
     try:
         yield
@@ -125,23 +125,23 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 class _Copier:
-    """Copies tensors and containers, each once. ``shared``: parameters keep their memory; ``wide``: in float64."""
+    """Copy tensors and containers, each once. ``shared``: parameters keep their memory; ``wide``: in float64."""
 
     def __init__(self, shared: bool, wide: bool) -> None:
         self._in_place, self._wide = shared, wide
         self._made: dict[int, Any] = {}
         self._copied: list[Any] = []
-        """What was copied: as long as it lives, no other object has its id."""
+        """Originals: as long as they live, no other object has their ids."""
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._shared: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Tensors that were not copied: themselves, their version, their values."""
+        """Tensors that were not copied, with their version and their values."""
 
     def tensors(self, named: dict[str, Any]) -> dict[str, Any]:
-        """Copies of parameters or buffers."""
+        """Copy parameters or buffers."""
         return {name: None if tensor is None else self._once(tensor, self._tensor) for name, tensor in named.items()}
 
     def attribute(self, value: Any) -> Any:
-        """What stands for any other attribute."""
+        """Return the copy of any other attribute."""
         if isinstance(value, torch.Tensor):
             if id(value) in self._made or (value.is_leaf and value.requires_grad) or self._wide:
                 return self._once(value, self._tensor)
@@ -156,7 +156,7 @@ class _Copier:
         return self._once(value, set) if type(value) is set else value
 
     def put_back(self) -> None:
-        """Give shared tensors the values back that they had."""
+        """Restore the values of shared tensors."""
         for key, (tensor, version, values) in self._shared.items():
             if _torch.version_of(tensor) != version:
                 with torch.no_grad():
@@ -165,7 +165,7 @@ class _Copier:
 
     def _once(self, value: Any, copied: Callable[[Any], Any]) -> Any:
         if id(value) not in self._made:
-            self._made[id(value)] = value  # until it is made, for one that holds itself
+            self._made[id(value)] = value  # until it is copied, for a value that holds itself
             self._made[id(value)] = copied(value)
             self._copied.append(value)
         return self._made[id(value)]
@@ -191,13 +191,13 @@ class _Copier:
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where the random streams of this process are: torch's, Python's and numpy's."""
+    """State of the random streams of this process: torch's, Python's and numpy's."""
 
     streams: dict[str, Any]
 
     @classmethod
     def now(cls) -> RandomState:
-        """The present state."""
+        """Return the present state."""
         streams: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
         if "numpy" in sys.modules:
             import numpy
@@ -208,7 +208,7 @@ class RandomState:
         return cls(streams)
 
     def restore(self) -> None:
-        """Make it the present one."""
+        """Make this the present state."""
         torch.set_rng_state(self.streams["torch"])
         random.setstate(self.streams["python"])
         if "numpy" in self.streams:
@@ -219,7 +219,7 @@ class RandomState:
             torch.cuda.set_rng_state_all(self.streams["cuda"])
 
     def differing(self, other: RandomState) -> tuple[str, ...]:
-        """Names of the streams that are elsewhere in the other."""
+        """Return the names of the streams that differ from the other state's."""
         both = [name for name in self.streams if name in other.streams]
         return tuple(name for name in both if _plain(self.streams[name]) != _plain(other.streams[name]))
 
@@ -234,7 +234,7 @@ def _plain(state: Any) -> Any:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """The random streams are afterwards where they were."""
+    """Restore the random streams afterwards."""
     state = RandomState.now()
     try:
         yield
@@ -244,8 +244,8 @@ def random_state_kept() -> Iterator[None]:
 
 @contextmanager
 def on_its_own(step: nn.Module) -> Iterator[None]:
-    """A step runs as asked for, whatever the caller is in the middle of: without hooks of the outermost module, outside
-    of autocast and of inference mode, with gradients; and the random streams are afterwards where they were."""
+    """Detach a step from the caller's context: no hooks of the outermost module, no autocast or inference mode,
+    gradients on; and restore the random streams afterwards."""
     with (
         random_state_kept(), without_hooks(step), _torch.outside_autocast(),
         torch.inference_mode(False), torch.enable_grad(),

@@ -1,4 +1,4 @@
-"""One side of a comparison: a step that runs again and again on copies of the user's module and inputs."""
+"""Run one side of a comparison: a step, repeatedly, on copies of the user's module and inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import InputError
 from memplan.planning.capture.loss_module import default_loss
-from memplan.rewriting.early import Early, update_early
+from memplan.rewriting.update_early import Early, update_early
 from memplan.trace.spec import Spec
 from memplan.trace.structure import take_apart
 from memplan.verification.measurement.peak_and_time import Meter, storage_bytes, timed
@@ -26,7 +26,7 @@ Optimizer = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Work:
-    """What both sides do."""
+    """The step that both sides run."""
 
     inputs: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -35,54 +35,54 @@ class Work:
     optimizer: Optimizer | None = None
     autocast: torch.dtype | None = None
     micro_batches: int = 1
-    """Backward passes before an update, each added to the gradients of those before."""
+    """Number of backward passes before an update; their gradients add up."""
 
     @property
     def update(self) -> Optimizer:
-        """The optimizer, SGD with momentum where none is given."""
+        """Optimizer; SGD with momentum where none is given."""
         return default_optimizer if self.optimizer is None else self.optimizer
 
     def around(self, device: str) -> AbstractContextManager[Any]:
-        """The autocast around model and loss."""
+        """Return the autocast around model and loss."""
         return nullcontext() if self.autocast is None else torch.autocast(device, dtype=self.autocast)
 
 
 def default_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """SGD with momentum: a lost or doubled gradient shows in the next step at the latest."""
+    """Return SGD with momentum: a lost or doubled gradient shows in the next step at the latest."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
 class Trial:
-    """A callable, and the module whose state it runs on.
+    """Run a callable on copies of a module's state.
 
     Args:
-        name: under which a meter counts it.
-        call: what is called with the inputs.
-        module: of whose parameters and buffers copies are used; None where the callable has none.
-        work: what is done.
-        early: whether the updates happen in the backward pass.
-        updates: False for one that never updates: its parameters take no memory then.
-        wide: whatever is of floating point is in float64, without autocast.
+        name: the name that a meter counts it by.
+        call: called with the inputs.
+        module: copies of its parameters and buffers are used; None where the callable has none.
+        work: the step.
+        in_backward: whether updates happen in the backward pass.
+        updates: False for a trial that never updates: its parameters use the module's memory.
+        wide: everything of floating point is in float64, without autocast.
     """
 
     def __init__(
-        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, early: bool = False,
+        self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, in_backward: bool = False,
         updates: bool = True, wide: bool = False,
     ) -> None:  # fmt: skip
-        self.name, self.call, self.early, self._wide = name, call, early, wide
+        self.name, self.call, self.in_backward, self._wide = name, call, in_backward, wide
         self.work = replace(work, autocast=None) if wide else work
         self._copy = None if module is None else ModuleCopy(module, shared=not updates, wide=wide)
         self._place = next((p.device for p in self.parameters.values()), torch.device("cpu"))
         self.device = self._place.type
         self.output: Any = None
         self.beside = 0
-        """Bytes that are there all the time, beyond what it can see itself."""
+        """Resident bytes of tensors that the trial does not know."""
         self._given: tuple[Any, Any, Any] = ((), {}, ())
         self._tensors: list[torch.Tensor] = []
-        """Those of the inputs, keywords and targets."""
+        """Tensors of the inputs, keywords and targets."""
         self.update: Any = None
         self._begun: dict[Any, Any] = {}
-        """What the optimizer holds before its first update: Adagrad makes its state at once."""
+        """State of the optimizer before its first update: Adagrad makes it at once."""
         self._early: Early | None = None
         parameters = list(self.parameters.values())
         if parameters and updates:
@@ -90,35 +90,35 @@ class Trial:
                 made = work.update(parameters)
             _check_own(made, parameters)
             self.update, self._begun = made, _copied(getattr(made, "state", {}))
-            if early:
+            if in_backward:
                 self._early = update_early(made)
-                weakref.finalize(self, self._early.undo)  # what it watches for is not watched any longer
+                weakref.finalize(self, self._early.undo)  # its global hooks go with it
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters, by name."""
+        """Parameters by name."""
         return {} if self._copy is None else self._copy.parameters
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Its buffers, by name."""
+        """Buffers by name."""
         return {} if self._copy is None else self._copy.buffers
 
     @property
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Of all parameters, and of the inputs that need one."""
+        """Gradients of all parameters, and of the inputs that require one."""
         named = {name: p.grad for name, p in self.parameters.items() if p.requires_grad}
         return named | {f"input {n}": one.grad for n, one in enumerate(self._tensors) if one.requires_grad}
 
     @property
     def resident(self) -> int:
-        """Bytes of its parameters, buffers and inputs, and of what is beside them."""
+        """Bytes of parameters, buffers, inputs and what is `beside` them."""
         tensors = [*self.parameters.values(), *self.buffers.values(), *self._tensors]
         return self.beside + storage_bytes(tensors, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The copies are in place, and gradients are on, whatever the caller has switched off."""
+        """Put the copies in place, with gradients on whatever the caller has switched off."""
         with (
             nullcontext() if self._copy is None else self._copy.in_place(),
             torch.inference_mode(False),
@@ -127,7 +127,7 @@ class Trial:
             yield
 
     def prepare(self) -> None:
-        """New copies of the inputs, as a model may write into them."""
+        """Copy the inputs anew, as a model may write into them."""
         self.output = None
         given = (self.work.inputs, dict(self.work.kwargs), self.work.targets)
         tensors, structure = take_apart(_torch.tree_map(_made, given))
@@ -135,7 +135,7 @@ class Trial:
         self._given = structure.rebuild(self._tensors)
 
     def gradients_of_step(self, meter: Meter | None = None) -> None:
-        """Forward and backward, for each micro-batch; the output of the last one is kept."""
+        """Run forward and backward for each micro-batch; keep the last one's output."""
         with self.running(), _counted(meter, self.name):
             for parameter in self._leaves():
                 parameter.grad = None
@@ -144,14 +144,14 @@ class Trial:
                 self.output = self._forward_backward()
 
     def begin_as(self, other: Trial) -> None:
-        """Take over the other side's parameters and buffers: the next step begins where its does."""
+        """Copy the other side's parameters and buffers: the next step begins with its values."""
         with torch.no_grad():
             for mine, theirs in ((self.parameters, other.parameters), (self.buffers, other.buffers)):
                 for name, tensor in mine.items():
                     tensor.copy_(theirs[name])
 
     def restart_as(self, other: Trial) -> None:
-        """As `begin_as`, after steps that do not count or did not end: with an optimizer that has updated nothing."""
+        """Begin as the other side, and forget the steps so far: the optimizer has updated nothing."""
         self.begin_as(other)
         if self._early is not None:
             self._early.forget()
@@ -160,20 +160,20 @@ class Trial:
         state.update(_copied(self._begun))
 
     def update_step(self, meter: Meter | None = None) -> None:
-        """The optimizer's update, which a meter counts only where the optimizer is the user's."""
-        if self.update is not None:  # which closes the step where the updates were early
+        """Run the optimizer's update, which a meter counts only where the optimizer is the user's."""
+        if self.update is not None:  # which closes the step where it updates in the backward pass
             with self.running(), _counted(meter if self.work.optimizer is not None else None, self.name):
                 self.update.step()
 
     def rest(self) -> None:
-        """Hold no more than the next step needs, while the other side runs."""
+        """Free all that the next step does not need, while the other side runs."""
         self.output = None
         self._given, self._tensors = ((), {}, ()), []
         for parameter in self._leaves():
             parameter.grad = None
 
     def seconds(self) -> float:
-        """Of one step, with the update where the optimizer is the user's."""
+        """Time one step, with the update where the optimizer is the user's."""
         self.prepare()
         leaves = self._leaves()
 
@@ -204,7 +204,7 @@ class Trial:
 
 
 def _copied(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """By parameter, which stays the same, what an optimizer holds."""
+    """Copy an optimizer's state; parameters stay the same."""
     return {parameter: copy.deepcopy(held) for parameter, held in state.items()}
 
 
@@ -223,7 +223,7 @@ def _counted(meter: Meter | None, name: str) -> AbstractContextManager[None]:
 
 
 def _check_own(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Raises InputError where an optimizer would update other parameters: the user's."""
+    """Raise InputError where an optimizer would update other parameters: the user's."""
     own = {id(parameter) for parameter in parameters}
     groups = getattr(optimizer, "param_groups", [])
     if any(id(parameter) not in own for group in groups for parameter in group["params"]):

@@ -1,1 +1,1 @@
-"""What others do to make a step fit."""
+"""Compare plans with what PyTorch itself offers to make a step fit."""

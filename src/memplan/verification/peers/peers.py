@@ -1,4 +1,4 @@
-"""What people do today about a step's memory, made of any module: checkpoints, torch.compile, autocast."""
+"""Run any module with PyTorch's own ways to use less memory: checkpoints, torch.compile, autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memplan import _torch
 
 Group = Literal["eager", "compiled", "lossy"]
 BUDGETS = tuple(round(0.1 * tenth, 1) for tenth in range(9, -1, -1))
-"""Values of ``activation_memory_budget`` that are tried; 1 is `torch.compile` as it is."""
+"""Values of ``activation_memory_budget``; 1 is `torch.compile`'s default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Peer:
 
     name: str
     checkpointed: bool = False
-    """Whether each block is run again in the backward pass, by `torch.utils.checkpoint`."""
+    """Whether each block is recomputed in the backward pass, by `torch.utils.checkpoint`."""
     compiled: bool = False
     memory_budget: float = 1.0
-    """``activation_memory_budget`` of what is compiled."""
+    """``activation_memory_budget`` of `torch.compile`."""
     autocast: torch.dtype | None = None
 
     @property
     def group(self) -> Group:
-        """Among whom it stands: one that computes in fewer bits is no peer of those that do not."""
+        """Group for comparisons: lossy peers are not compared with others."""
         return "lossy" if self.autocast is not None else "compiled" if self.compiled else "eager"
 
 
@@ -42,12 +42,12 @@ COMPILED = Peer("torch.compile", compiled=True)
 
 
 def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS, autocast: torch.dtype | None = None) -> tuple[Peer, ...]:
-    """All that compute in the step's own precision, eager mode first; then those under autocast.
+    """Return the peers in the step's own precision, eager mode first; then those under autocast.
 
     Args:
-        blocks: whether there are any to checkpoint.
+        blocks: whether the model has blocks to checkpoint.
         budgets: values of ``activation_memory_budget``.
-        autocast: in what; None: without those.
+        autocast: dtype; None: no peers under autocast.
     """
     checkpoints = (Peer("checkpoint per block", checkpointed=True),) if blocks else ()
     both = (Peer("torch.compile, checkpoint per block", checkpointed=True, compiled=True),) if blocks else ()
@@ -61,7 +61,7 @@ def peers(*, blocks: bool, budgets: Sequence[float] = BUDGETS, autocast: torch.d
 
 
 def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = (), device: str = "cpu") -> Any:
-    """A callable that does what ``call`` does, as this peer does it. Nothing is compiled before it is first called.
+    """Return ``call`` as this peer runs it. Nothing is compiled before the first call.
 
     Args:
         call: the step: forward and, to have it compiled, too, the loss.
@@ -88,7 +88,7 @@ def as_peer(call: Callable[..., Any], peer: Peer, blocks: Sequence[nn.Module] = 
 
 @contextmanager
 def _in_place(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules called in here run these: the same objects each time, as Dynamo compiles anew for another one."""
+    """Replace the modules' ``forward``: by the same objects each time, as Dynamo compiles anew for another one."""
     with ExitStack() as undo:
         for module, forward in forwards.items():
             undo.enter_context(_torch.patched(module, forward=forward))
@@ -96,8 +96,9 @@ def _in_place(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a module that people would checkpoint, the outermost: children of one class, two or more,
-    which have children themselves. Of containers, only sequences of single layers are parts; others are looked into."""
+    """Find the repeated parts of a module that people would checkpoint, the outermost ones: two or more children of one
+    class, which have children themselves. Of containers, only sequences of single layers are parts; others are
+    searched."""
     found: dict[int, nn.Module] = {}
     _find_blocks(module, found, set())
     return list(found.values())

@@ -1,4 +1,4 @@
-"""The peers of a user's step, really run on this machine: peak, time, and whether their gradients are right."""
+"""Run the peers of a user's step on this machine: peak, time, and whether their gradients are right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from memplan.planning.capture.loss_module import default_loss
 from memplan.planning.graph.placement import Home
 from memplan.planning.precision_search import lower_precision
 from memplan.planning.request import Request
-from memplan.verification.measurement.peak_alone import available, measured_alone
+from memplan.verification.measurement import free_memory
+from memplan.verification.measurement.peak_alone import measured_alone
 from memplan.verification.measurement.peak_and_time import Times, compare_times
 from memplan.verification.measurement.state_copies import on_its_own
 from memplan.verification.measurement.trial import Trial, Work
@@ -25,45 +26,45 @@ from memplan.verification.peers.peers import COMPILED, EAGER, Peer, as_peer, blo
 from memplan.verification.proof.float64_gradients import GradientErrors, gradient_errors, same_numbers
 
 BUDGETS = (0.8, 0.5, 0.2, 0.0)
-"""Values of ``activation_memory_budget``: each is compiled anew."""
+"""Values of ``activation_memory_budget``; each is compiled anew."""
 _SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PeerResult:
-    """What was measured of one peer."""
+    """Measurements of one peer."""
 
     peer: Peer
     peak: int = 0
-    """Bytes: parameters, buffers and inputs, too."""
+    """Bytes, parameters, buffers and inputs included."""
     times: Times | None = None
-    """Beside eager mode, in alternating pairs."""
+    """Times beside eager mode, in alternating pairs."""
     wrong: Mapping[str, float] = field(default_factory=dict)
-    """The parameters whose gradient is wrong, with its error as a share of its norm."""
+    """Parameters whose gradient is wrong, with its error as a share of its norm."""
     error: float | None = None
-    """Of all gradients together against float64, as a share of their norm; None: they were not compared."""
+    """Error of all gradients together from float64, as a share of their norm; None: they were not compared."""
     failed: str | None = None
-    """Why it did not run."""
+    """Error for which it did not run."""
 
     @property
     def worst(self) -> float | None:
-        """The largest error among the gradients that are wrong, as a share of its norm."""
+        """Largest error among the wrong gradients, as a share of its norm."""
         return max(self.wrong.values(), default=None)
 
     @property
     def compared(self) -> bool:
-        """Whether the gradients were held against float64."""
+        """Whether the gradients were compared with float64."""
         return self.error is not None
 
     @property
     def gradients(self) -> Literal["not compared", "wrong", "lossy", "right"]:
-        """What holding them against float64 told."""
+        """Result of comparing them with float64."""
         if not self.compared:
             return "not compared"
         return "wrong" if self.wrong else "lossy" if self.peer.group == "lossy" else "right"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: bytes and seconds."""
+        """Return plain data for JSON: bytes and seconds."""
         if self.failed is not None:
             return {"name": self.peer.name, "failed": self.failed}
         times = self.times
@@ -82,7 +83,7 @@ class PeerResult:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One step from the same seed."""
+    """Results of one step from the fixed seed."""
 
     gradients: Mapping[str, torch.Tensor | None]
     loss: float
@@ -93,19 +94,19 @@ class _Seen:
 def measure_peers(
     asked: Request, eager_peak: int, *, pairs: int = 3, told: Callable[[str], None] = lambda _: None
 ) -> tuple[PeerResult, ...]:
-    """Run a step as it is, checkpointed per block, by `torch.compile` and under its memory budgets; where lossy plans
-    are allowed, under autocast, too.
+    """Run a step in eager mode, checkpointed per block, by `torch.compile` and under its memory budgets; where lossy
+    plans are allowed, under autocast, too.
 
-    Each runs on copies of what the module holds, in this process; parameters, gradients and random state stay.
+    Each runs on copies of the module's state, in this process; parameters, gradients and random state do not change.
 
     Args:
-        asked: the step.
-        eager_peak: predicted bytes of the step as it is.
+        asked: the request for the step.
+        eager_peak: predicted bytes of the step in eager mode.
         pairs: how many times each is timed beside eager mode.
-        told: hears the name of each peer before it runs.
+        told: receives the name of each peer before it runs.
 
     Raises:
-        UsageError: there is too little memory to run the step as it is, and in float64.
+        UsageError: there is too little memory to run the step in eager mode, and in float64.
     """
     _check_room(eager_peak, asked.settings.home)
     with on_its_own(asked.step):
@@ -116,12 +117,12 @@ def measure_peers(
 
 
 def _check_room(eager_peak: int, home: Home) -> None:
-    free, needed = available(home), 3 * eager_peak
+    free, needed = free_memory.available(home), 3 * eager_peak
     if free is not None and needed > free:
         raise UsageError(
-            f"The peers run the step as it is, and in float64, which takes about {format_bytes(needed)}, and "
+            f"The peers run the step in eager mode, and in float64, which takes about {format_bytes(needed)}, and "
             f"{format_bytes(free)} are available",
-            expected="so much memory",
+            expected="that much memory",
             do="Leave --peers out, or take smaller inputs",
         )
 
@@ -133,13 +134,13 @@ class _Peers:
         self._asked, self._pairs, self._home = asked, pairs, asked.settings.home
         self._blocks = blocks_of(asked.step)
         args, kwargs = asked.call.rebuild(asked.call.tensors)
-        optimizer, held = asked.settings.optimizer, asked.settings.held
+        optimizer, held = asked.settings.optimizer, asked.settings.gradients.adds
         self._work = Work(args, kwargs, optimizer=optimizer, autocast=asked.autocast, micro_batches=2 if held else 1)
         self._true: dict[str, _Seen | None] = {}
-        """In float64, by the group whose random numbers it draws."""
+        """Results in float64, by the peer whose random numbers were drawn."""
 
     def run(self, told: Callable[[str], None]) -> Sequence[PeerResult]:
-        """Every peer, eager mode first."""
+        """Run every peer, eager mode first."""
         reference = self._trial(EAGER)
         beside = {lossy: list[GradientErrors]() for lossy in (False, True)}
         found = list[PeerResult]()
@@ -163,13 +164,13 @@ class _Peers:
             error = errors.relative
             lossy = peer.group == "lossy"
             if peer in (EAGER, COMPILED) or (lossy and not peer.checkpointed and not peer.compiled):
-                beside[lossy].append(errors)  # the others are held against these: autocast against plain autocast
+                beside[lossy].append(errors)  # yardsticks of the others: plain autocast for autocast
             wrong = errors.over(*beside[lossy], lossy=lossy)
         _, peak = measured_alone(trial, self._home)
         return PeerResult(peer, peak, compare_times(reference.seconds, trial.seconds, self._pairs), wrong, error)
 
     def _lower(self) -> torch.dtype | None:
-        """What autocast computes in, where that may be."""
+        """Return autocast's dtype, where lossy peers are allowed."""
         settings = self._asked.settings
         if settings.allow == "exact" or self._asked.autocast is not None:
             return None
@@ -181,9 +182,8 @@ class _Peers:
         return Trial(peer.name, call, step, self._work, updates=self._work.optimizer is not None)
 
     def _in_float64(self, peer: Peer, random: bool) -> _Seen | None:
-        """The step with the random numbers that this peer draws: `torch.compile` has others than eager mode.
-
-        None where the model does not run in float64.
+        """Run the step in float64 with the random numbers that this peer draws: `torch.compile` draws others than eager
+        mode. None where the model does not run in float64.
         """
         of = COMPILED if random and peer.compiled else EAGER
         if of.name not in self._true:
@@ -214,5 +214,5 @@ class _Peers:
         return _Seen(trial.gradients, loss, random)
 
     def _random_state(self) -> torch.Tensor:
-        """Of the generator that the step draws from."""
+        """Return the state of the generator that the step draws from."""
         return torch.get_rng_state() if self._home.card is None else torch.cuda.get_rng_state(self._home.name)

@@ -1,1 +1,1 @@
-"""A candidate held against its reference."""
+"""Prove that a candidate step gives the results of a reference."""

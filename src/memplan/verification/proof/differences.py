@@ -1,4 +1,4 @@
-"""How far two tensors, or two outputs, are apart."""
+"""Measure how far two tensors, or two outputs, differ."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from memplan.trace.structure import TENSOR, Holder, Structure, take_apart
 
 NOTHING = 100.0
-"""Times its own norm that a tensor is off: then it is zero in truth, but for rounding, and that ratio says nothing.
+"""Ratio of error and norm from which on a tensor counts as zero in exact arithmetic, so that the ratio says nothing.
 (The gradient of a bias before a normalisation.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that is not the same in both."""
+    """A tensor that differs."""
 
     name: str
     step: int
-    """Of the steps that were compared, counted from 0."""
+    """Number of the compared step, counted from 0."""
     what: str
-    """In words."""
+    """Description in words."""
     max_abs: float | None = None
-    """The largest difference of an element; None where the tensors cannot be subtracted."""
+    """Largest difference of an element; None where the tensors cannot be subtracted."""
     relative: float | None = None
-    """The difference's norm (L2) over that of the reference."""
+    """Norm (L2) of the difference over that of the reference."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.what} in step {self.step + 1}"
@@ -36,12 +36,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """All tensors of one kind, over all steps."""
+    """Comparison of all tensors of a kind, over all steps."""
 
     tensors: int = 0
-    """How many comparisons there were."""
+    """Number of comparisons."""
     differences: tuple[Difference, ...] = ()
-    """Those that were not bit for bit the same."""
+    """Tensors that differ in a bit."""
 
     @property
     def equal(self) -> bool:
@@ -50,9 +50,9 @@ class Compared:
 
 
 def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: bool = False) -> Difference | None:
-    """How two tensors differ; None where they are the same bit for bit, or both are None.
+    """Describe how two tensors differ; None where they are the same bit for bit, or both are None.
 
-    ``layout``: strides count, too.
+    ``layout``: compare strides, too.
     """
     if reference is None and candidate is None:
         return None
@@ -71,7 +71,7 @@ def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: 
 
 
 def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, list[Difference]]:
-    """The tensors of two outputs, in whatever objects they are, one by one: how many, and the differences."""
+    """Compare the tensors of two outputs, inside of any objects; return how many there are, and the differences."""
     (tensors, one), (others, other) = take_apart(reference), take_apart(candidate)
     if _form(one) != _form(other):
         return 1, [Difference("the output", step, f"is put together as {_form(other)}, not as {_form(one)}"[:400])]
@@ -86,7 +86,7 @@ def output_differences(step: int, reference: Any, candidate: Any) -> tuple[int, 
 
 
 def named_outputs(output: Any) -> dict[str, torch.Tensor]:
-    """The tensors of an output, by the names that differences have."""
+    """Return the tensors of an output, by the names that differences have."""
     tensors, structure = take_apart(output)
     leaves = list(_leaves(structure, iter(tensors)))
     named = zip(_output_names(len(leaves)), leaves, strict=True)
@@ -98,13 +98,13 @@ def _output_names(number: int) -> list[str]:
 
 
 def _form(structure: Structure) -> Any:
-    """How an output is put together, with the classes of the objects that hold its tensors."""
+    """Return the structure of an output, with the classes of the objects that hold its tensors."""
     inside = tuple((type(one.shell), _form(one.inside)) for one in structure.leaves if isinstance(one, Holder))
     return (structure.spec, inside) if inside else structure.spec
 
 
 def _leaves(structure: Structure, tensors: Iterator[torch.Tensor]) -> Iterator[Any]:
-    """Everything in an output: tensors, what is none, and the objects that hold tensors without these."""
+    """Yield everything in an output: tensors, other values, and the objects that hold tensors, without these."""
     for leaf in structure.leaves:
         if isinstance(leaf, Holder):
             yield leaf.shell
@@ -114,8 +114,8 @@ def _leaves(structure: Structure, tensors: Iterator[torch.Tensor]) -> Iterator[A
 
 
 def _same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
-    """Whether two values that are no tensors are equal, or objects of one class with the same in them: few classes say
-    themselves when their objects are equal."""
+    """Return whether two non-tensor values are equal, or objects of one class with equal content: few classes define
+    when their objects are equal."""
     if one is two or id(one) in above:
         return True
     if type(one) is not type(two):
@@ -134,7 +134,7 @@ def _same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
 
 
 def _told(one: Any, two: Any) -> str:
-    """In what two values that are no tensors differ: of objects of one class, the first plain thing that does."""
+    """Describe the first difference between two non-tensor values."""
     ours, theirs = (_content(one), _content(two)) if type(one) is type(two) else (None, None)
     if ours and theirs and ours.keys() == theirs.keys():
         plain = (key for key, part in ours.items() if _content(part) is None)
@@ -146,7 +146,7 @@ def _told(one: Any, two: Any) -> str:
 
 
 def _content(value: Any) -> dict[Any, Any] | None:
-    """What is in a container or an object; None where nothing can be looked into."""
+    """Return the content of a container or an object; None for other values."""
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
     found = dict(value) if isinstance(value, dict) else {}
@@ -156,12 +156,12 @@ def _content(value: Any) -> dict[Any, Any] | None:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Of the dimensions in which there is a next element."""
+    """Return the strides of dimensions with more than one element."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes: unlike numbers, a nan is equal to itself and -0 is not 0."""
+    """Return a tensor's bytes: unlike numbers, a nan is equal to itself and -0 is not 0."""
     return _dense(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

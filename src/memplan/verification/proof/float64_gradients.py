@@ -1,4 +1,4 @@
-"""Gradients of a step beside those of the same step in float64: how far they are off, and when that is too far."""
+"""Compare the gradients of a step with those of the same step in float64."""
 
 from __future__ import annotations
 
@@ -12,39 +12,38 @@ from memplan.verification.proof.rounding import FACTOR, SANE, SLACK, distance
 from memplan.verification.proof.rounding import LOSSY as _LOSSY
 
 SAME_LOSS = 1e-3
-"""Two losses this close, relative to the larger, came of the same random numbers."""
+"""Relative difference up to which two losses come from the same random numbers."""
 SAME_LOSSY = 1e-2
-"""The same of a step that computes in fewer bits, of which a rounding is up to 4e-3."""
+"""The same for a step that computes in fewer bits, where a rounding is up to 4e-3."""
 _ROUNDING = SLACK * torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True)
 class GradientErrors:
-    """Of one step's gradients against float64, per parameter, in shares of the largest gradient's norm (L2)."""
+    """Errors of a step's gradients from float64, by parameter, as shares of the largest gradient's norm (L2)."""
 
     errors: Mapping[str, float]
-    """The difference's norm (L2)."""
+    """Norm (L2) of the difference."""
     norms: Mapping[str, float] = field(default_factory=dict)
-    """The norm (L2) of the gradient in float64: 1 for the largest."""
+    """Norm (L2) of the gradient in float64: 1 for the largest."""
 
     @property
     def relative(self) -> float:
-        """The error of all gradients together, as a share of their norm."""
+        """Error of all gradients together, as a share of their norm."""
         error, norm = (math.hypot(*values.values()) for values in (self.errors, self.norms))
         return error / norm if norm else math.inf if error else 0.0
 
     @property
     def sane(self) -> bool:
-        """Whether others can be held against it."""
+        """Whether it can serve as a yardstick for other steps."""
         return all(error <= SANE for error in self.errors.values())
 
     def over(self, *beside: GradientErrors, lossy: bool = False) -> dict[str, float]:
-        """The parameters whose error is over the bound, each with its error as a share of its own gradient's norm.
+        """Return the parameters whose error is over the bound, with the error as a share of their own gradient's norm.
 
-        The bound is `rounding.FACTOR` times the largest error of the steps beside it, of those that are sane, and
-        `rounding.SLACK` eps of the largest gradient; where the step computes in fewer bits (``lossy``), what
-        `rounding.LOSSY` allows. Where the gradient is no more than rounding, the error is given as a share of the
-        largest.
+        The bound is `rounding.FACTOR` times the largest error of the sane steps ``beside`` it, and `rounding.SLACK` eps
+        of the largest gradient; where the step computes in fewer bits (``lossy``), what `rounding.LOSSY` allows. Where
+        the gradient itself is rounding, the error is a share of the largest gradient.
         """
         steps, found = [step for step in beside if step.sane], dict[str, float]()
         for name, error in self.errors.items():
@@ -57,7 +56,7 @@ class GradientErrors:
 
 
 def same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
-    """Whether a step and the one in float64 drew the same random numbers, as far as their losses tell. ``lossy``: the
+    """Return whether a step and the one in float64 drew the same random numbers, judged by their losses. ``lossy``: the
     step computes in fewer bits."""
     return abs(loss - true) <= (SAME_LOSSY if lossy else SAME_LOSS) * max(abs(loss), abs(true))
 
@@ -65,7 +64,7 @@ def same_numbers(loss: float, true: float, *, lossy: bool = False) -> bool:
 def gradient_errors(
     found: Mapping[str, torch.Tensor | None], true: Mapping[str, torch.Tensor | None]
 ) -> GradientErrors:
-    """Hold gradients against those in float64, by name; one that is missing counts as zeros."""
+    """Measure the errors of gradients from those in float64, by name; a missing one counts as zeros."""
     errors, norms = dict[str, float](), dict[str, float]()
     for name, exact in true.items():
         given = found.get(name)

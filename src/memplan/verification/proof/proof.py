@@ -1,4 +1,4 @@
-"""A Proof: what was compared with the step as it was, and what was measured."""
+"""Proof: what was compared with the original step, and what was measured."""
 
 from __future__ import annotations
 
@@ -21,63 +21,63 @@ KINDS = ("outputs", "gradients", "parameters", "buffers")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What was compared where there is not enough memory to run the whole step without a plan, beside copies."""
+    """The smaller step that was compared where there is too little memory for two copies of the whole."""
 
     samples: int
-    """How long the inputs' first dimension was."""
+    """Length of the inputs' first dimension."""
     of: int
-    """How long it is in the whole step."""
+    """Its length in the whole step."""
     needed: int
-    """Bytes that comparing the whole step would have taken."""
+    """Bytes that comparing the whole step needs."""
     available: int
-    """Bytes that there were."""
+    """Bytes that were available."""
     measured: bool
-    """Whether the candidate, at least, ran whole and was measured."""
+    """Whether at least the candidate ran whole and was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A candidate step held against a reference, both on copies of the same parameters, buffers and inputs and from
-    the same random state. Bytes above all are those of the allocator's own events."""
+    """Comparison of a candidate step with a reference, both on copies of the same parameters, buffers and inputs and
+    from the same random state. Bytes are counted from the allocator's own events."""
 
     steps: int
-    """How many steps ran one after the other, each with an update."""
+    """Number of consecutive steps, each with an update."""
     micro_batches: int
-    """Backward passes in each step; from the second on, gradients are held."""
+    """Number of backward passes in each step; from the second on, gradients are held."""
     optimizer: str
-    """What updated the parameters."""
+    """Class of the optimizer."""
     early: bool
-    """Whether the candidate's updates happened in its backward pass; then its gradients are gone with it, and the
-    parameters after each step speak for them."""
+    """Whether the candidate's updates happened in its backward pass; then its gradients are freed in it, and the
+    parameters after each step are compared instead."""
     outputs: Compared
     gradients: Compared
     parameters: Compared
     """After each update."""
     buffers: Compared
     random_streams: tuple[str, ...]
-    """Those that were elsewhere after the candidate than after the reference."""
+    """Random streams whose state after the candidate differs from that after the reference."""
     resident: int
     """Bytes of parameters, buffers and inputs."""
     peak: int
-    """Bytes at the candidate's measured peak, ``resident`` included; predicted where the cut says so."""
+    """Bytes at the candidate's measured peak, ``resident`` included; predicted unless `measured`."""
     reference_peak: int
     """The same of the reference; predicted where there is a cut."""
     predicted: int | None = None
-    """Bytes at the peak that the plan predicts."""
+    """Bytes at the plan's predicted peak."""
     budget: int | None = None
     times: Times | None = None
-    """Reference and candidate; None where they were not timed."""
+    """Times of reference and candidate; None where they were not measured."""
     torch: str = ""
     grade: Grade = "exact"
-    """What was asked for: the same bits, the same but for rounding (``reordered``), or no farther off than lower
-    precision is anyway (``lossy``)."""
+    """Required agreement: the same bits (``exact``), the same except for rounding (``reordered``), or errors no larger
+    than those of lower precision (``lossy``)."""
     rounded: tuple[Rounded, ...] = ()
-    """Where rounding is allowed: how far every tensor is from the truth."""
+    """Where bits may differ: error of every tensor, measured from `truth`."""
     truth: str = ""
-    """What that is: the same step in float64, or, where it does not run in that, the step as it is (reference)."""
+    """``float64``: the same step in float64; where that does not run, ``reference``: the step without a plan."""
     cut: Cut | None = None
-    """None where the whole step was compared. Else what is compared and timed is the smaller step, and bytes are
-    those of the whole one."""
+    """None where the whole step was compared. Else the smaller step was compared and timed, and bytes are those of the
+    whole one."""
 
     @property
     def measured(self) -> bool:
@@ -86,28 +86,28 @@ class Proof:
 
     @property
     def above_resident(self) -> int:
-        """Bytes at the measured peak beyond parameters, buffers and inputs."""
+        """Bytes at the peak beyond parameters, buffers and inputs."""
         return self.peak - self.resident
 
     @property
     def same(self) -> bool:
-        """Whether nothing differed, or nothing by more than rounding where the grade allows that."""
+        """Whether nothing differed, or nothing by more than the grade allows."""
         return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
 
     @property
     def layers(self) -> tuple[LayerError, ...]:
-        """How far off each output is, and the gradients of each layer (where updates are early, what these add to the
-        layer's parameters): none where every bit is the same."""
+        """Errors of each output and of each layer's gradients (where updates are early, of its updates), where bits may
+        differ."""
         return by_layer([one for one in self.rounded if one.kind != "buffers"])
 
     @property
     def exact(self) -> bool:
-        """Whether everything was compared bit for bit, and the same."""
+        """Whether everything was compared bit for bit and is the same."""
         return self.same and self.grade == "exact"
 
     @property
     def within_budget(self) -> bool:
-        """Whether the measured peak is within the budget, where there is one."""
+        """Whether the measured peak is within the budget, if any."""
         return self.budget is None or self.peak <= self.budget
 
     @property
@@ -117,7 +117,7 @@ class Proof:
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """What is wrong, a sentence each."""
+        """Sentences that say what is wrong."""
         found: list[str] = []
         for kind in KINDS:
             found += [_said(kind, one) for one in getattr(self, kind).differences]
@@ -130,15 +130,12 @@ class Proof:
         return tuple(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """The proof as plain values, for JSON."""
+        """Return the proof as plain values, for JSON."""
         return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(
-            line
-            for line in (self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds())
-            if line
-        )
+        lines = self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds()
+        return "\n".join(filter(None, lines))
 
     def _verdict(self) -> str:
         if not self.same:
@@ -159,7 +156,7 @@ class Proof:
         )
 
     def _rounding(self) -> str:
-        """The worst of the gradients, where rounding was allowed."""
+        """Describe the worst gradient, where rounding was allowed."""
         judged = [one for one in self.rounded if one.kind == "gradients"] or list(self.rounded)
         if not judged:
             return ""
@@ -173,7 +170,7 @@ class Proof:
         )
 
     def _errors(self) -> str:
-        """How far off all outputs and gradients are, and the layer that is the farthest."""
+        """Describe the errors of all outputs and gradients, and the layer with the largest one."""
         kinds = {"outputs": "outputs", "gradients": "gradients", "parameters": "updates"}
         rows = self.layers
         totals = [(name, overall(self.rounded, kind)) for kind, name in kinds.items()]
@@ -188,11 +185,9 @@ class Proof:
             text += f"; the step without a plan under autocast by {others}"
         elif self.truth == "float64":  # autocast did not run
             text += f"; the step without a plan by {others}"
-        return (
-            text
-            if worst is None
-            else f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
-        )
+        if worst is None:
+            return text
+        return f"{text}; the farthest layer is {worst.layer or 'the model'}, {worst.relative:.2%}"
 
     def _compared(self) -> str:
         cut = self.cut
@@ -229,37 +224,29 @@ class Proof:
 
 
 def dumps(proof: Proof) -> str:
-    """The proof as JSON."""
+    """Write a proof as JSON."""
     return json.dumps(proof.to_dict(), indent=1) + "\n"
 
 
 def loads(text: str, source: str = "the text") -> Proof:
-    """The proof that `dumps` wrote. Raises UsageError for anything else."""
+    """Read the proof that `dumps` wrote. Raises UsageError for anything else."""
+    from cattrs import BaseValidationError, Converter, transform_error  # imported late: --help answers within 0.3 s
+
     try:
         data = json.loads(text)
-        if data["format"] != FORMAT or data["schema"] != SCHEMA:
-            raise ValueError(f"format {data['format']!r}, schema {data['schema']!r}")
-        data = {"cut": None, "grade": "exact", "rounded": (), "truth": "", **data}  # which older files do not have
-        fields = {field.name: data[field.name] for field in dataclasses.fields(Proof)}
-        for kind in KINDS:
-            fields[kind] = _compared(fields[kind])
-        fields["rounded"] = tuple(Rounded(**one) for one in fields["rounded"])
-        fields["random_streams"] = tuple(fields["random_streams"])
-        if fields["times"] is not None:
-            fields["times"] = Times(**fields["times"] | {"quartiles": tuple(fields["times"]["quartiles"])})
-        if fields["cut"] is not None:
-            fields["cut"] = Cut(**fields["cut"])
-        return Proof(**fields)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(
-            f"{source} is no proof ({type(error).__name__}: {error})",
-            expected=f"what memplan wrote, of schema version {SCHEMA}",
-            do="Verify the step again",
-        ) from None
-
-
-def _compared(data: dict[str, Any]) -> Compared:
-    return Compared(data["tensors"], tuple(Difference(**one) for one in data["differences"]))
+        if data.pop("format") != FORMAT or data.pop("schema") != SCHEMA:
+            raise ValueError(f"not {FORMAT}, schema {SCHEMA}")
+        data = {key: value for key, value in data.items() if key not in ("ok", "failures")}
+        return Converter(forbid_extra_keys=True).structure(data, Proof)
+    except BaseValidationError as error:
+        found = "; ".join(transform_error(error, source))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        found = f"{type(error).__name__}: {error}"
+    raise UsageError(
+        f"{source} is no proof ({found})",
+        expected=f"what memplan wrote, of schema version {SCHEMA}",
+        do="Verify the step again",
+    )
 
 
 def _said(kind: str, one: Difference) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +19,12 @@ from memplan.verification.measurement.trial import Trial, Work
 from memplan.verification.proof.differences import Compared, Difference, difference, named_outputs, output_differences
 from memplan.verification.proof.proof import KINDS, Proof
 from memplan.verification.proof.rounding import (
-    LOSSY,
-    ROUNDING,
+    EXACT,
     Rounded,
     Tolerance,
     floating,
-    is_rounding,
     is_truth,
-    overall,
+    is_yardstick,
     rounded,
     serious,
     told_truth,
@@ -47,24 +46,24 @@ def verify(
     pairs: int = 5,
 ) -> Proof:
     """Run both for some steps from the same state, and compare outputs, gradients, buffers, random streams and updated
-    parameters bit for bit; measure the peak of each and the time.
+    parameters bit for bit; measure the peak and the time of each.
 
-    Parameters, buffers and ``.grad`` of both, the inputs and the random state stay as they are: copies are used.
+    Copies are used: parameters, buffers and ``.grad`` of both, the inputs and the random state do not change.
 
     Args:
         reference, candidate: modules with the same names of parameters and the same values, or callables. A callable
             beside a module runs on that module's parameters.
         inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
-        optimizer: a callable of the parameters. SGD with momentum where none is given; then no update is part of the
-            measured peak.
-        steps: how many are compared, one after the other.
-        micro_batches: backward passes before each update.
+        optimizer: a callable of the parameters. Default: SGD with momentum, whose update is not part of the measured
+            peak.
+        steps: number of consecutive steps that are compared.
+        micro_batches: number of backward passes before each update.
         budget: bytes that the candidate's measured peak may reach; None: any.
         pairs: how many times both are timed; 0: not at all.
 
     Raises:
         TargetError: neither modules nor callables.
-        InputError: parameters of other names, or what `memplan.explain` raises it for.
+        InputError: parameters of other names, or wrong inputs, as in `memplan.explain`.
 
     Example:
         >>> memplan.verify(model, checkpointed, "8x3x32x32").ok
@@ -81,34 +80,94 @@ def verify(
     )  # fmt: skip
     modules = _modules(reference, candidate)
     with random_state_kept():
-        one = Trial("reference", reference, modules[0], work)
+        sides = Sides(Trial("reference", reference, modules[0], work))
         other = Trial("candidate", candidate, modules[1], work)
-        _check_names(one, other)
-        proof = compare(one, other, steps, budget=budget)
-        return proof if pairs == 0 else with_times(proof, one, other, pairs)
+        _check_names(sides.reference, other)
+        proof = compare(sides, other, steps, budget=budget)
+        return proof if pairs == 0 else with_times(proof, sides.reference, other, pairs)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Steps that a candidate is held against."""
+
+    reference: Trial
+    """The step without a plan."""
+    truth: Trial | None = None
+    """The same in float64, where bits may differ."""
+    yardstick: Trial | None = None
+    """Another way to run the step whose errors are accepted: `torch.compile`, a second run, plain autocast."""
 
 
 def compare(
-    reference: Trial,
+    sides: Sides,
     candidate: Trial,
     steps: int,
+    tolerance: Tolerance = EXACT,
     *,
     predicted: int | None = None,
     budget: int | None = None,
-    rounding: Rounding | None = None,
 ) -> Proof:
-    """Run both sides step by step. Random streams move on: the caller puts them back.
+    """Run a candidate beside the step without a plan, step by step. Random streams move on: the caller restores them.
+
+    Where bits may differ, errors are measured from the step in float64; where that does not run, or draws other random
+    numbers, from the step without a plan. The yardstick says what is allowed; where it does not run, or is too far off
+    (`rounding.is_yardstick`), the step without a plan does, and where errors are measured from that, the tolerance's
+    few eps alone. A candidate that is as near to float64 as the step without a plan needs no yardstick, unless it is
+    lossy.
 
     Args:
-        reference, candidate: sides that have not run yet.
-        steps: how many.
-        predicted, budget: bytes, for the proof.
-        rounding: what tells rounding from errors, where the bits may be others. Then each step begins where the
-            reference's does, and parameters are not compared: they follow from the gradients.
+        sides, candidate: trials that have not run yet.
+        steps: how many are compared.
+        tolerance: `EXACT`, `ROUNDING` or `LOSSY`; ``predicted`` and ``budget`` are bytes, for the proof.
     """
-    found = _Found(rounding)
+    if tolerance.grade == "exact":
+        return _compare_once(sides.reference, candidate, steps, None, predicted, budget)
+    failures, started = list[Exception](), False
+
+    def attempt(truth: Trial, *yardsticks: Trial) -> Proof | None:
+        nonlocal started
+        for side in dict.fromkeys((sides.reference, candidate, truth, *yardsticks)) if started else ():
+            side.restart_as(sides.reference)
+        started, scale = True, _Scale(truth, yardsticks, tolerance)
+        try:
+            return _compare_once(sides.reference, candidate, steps, scale, predicted, budget)
+        except Exception as error:  # the model's own code runs, which may insist on a dtype
+            traceback.clear_frames(error.__traceback__)  # what they hold would be freed in the next attempt's peak
+            failures.append(error)
+            return None
+
+    try:
+        for truth in filter(None, (sides.truth, sides.reference)):
+            exact, own = truth is not sides.reference, None
+            if exact and tolerance.grade == "reordered":
+                own = attempt(truth)
+                if own is None or not is_truth(own.rounded):
+                    continue
+                if own.same or own.random_streams:
+                    return own
+            beside = None if sides.yardstick is None else attempt(truth, sides.yardstick)
+            if beside is not None:
+                if exact and own is None and not is_truth(beside.rounded):
+                    continue
+                if is_yardstick(beside.rounded, tolerance, exact=exact):
+                    return beside
+            own = own or attempt(truth)
+            if own is not None and (not exact or is_truth(own.rounded)):
+                return own
+        raise failures[-1]
+    finally:
+        failures.clear()  # they hold this frame
+
+
+def _compare_once(
+    reference: Trial, candidate: Trial, steps: int, scale: _Scale | None, predicted: int | None, budget: int | None
+) -> Proof:
+    """Compare bit for bit, or by a scale. With a scale each step begins where the reference's does, and parameters are
+    not compared unless the backward pass updates them: they follow from the gradients."""
+    found = _Differences(scale)
     found.start(reference, candidate)
-    sides = (reference, candidate) if rounding is None else rounding.around(reference, candidate)
+    sides = tuple(dict.fromkeys((reference, candidate, *(() if scale is None else scale.sides))))
     resident = 0, 0
     with _rested(sides), Meter() as meter:
         for step in range(steps):
@@ -120,7 +179,7 @@ def compare(
                 found.after[side.name] = RandomState.now()
             resident = candidate.resident, reference.resident
             found.step(step, reference, candidate)
-            for side in sides if candidate.early else (reference, candidate):
+            for side in sides if candidate.in_backward else (reference, candidate):
                 side.update_step(meter)
             found.update(step, reference, candidate)
             found.after[reference.name].restore()
@@ -130,7 +189,7 @@ def compare(
         steps=steps,
         micro_batches=reference.work.micro_batches,
         optimizer="no optimizer" if reference.update is None else type(reference.update).__name__,
-        early=candidate.early,
+        early=candidate.in_backward,
         outputs=found.compared("outputs"),
         gradients=found.compared("gradients"),
         parameters=found.compared("parameters"),
@@ -142,15 +201,15 @@ def compare(
         predicted=predicted,
         budget=budget,
         torch=torch.__version__,
-        grade="exact" if rounding is None else "lossy" if rounding.lossy else "reordered",
+        grade="exact" if scale is None else scale.tolerance.grade,
         rounded=tuple(found.rounded),
-        truth="" if rounding is None else rounding.truth.name,
+        truth="" if scale is None else scale.truth.name,
     )
 
 
 @contextmanager
 def _rested(sides: Iterable[Trial]) -> Iterator[None]:
-    """Where one of them fails, nothing is left that another try would free: its peak would come out too low."""
+    """Let all sides rest where one fails: what another attempt would free counts against its peak."""
     try:
         yield
     finally:
@@ -158,141 +217,49 @@ def _rested(sides: Iterable[Trial]) -> Iterator[None]:
             side.rest()
 
 
-USELESS = 0.5
-"""The share of all gradients by which plain autocast is off where it says nothing: mostly it drew other numbers."""
-
-
-@dataclass(frozen=True)
-class Sides:
-    """What a planned step is held against."""
-
-    reference: Trial
-    """The step as it is."""
-    truth: Trial | None = None
-    """In float64."""
-    compiled: Trial | None = None
-    """By `torch.compile`, without a plan."""
-    lowered: Trial | None = None
-    """Under plain autocast, without a plan."""
-
-
-def compare_rounded(sides: Sides, candidate: Trial, steps: int, *, predicted: int | None, budget: int | None) -> Proof:
-    """As `compare`, for a candidate whose additions are in another order than the reference's.
-
-    The rounding of the step as it is is allowed; where the candidate's is larger, also that of `torch.compile`. A model
-    that does not run in float64, or draws other random numbers there, is held against the step as it is, and then
-    `torch.compile` says what rounding is; where that does not run either, or draws other numbers itself, only the few
-    last places are allowed that anything is.
-    """
-    truth, compiled = sides.truth, sides.compiled
-    assert truth is not None
-    assert compiled is not None
-    first: Proof | None = None
-    try:
-        first = compare(
-            sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=Rounding(truth)
-        )  # fmt: skip
-    except Exception:  # the model's own code runs, which may insist on a dtype
-        truth = sides.reference
-    if first is not None and not is_truth(first.rounded):
-        first, truth = None, sides.reference
-    if first is not None and (first.same or first.random_streams):
-        return first
-    for side in dict.fromkeys((sides.reference, candidate, truth, compiled)):
-        side.restart_as(sides.reference)
-    rounding, beside = Rounding(truth, (compiled,)), None
-    with suppress(Exception):  # what torch.compile cannot do says nothing of the candidate
-        beside = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
-    exact = truth is not sides.reference
-    if beside is not None and is_rounding(beside.rounded, exact=exact):  # else torch.compile drew other numbers
-        return beside
-    if first is not None:
-        return first
-    for side in dict.fromkeys((sides.reference, candidate, truth)):
-        side.restart_as(sides.reference)
-    rounding = Rounding(truth)
-    return compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
-
-
-def compare_lossy(sides: Sides, candidate: Trial, steps: int, *, predicted: int | None, budget: int | None) -> Proof:
-    """As `compare`, for a candidate that computes or saves in fewer bits.
-
-    It is held against the step in float64; where that does not run, or draws other random numbers, against the step as
-    it is. The errors of plain autocast say what is allowed (`rounding.LOSSY`); where autocast does not run, or is
-    farther off than half of all gradients, those of the step as it is.
-    """
-    sides_of_autocast = () if sides.lowered is None else (sides.lowered,)
-    ways = [(truth, others) for truth in (sides.truth, sides.reference) for others in (sides_of_autocast, ())]
-    proof, failed, false = None, None, False
-    for truth, others in dict.fromkeys(ways):
-        if truth is None or (false and truth is sides.truth):
-            continue
-        for side in dict.fromkeys((sides.reference, candidate, truth, *others)) if proof or failed else ():
-            side.restart_as(sides.reference)
-        rounding = Rounding(truth, others, LOSSY)
-        try:
-            proof = compare(sides.reference, candidate, steps, predicted=predicted, budget=budget, rounding=rounding)
-        except Exception as error:  # the model's own code runs, which may insist on a dtype
-            failed = error
-            continue
-        false = truth is sides.truth and not is_truth(proof.rounded)
-        told = overall(proof.rounded, "parameters" if candidate.early else "gradients")
-        if not false and not (others and told.reference > USELESS * told.norm):
-            return proof
-    if proof is None:
-        assert failed is not None, "the step as it is is among the ways"
-        raise failed
-    return proof
-
-
 def with_times(proof: Proof, reference: Trial, candidate: Trial, pairs: int) -> Proof:
-    """The proof with the seconds of both, which have run before and rest now."""
+    """Add the seconds of both sides, which have run before and rest now."""
     return replace(proof, times=compare_times(reference.seconds, candidate.seconds, pairs))
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """The sides that tell rounding from errors."""
+class _Scale:
+    """How errors are judged."""
 
     truth: Trial
-    """In float64."""
-    others: tuple[Trial, ...] = ()
-    """Other ways to run the step whose rounding is taken for granted, beside the reference."""
-    tolerance: Tolerance = ROUNDING
-
-    @property
-    def lossy(self) -> bool:
-        """Whether more than rounding is allowed."""
-        return self.tolerance is not ROUNDING
+    """The step from which they are measured: in float64, or the reference."""
+    yardsticks: tuple[Trial, ...]
+    """Steps whose errors are accepted, beside the reference."""
+    tolerance: Tolerance
 
     @property
     def sides(self) -> tuple[Trial, ...]:
-        """All of them."""
-        return (self.truth, *self.others)
-
-    def around(self, *sides: Trial) -> tuple[Trial, ...]:
-        """Those that are compared, and these, each once."""
-        return tuple(dict.fromkeys((*sides, *self.sides)))
+        return (self.truth, *self.yardsticks)
 
 
 @dataclass
-class _Found:
-    """What differs so far. After the first step that differs nothing is compared: what comes later follows from it."""
+class _Differences:
+    """Differences up to now. After the first step with one nothing is compared: what comes later follows from it."""
 
-    rounding: Rounding | None = None
+    scale: _Scale | None
     tensors: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     differences: dict[str, list[Difference]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     rounded: list[Rounded] = field(default_factory=list)
     streams: list[str] = field(default_factory=list)
     after: dict[str, RandomState] = field(default_factory=dict)
-    """By side: where the random streams are when its backward pass has ended."""
+    """By side, the random streams after its backward pass."""
     _stopped: bool = False
     _before: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameters before the step, in float64, where their updates are compared."""
     _eps: dict[str, float] = field(default_factory=dict)
-    """Parameters before the step, where it is their updates that are held against others."""
+    """By parameter, the eps of its dtype."""
 
     def start(self, reference: Trial, candidate: Trial) -> None:
-        """Before the first step: the same values."""
+        """Check that both sides begin with the same values.
+
+        Raises:
+            InputError: a parameter or a buffer differs.
+        """
         theirs = candidate.parameters | candidate.buffers
         for name, one in (reference.parameters | reference.buffers).items():
             if difference(name, 0, one, theirs.get(name)) is not None:
@@ -304,56 +271,56 @@ class _Found:
         self._note(reference, candidate)
 
     def _note(self, reference: Trial, candidate: Trial) -> None:
-        if candidate.early and self.rounding is not None:
+        if candidate.in_backward and self.scale is not None:
             named = floating(reference.parameters)
             self._before = {name: one.detach().to(torch.float64, copy=True) for name, one in named.items()}
             self._eps = {name: torch.finfo(one.dtype).eps for name, one in named.items()}
 
     def _judged(self, kind: str, named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What is held against others: of parameters, where they are known from before, what was added to them."""
-        found = floating(named)
+        """Return the tensors whose errors are judged; for parameters whose values before are known, their updates."""
+        tensors = floating(named)
         if kind != "parameters" or not self._before:
-            return found
-        return {name: one.detach().to(torch.float64) - self._before[name] for name, one in found.items()}
+            return tensors
+        return {name: one.detach().to(torch.float64) - self._before[name] for name, one in tensors.items()}
 
     def _coarse(self, kind: str, named: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        """By what was added to a parameter: one rounding of the parameter, which the sum cannot be nearer than."""
+        """Allow an update one eps of its parameter: the sum of both cannot be nearer."""
         if kind != "parameters" or not self._before:
             return {}
         return {name: self._eps[name] * float(self._before[name].norm()) for name in named if name in self._eps}
 
     def step(self, step: int, reference: Trial, candidate: Trial) -> None:
-        """After both backward passes."""
+        """Compare what the backward passes have left."""
         if self._stopped:
             return
         number, differences = output_differences(step, reference.output, candidate.output)
         self._add("outputs", step, (reference, candidate), lambda side: named_outputs(side.output), differences, number)
-        if not candidate.early:
+        if not candidate.in_backward:
             self._named("gradients", step, reference, candidate)
         self._named("buffers", step, reference, candidate)
         self.streams += self.after[reference.name].differing(self.after[candidate.name])
 
     def update(self, step: int, reference: Trial, candidate: Trial) -> None:
-        """After both updates."""
+        """Compare what the updates have left."""
         if self._stopped:
             return
-        if self.rounding is None or candidate.early:
+        if self.scale is None or candidate.in_backward:
             self._named("parameters", step, reference, candidate)
-        if self.rounding is not None:
-            for side in (candidate, *self.rounding.sides):
+        if self.scale is not None:
+            for side in (candidate, *self.scale.sides):
                 side.begin_as(reference)
             self._note(reference, candidate)
         self._stopped = bool(self.streams or any(self.differences.values()))
 
     def compared(self, kind: str) -> Compared:
-        """All of one kind."""
+        """Return the comparison of a kind."""
         return Compared(self.tensors[kind], tuple(self.differences[kind]))
 
     def _named(self, kind: str, step: int, reference: Trial, candidate: Trial) -> None:
         ours, theirs = getattr(reference, kind), getattr(candidate, kind)
         names = ours.keys() | theirs.keys()
-        found = [difference(name, step, ours.get(name), theirs.get(name)) for name in names]
-        differences = [one for one in found if one is not None]
+        all_of = [difference(name, step, ours.get(name), theirs.get(name)) for name in names]
+        differences = [one for one in all_of if one is not None]
         self._add(kind, step, (reference, candidate), lambda side: getattr(side, kind), differences, len(names))
 
     def _add(
@@ -365,20 +332,20 @@ class _Found:
         differences: list[Difference],
         number: int,
     ) -> None:
-        """Note differences; without those that are rounding, where that is allowed."""
+        """Note differences; where rounding is allowed, only those that are more."""
         self.tensors[kind] += number
-        if self.rounding is not None:
+        if self.scale is not None:
             reference, candidate = sides
-            others = [self._judged(kind, named(side)) for side in (reference, *self.rounding.others)]
-            truth, ours = self._judged(kind, named(self.rounding.truth)), self._judged(kind, named(candidate))
-            judged = rounded(kind, step, truth, others, ours, self.rounding.tolerance, self._coarse(kind, ours))
+            others = [self._judged(kind, named(side)) for side in (reference, *self.scale.yardsticks)]
+            truth, ours = self._judged(kind, named(self.scale.truth)), self._judged(kind, named(candidate))
+            judged = rounded(kind, step, truth, others, ours, self.scale.tolerance, self._coarse(kind, ours))
             self.rounded += judged
-            differences = serious(differences, judged, told_truth(self.rounding.truth.name))
+            differences = serious(differences, judged, told_truth(self.scale.truth.name))
         self.differences[kind] = sorted(self.differences[kind] + differences, key=lambda one: one.name)
 
 
 def _modules(reference: Any, candidate: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """Whose state each runs on."""
+    """Return the modules whose state each runs on."""
     for what in (reference, candidate):
         if not callable(what):
             raise TargetError(f"{type(what).__name__} {what!r:.60}", expected="a module or a callable", do="Pass one")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-_spec = importlib.util.spec_from_file_location("measured", Path(__file__).with_name("test_cpu.py"))
+_spec = importlib.util.spec_from_file_location("measured", Path(__file__).with_name("test_table.py"))
 assert _spec is not None
 assert _spec.loader is not None
 _measured: Any = importlib.util.module_from_spec(_spec)

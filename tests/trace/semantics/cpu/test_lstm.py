@@ -11,7 +11,7 @@ import torch
 
 from memplan.trace.semantics.cpu import lstm as recurrent
 
-_spec = importlib.util.spec_from_file_location("measured", Path(__file__).with_name("test_cpu.py"))
+_spec = importlib.util.spec_from_file_location("measured", Path(__file__).with_name("test_table.py"))
 assert _spec is not None
 assert _spec.loader is not None
 _measured: Any = importlib.util.module_from_spec(_spec)

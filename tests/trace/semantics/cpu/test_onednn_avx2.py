@@ -17,12 +17,12 @@ HERE = Path(__file__).parent
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 """Read once, when torch is imported."""
 RUN = """
-import test_cpu, torch
+import test_table, torch
 
 assert torch.backends.cpu.get_cpu_capability() == "AVX2"
 assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 cases = [
-    *test_cpu.CONVOLUTIONS,
+    *test_table.CONVOLUTIONS,
     ((4, 16, 20, 20), (32, 16, 3, 3), {"padding": 1, "dtype": torch.bfloat16}),  # which oneDNN does not take there
     ((4, 16, 20, 20), (32, 16, 3, 3), {"padding": 1, "dtype": torch.float16}),
     ((4, 32, 16, 16, 16), (64, 32, 3, 3, 3), {"padding": 1, "last": True}),
@@ -36,11 +36,11 @@ cases = [
 ]
 for x, w, how in cases:
     print(x, w, how)
-    test_cpu.conv(x, w, **how)
+    test_table.conv(x, w, **how)
 a, b = torch.randn(256, 512, dtype=torch.bfloat16), torch.randn(512, 1024, dtype=torch.bfloat16)
-test_cpu.compare(torch.ops.aten.mm.default, a, b)
-test_cpu.compare(torch.ops.aten.bmm.default, a.view(4, 64, 512), b.view(512, 4, 256).transpose(0, 1))
-test_cpu.test_drawn_convolutions()
+test_table.compare(torch.ops.aten.mm.default, a, b)
+test_table.compare(torch.ops.aten.bmm.default, a.view(4, 64, 512), b.view(512, 4, 256).transpose(0, 1))
+test_table.test_drawn_convolutions()
 print("all agree")
 """
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memplan.trace.semantics.cpu.results import RESULTS
-from memplan.trace.semantics.cpu.table import transient_bytes
+from memplan.trace.semantics.cpu.table import _FORMULAS, transient_bytes
 
 aten = torch.ops.aten
 BF16, F64 = torch.bfloat16, torch.float64
@@ -44,7 +44,8 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
 
 
-def compare(op: Any, *args: Any, **kwargs: Any) -> None:
+def compare(op: Any, *args: Any, decided: bool = False, **kwargs: Any) -> None:
+    """Hold the prediction against the measured peak. ``decided``: without a formula the two would be apart."""
     op(*args, **kwargs)
     sizes, result = allocations(lambda: op(*args, **kwargs))
     level = peak = 0
@@ -55,7 +56,9 @@ def compare(op: Any, *args: Any, **kwargs: Any) -> None:
     new = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in([result])}
     held = sum(size for pointer, size in new.items() if pointer not in mine)
     predicted = held + transient_bytes(str(op), args, kwargs, result)
-    assert abs(predicted - peak) <= max(65_536, 0.02 * peak), f"{predicted - peak:+} of {peak}: {sizes[:12]}"
+    near = max(65_536, 0.02 * peak)
+    assert abs(predicted - peak) <= near, f"{predicted - peak:+} of {peak}: {sizes[:12]}"
+    assert not decided or abs(held - peak) > near, f"its results alone are as near: {held} of {peak}"
 
 
 def conv(
@@ -205,82 +208,166 @@ def test_batch_norm_backward(dtype: torch.dtype, kind: str, mask: list[bool]) ->
 rows, one_row = torch.randn(64, 128, 256), torch.ones(256)
 turned, spread = torch.randn(128, 64, 256).transpose(0, 1), torch.randn(64, 128, 1).expand(64, 128, 256)
 table, other, wide = torch.randn(1024, 500), torch.randn(1024, 500), torch.randn(1024, 1000)[:, ::2]
+low, low_other = table.to(BF16), other.to(BF16)
 whole, mask_of = torch.ones(1024, 500, dtype=torch.int64), torch.randn(1024, 500) > 0
 pooled, places = aten.max_pool2d_with_indices(image(True), [2, 2])
 pooling = ([2, 2], [], [0, 0], [1, 1], False)
-volume = torch.randn(2, 16, 24, 24, 24)
+volume, strided_volume = torch.randn(2, 16, 24, 24, 24), torch.randn(2, 16, 24, 24, 48)[..., ::2]
+sample, row_means = torch.randn(2, 40_000), torch.randn(64, 128, 1)
+to_pool, to_pool_volume = torch.randn(8, 64, 16, 32)[..., ::2], torch.randn(2, 16, 12, 12, 24)[..., ::2]
+classes = torch.randn(8, 20, 64, 128)[..., ::2], torch.randint(0, 20, (8, 64, 64)), None, 1, -100
+
+MIXED = [
+    *(aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.maximum.default, aten.minimum.default),
+    *(aten.fmax.default, aten.fmin.default, aten.pow.Tensor_Tensor, aten.atan2.default, aten.fmod.Tensor),
+    *(aten.remainder.Tensor, aten.hypot.default, aten.copysign.Tensor, aten.floor_divide.default),
+    *(aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.ge.Tensor),
+    *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default),
+]
+"""Ops of two tensors, which cast the one of another dtype as a whole."""
+IN_PLACE = [
+    *(aten.sub_.Tensor, aten.div_.Tensor, aten.pow_.Tensor, aten.atan2_.default, aten.fmod_.Tensor),
+    *(aten.remainder_.Tensor, aten.hypot_.default, aten.copysign_.Tensor, aten.floor_divide_.Tensor),
+]
+UNARY = [
+    *(aten.sqrt, aten.rsqrt, aten.exp, aten.log, aten.log2, aten.log1p, aten.sin, aten.cos, aten.tanh),
+    *(aten.sigmoid, aten.reciprocal, aten.erf),
+]
 
 OPS: list[tuple[Any, ...]] = [
-    (aten.native_group_norm.default, image(), torch.ones(64), torch.ones(64), 8, 64, 1024, 8, 1e-5),
-    (aten.native_layer_norm.default, rows, [256], one_row, one_row, 1e-5),
     (aten.native_layer_norm.default, turned, [256], one_row, one_row, 1e-5),
+    (aten.native_layer_norm_backward.default, turned, rows, [256], row_means, row_means, one_row, one_row, [True] * 3),
+    (aten.native_layer_norm_backward.default, sample, sample, [40_000], sample[:, :1], sample[:, :1], sample[0],
+     sample[0], [True] * 3),
     (aten._fused_rms_norm.default, rows, [256], one_row, 1e-5),
     (aten._fused_rms_norm.default, rows.to(BF16), [256], one_row.to(BF16), 1e-5),
     (aten._softmax.default, turned, -1, False),
-    (aten._log_softmax.default, rows, 1, False),
+    (aten._log_softmax.default, turned, 1, False),
     (aten._softmax_backward_data.default, spread, rows, -1, torch.float32),
     (aten._log_softmax_backward_data.default, turned, turned, 1, torch.float32),
     (aten._safe_softmax.default, rows, -1),
+    (aten.log_sigmoid_forward.default, turned),
     (aten.mse_loss.default, table, other),
-    (aten.mse_loss.default, table, other, 0),
-    (aten.mse_loss.default, table.to(BF16), other.to(BF16)),
+    (aten.mse_loss.default, low, low_other),
     (aten.smooth_l1_loss.default, table, other),
+    (aten.soft_margin_loss_backward.default, torch.ones(()), table, other.sign(), 1),
     (aten.l1_loss.default, table, other),
-    (aten.l1_loss.default, table.to(BF16), other.to(BF16)),
+    (aten.l1_loss.default, low, low_other),
     (aten.huber_loss.default, table, other),
     (aten.kl_div.default, table, other.sigmoid()),
     (aten.binary_cross_entropy_with_logits.default, table, other.sigmoid()),
-    (aten.binary_cross_entropy_with_logits.default, table.to(BF16), other.sigmoid().to(BF16)),
-    (aten.add.Tensor, table, other.to(BF16)),
-    (aten.add.Tensor, table.to(BF16), torch.randn(500)),
+    (aten.binary_cross_entropy_with_logits.default, low, other.sigmoid().to(BF16)),
+    (aten.nll_loss2d_forward.default, *classes),
+    *((op, table, low_other) for op in MIXED),
+    *((op, low.clone(), other.abs() + 1) for op in IN_PLACE),
+    *((op.default, whole) for op in UNARY),
+    (aten.add.Tensor, table, low_other),
+    (aten.add.Tensor, low, torch.randn(500)),
     (aten.mul.Tensor, table, mask_of),
     (aten.div.Tensor, whole, whole),
-    (aten.mul.Tensor, table, torch.ones(1024, 1, dtype=torch.int64)),
-    (aten.add_.Tensor, table.clone(), other.to(BF16)),
-    (aten.mul_.Tensor, table.to(BF16), other),
-    (aten.gt.Tensor, table, other.to(BF16)),
-    (aten.where.self, mask_of, table, other.to(BF16)),
-    (aten.sqrt.default, whole),
-    (aten.mean.default, table),
-    (aten.mean.default, table.to(BF16)),
-    (aten.mean.dim, table.to(BF16), [1]),
+    (aten.add_.Tensor, table.clone(), low_other),
+    (aten.mul_.Tensor, low.clone(), other),
+    (aten.gt.Tensor, table, low_other),
+    (aten.where.self, mask_of, table, low_other),
+    (aten.mean.default, low),
+    (aten.mean.dim, low, [1]),
     (aten.sum.default, mask_of),
     (aten.sum.dim_IntList, mask_of, [1]),
     (aten.cumsum.default, mask_of, 1),
+    (aten.cumprod.default, mask_of, 1),
     (aten.any.default, table),
+    (aten.any.dim, table, 1),
+    (aten.all.default, table),
     (aten.all.dim, table, 1),
     (aten.max.default, table.t()),
+    (aten.min.default, table.t()),
     (aten.argmax.default, table.t()),
+    (aten.argmin.default, table.t()),
     (aten.logsumexp.default, rows, [1]),
     (aten.native_dropout.default, rows, 0.1, True),
+    (aten.native_dropout_backward.default, rows, rows > 0, 1.1),
+    (aten.median.default, table),
     (aten.median.dim, rows, 1),
+    (aten.kthvalue.default, table, 3),
     (aten.embedding_dense_backward.default, turned, torch.randint(0, 999, (64, 128)), 1000, -1, False),
-    (aten.max_pool2d_with_indices.default, image(True), [2, 2]),
     (aten.max_pool2d_with_indices.default, strided(), [2, 2]),
     (aten.avg_pool2d.default, strided(), [2, 2]),
     (aten._adaptive_avg_pool2d.default, strided(), [4, 4]),
-    (aten.reflection_pad2d.default, strided(), [2, 2, 2, 2]),
-    (aten.max_pool2d_with_indices_backward.default, pooled, image(True), *pooling, places),
+    (aten.adaptive_max_pool2d.default, strided(), [4, 4]),
+    (aten.reflection_pad2d.default, strided(), [2] * 4),
+    (aten.replication_pad2d.default, strided(), [2] * 4),
+    (aten.reflection_pad3d.default, strided_volume, [1] * 6),
+    (aten.replication_pad3d.default, strided_volume, [1] * 6),
+    (aten.pixel_shuffle.default, strided(), 2),
+    (aten.channel_shuffle.default, strided(), 2),
+    (aten.max_pool2d_with_indices_backward.default, pooled, image(), *pooling, places),
+    (aten.avg_pool2d_backward.default, to_pool, image(), [2, 2], [2, 2], [0, 0], False, True, None),
+    (aten._adaptive_avg_pool2d_backward.default, to_pool, image()),
+    (aten.adaptive_max_pool2d_backward.default, to_pool, image(), places.contiguous()),
+    (aten.max_pool3d_with_indices_backward.default, to_pool_volume, volume, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False,
+     aten.max_pool3d_with_indices(volume, [2] * 3)[1]),
+    (aten.upsample_bicubic2d_backward.default, torch.randn(8, 64, 64, 128)[..., ::2], [64, 64], [8, 64, 32, 32], False),
     (aten.upsample_nearest2d.default, image(), [64, 64]),
+    (aten._upsample_nearest_exact2d.default, image(), [64, 64]),
+    (aten.upsample_bilinear2d.default, image(), [64, 64], False),
+    (aten.max_pool3d_with_indices.default, strided_volume, [2, 2, 2]),
+    (aten.avg_pool3d.default, volume.to(memory_format=torch.channels_last_3d), [2, 2, 2]),
+    (aten.mm.default, wide, torch.randn(500, 64)),
+    (aten.addmm.default, torch.ones(64), table, torch.randn(500, 128)[:, ::2]),
+    (aten.addmm_.default, torch.ones(1024, 128), table, torch.randn(500, 256)[:, ::2]),
+]  # fmt: skip
+
+WITHOUT: list[tuple[Any, ...]] = [
+    (aten.native_group_norm.default, image(), torch.ones(64), torch.ones(64), 8, 64, 1024, 8, 1e-5),
+    (aten.native_layer_norm.default, rows, [256], one_row, one_row, 1e-5),
+    (aten._log_softmax.default, rows, 1, False),
+    (aten.mse_loss.default, table, other, 0),
+    (aten.mul.Tensor, table, torch.ones(1024, 1, dtype=torch.int64)),
+    (aten.mean.default, table),
+    (aten.max_pool2d_with_indices.default, image(True), [2, 2]),
+    (aten.max_pool2d_with_indices_backward.default, pooled, image(True), *pooling, places),
     (aten.upsample_bilinear2d.default, image(True), [64, 64], False),
     (aten.max_pool3d_with_indices.default, volume.to(memory_format=torch.channels_last_3d), [2, 2, 2]),
-    (aten.max_pool3d_with_indices.default, torch.randn(2, 16, 24, 24, 48)[..., ::2], [2, 2, 2]),
-    (aten.avg_pool3d.default, volume.to(memory_format=torch.channels_last_3d), [2, 2, 2]),
     (aten.upsample_nearest2d.default, image(True), [64, 64]),
     (aten.upsample_nearest2d.default, image(), [96, 96]),
     (aten.upsample_trilinear3d.default, volume, [48, 48, 48], False),
-    (aten.mm.default, wide, torch.randn(500, 64)),
-    (aten.addmm.default, torch.ones(64), table, torch.randn(500, 128)[:, ::2]),
     (aten.mm.default, table.t(), other),
     (aten.bmm.default, turned, torch.randn(64, 256, 32)),
+    (aten.baddbmm.default, torch.ones(64, 128, 32), turned, torch.randn(64, 256, 32)),
     (aten._foreach_addcdiv_.Scalar, [table.clone()], [other], [other.exp()], 0.1),
     (aten._foreach_norm.Scalar, [table, other]),
 ]
+"""Calls that take next to nothing."""
+
+ELSEWHERE = (
+    *("convolution", "flash_attention", "mkldnn_rnn", "_transformer_encoder", "_native_multi_head"),
+    *("native_batch_norm_backward", "linalg_vector_norm", "bmm"),
+)
+"""Ops of other tests; batched products take something only in bfloat16 on some processors, of which the formula is a
+middle."""
 
 
 @pytest.mark.parametrize("call", OPS, ids=lambda call: str(call[0]))
 def test_op(call: tuple[Any, ...]) -> None:
+    compare(*call, decided=True)
+
+
+@pytest.mark.parametrize("call", WITHOUT, ids=lambda call: str(call[0]))
+def test_op_without_temporaries(call: tuple[Any, ...]) -> None:
     compare(*call)
+
+
+def test_a_norm_in_another_dtype() -> None:
+    compare(aten.linalg_vector_norm.default, low, decided=True, dtype=torch.float32)
+
+
+def test_every_formula_is_of_an_op_that_there_is_and_decides_a_case() -> None:
+    for name in _FORMULAS:
+        _, op, overload = name.split(".")
+        assert hasattr(getattr(aten, op), overload), name
+    called = {str(call[0]) for call in OPS}
+    left = [name for name in _FORMULAS.keys() - called if not any(part in name for part in ELSEWHERE)]
+    assert left == ["aten.gelu_backward.default"]  # which was seen to take two copies, or none
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

@@ -197,23 +197,30 @@ def rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 _CASTING = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "maximum",
-    "minimum",
-    "fmax",
-    "fmin",
-    "pow",
-    "atan2",
-    "fmod",
-    "remainder",
-    "hypot",
-    "copysign",
-    "floor_divide",
+    "add.Tensor",
+    "sub.Tensor",
+    "mul.Tensor",
+    "div.Tensor",
+    "fmod.Tensor",
+    "remainder.Tensor",
+    "copysign.Tensor",
+    "atan2.default",
+    "hypot.default",
+    "floor_divide.default",
 )
-_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_xor")
+_WITHOUT_IN_PLACE = ("maximum.default", "minimum.default", "fmax.default", "fmin.default", "pow.Tensor_Tensor")
+_IN_PLACE = ("pow_.Tensor", "floor_divide_.Tensor")
+_COMPARING = (
+    "eq.Tensor",
+    "ne.Tensor",
+    "lt.Tensor",
+    "le.Tensor",
+    "gt.Tensor",
+    "ge.Tensor",
+    "logical_and.default",
+    "logical_or.default",
+    "logical_xor.default",
+)
 _UNARY = (
     "sqrt",
     "rsqrt",
@@ -293,10 +300,10 @@ FORMULAS: dict[str, Formula] = {
     "aten.median.dim": one_more,
     "aten.kthvalue.default": kthvalue,
     "aten.gelu_backward.default": copies_of(0),
-    **{f"aten.{name}.Tensor": to_common for name in (*_CASTING, *_COMPARING)},
-    **{f"aten.{name}_.Tensor": to_common_in_place for name in _CASTING},
+    **{f"aten.{name}": to_common for name in (*_CASTING, *_WITHOUT_IN_PLACE, *_COMPARING)},
+    **{f"aten.{name.replace('.', '_.')}": to_common_in_place for name in _CASTING if name != "floor_divide.default"},
+    **{f"aten.{name}": to_common_in_place for name in _IN_PLACE},
     **{f"aten.{name}.default": unary for name in _UNARY},
-    "aten.pow.Tensor_Tensor": to_common,
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
     **{f"aten.{name}.default": resize for name in _RESIZING},
     "aten.avg_pool3d.default": copies_of(0),

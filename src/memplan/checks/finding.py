@@ -1,0 +1,93 @@
+"""Findings and checks: immutable values that know nothing of how they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Literal
+
+from memplan.checks.changed_step import Remaker
+from memplan.devices import Device
+from memplan.trace.trace import Trace
+
+Severity = Literal["info", "warning"]
+SEVERITIES: tuple[Severity, ...] = ("info", "warning")
+"""From the least to the most: ``info`` is worth knowing, ``warning`` costs something that can be had back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One place where a trap is.
+
+    ``bytes`` is what it costs at the peak, in bytes (of border erosion: what the missing padding saves); 0 where the
+    cost is no memory. ``details`` are the numbers behind the message, by name; each check's page lists them.
+
+    Example:
+        >>> finding = memplan.check(model, "1x1x128x128")[0]
+        >>> finding.id, finding.details["lost"]
+        ('border-erosion', [(50, 50), (50, 50)])
+    """
+
+    id: str
+    severity: Severity
+    layer: str
+    """Path of the layer, "" where it is about the whole step."""
+    where: str | None
+    """``file:line``."""
+    bytes: int
+    message: str
+    advice: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {name: plain(getattr(self, name)) for name in (f.name for f in dataclasses.fields(self))}
+
+    def __str__(self) -> str:
+        place = ", ".join(part for part in (self.layer, self.where) if part)
+        return f"{self.severity} {self.id}{f' ({place})' if place else ''}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a check looks at.
+
+    Args:
+        trace: the recorded step.
+        card: the card that it was recorded for, None for the CPU.
+        remaker: records and plans the step of a changed model; None where there is only a trace.
+        context: pixels of context on each side that the input is declared to bring along.
+    """
+
+    trace: Trace
+    card: Device | None = None
+    remaker: Remaker | None = None
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One trap: a file of this room has the function."""
+
+    id: str
+    """As findings have it, and users in ``--ignore``."""
+    title: str
+    """What the trap is, in a line."""
+    find: Callable[[Subject], list[Finding]]
+    """The places where the trap is; none where it is not."""
+
+
+def number(value: Fraction | float | int) -> int | float:
+    """Return an exact number as plain data: whole where it is whole."""
+    return int(value) if value == int(value) else float(value)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    return number(value) if isinstance(value, Fraction) else value

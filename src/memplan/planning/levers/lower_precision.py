@@ -1,0 +1,40 @@
+"""Compute blocks of layers in fewer bits, in lossy plans: the step is captured under autocast, and planned then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan._bytes import format_bytes
+from memplan._text import format_seconds
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm
+from memplan.planning.levers.lever import Grade, Lever, Reason
+
+
+class LowerPrecision(Lever):
+    """Compute in fewer bits. `memplan.planning.precision_search` chooses in which, and where not."""
+
+    name = "lower precision"
+
+    def grade(self, form: KeptForm | None = None) -> Grade:
+        """Return ``lossy``: every result is rounded."""
+        return "lossy"
+
+    def of_block(
+        self, graph: JointGraph, ops: Sequence[GraphOp], dtype: str, made: Sequence[int], copies: Sequence[int]
+    ) -> tuple[Reason, Sequence[int]]:
+        """Say what a block of layers computes in fewer bits, and which values that makes smaller.
+
+        Args:
+            graph: the step in lower precision.
+            ops: those of the block, of both passes.
+            dtype: what it computes in.
+            made: forward values of the block, without copies of weights.
+            copies: copies of weights in lower precision that the block makes.
+        """
+        low = [v for v in made if graph.values[v].dtype == dtype]
+        weights = sum(graph.values[v].bytes for v in copies)
+        text = f"{dtype} in {len(low)} of {len(made)} results, forward and backward in "
+        text += format_seconds(sum(op.seconds for op in ops))
+        text += f"; {format_bytes(weights)} of copies of weights" if weights else ""
+        details = {"dtype": dtype, "cast_copies": weights, "values": len(low)}
+        return Reason(sum(graph.values[v].bytes for v in low), text, details, self.grade()), low

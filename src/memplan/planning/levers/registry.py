@@ -1,0 +1,78 @@
+"""All levers, in an explicit list, and the forms that they keep values of a graph in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.precision import Precision
+from memplan.planning.levers.chunk_convolutions import ChunkConvolutions
+from memplan.planning.levers.encode import Encode
+from memplan.planning.levers.in_place import InPlace
+from memplan.planning.levers.lever import Lever, Situation
+from memplan.planning.levers.lower_precision import LowerPrecision
+from memplan.planning.levers.offload import Offload
+from memplan.planning.levers.recompute import Recompute
+from memplan.planning.levers.release_gradients import ReleaseGradients
+from memplan.planning.levers.update_early import UpdateEarly
+
+RECOMPUTE, LOWER_PRECISION = Recompute(), LowerPrecision()
+UPDATE_EARLY, RELEASE_GRADIENTS = UpdateEarly(), ReleaseGradients()
+
+LEVERS: list[Lever] = [
+    RECOMPUTE, Encode(), Offload(), LOWER_PRECISION, ChunkConvolutions(), InPlace(), UPDATE_EARLY, RELEASE_GRADIENTS,
+]  # fmt: skip
+"""In the order of their forms' rank: of several whole forms chosen for one value the first is used, copies last."""
+
+
+def find(name: str) -> Lever:
+    """Return the lever of a name. Raises KeyError for one that is not registered."""
+    return next((lever for lever in LEVERS if lever.name == name), None) or _unknown(name)
+
+
+def _unknown(name: str) -> Lever:
+    raise KeyError(f"{name!r} is no lever: there are {', '.join(lever.name for lever in LEVERS)}")
+
+
+@contextmanager
+def registered(lever: Lever) -> Iterator[Lever]:
+    """Add a lever to the list for as long as the context is open."""
+    assert all(other.name != lever.name for other in LEVERS), "a lever's name is its own"
+    before = list(LEVERS)
+    LEVERS.append(lever)
+    try:
+        yield lever
+    finally:
+        LEVERS[:] = before
+
+
+def rewritten(graph: JointGraph, precision: Precision) -> JointGraph:
+    """Return a captured graph with what levers change before anything is chosen."""
+    for lever in LEVERS:
+        graph = lever.rewrite(graph, precision)
+    return graph
+
+
+def with_forms(graph: JointGraph, situation: Situation) -> JointGraph:
+    """Return the graph with the forms that all levers offer of its values; those that it had are replaced."""
+    values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
+    assert all(value.id == at for at, value in enumerate(values)), "kept forms are added last"
+    return offered(replace(graph, values=values, forms=()), situation, LEVERS)
+
+
+def offered(graph: JointGraph, situation: Situation, levers: Iterable[Lever]) -> JointGraph:
+    """Return the graph with the forms that these levers offer, beside those that it has."""
+    values, forms = list(graph.values), list(graph.forms)
+    changed = {graph.base(target) for target, _ in graph.mutations}
+    for lever in levers:
+        for form, kept in lever.forms(graph, situation):
+            if not changed.isdisjoint(form.also_reads):
+                continue  # the forward pass writes something else into it
+            number = len(values)
+            assert not form.also_reads or graph.maker[form.value].makes == (form.value,), "see KeptForm.also_reads"
+            assert not (form.also_reads and form.is_copied), "a copy reads nothing else"
+            values.append(replace(kept, id=number, base=number))
+            forms.append(replace(form, kept=number))
+    return replace(graph, values=tuple(values), forms=tuple(forms))

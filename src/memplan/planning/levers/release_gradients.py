@@ -1,0 +1,24 @@
+"""Add each gradient to the one that is held from earlier micro-batches as soon as it is complete, and free it."""
+
+from __future__ import annotations
+
+from memplan.planning.levers.lever import Lever, PlannedStep, Reason
+
+
+class ReleaseGradients(Lever):
+    """Free each new gradient once it is added to the held one, instead of all at the end of the backward pass."""
+
+    name = "accumulate"
+    option = ("held gradients (accumulate=2 or more)", "no held gradients (accumulate=1)")
+    field = "held"
+    """Name in the choices of a saved plan."""
+
+    def decide(self, planned: PlannedStep) -> Reason | None:
+        """Say how many gradients are added to held ones, and their bytes."""
+        if not (planned.gradients.adds and planned.trained):
+            return None
+        return Reason(
+            sum(value.own_bytes for value in planned.trained),
+            "each gradient is added to the held one as soon as it is complete, and freed",
+            {"parameters": len(planned.trained)},
+        )

@@ -1,0 +1,138 @@
+"""Time the copies of many candidates at once: as `memplan.planning.schedule.host_copies` does for one.
+
+Arrays are over (copies, candidates). Copies that a candidate does not use are needed in slot NEVER.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.planning.schedule import host_copies
+from memplan.planning.search.flat_graph import FlatGraph, Ints
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+NEVER = np.iinfo(np.int32).max
+
+
+class Copies:
+    """The copies of some candidates.
+
+    Args:
+        flat: the graph.
+        used: which copied forms each candidate uses.
+        first: the slot in which each of them is needed first.
+    """
+
+    def __init__(self, flat: FlatGraph, used: Bools, first: npt.NDArray[Any]) -> None:
+        self.flat, self.used = flat, used
+        self.some = np.flatnonzero(used.any(axis=1))
+        """Copies that any candidate uses; all that follows is about these."""
+        self.needed = np.where(used, first, NEVER)[self.some].astype(np.int64)
+        self.count = used.shape[1]
+        forms = [flat.copied[at] for at in self.some]
+        self.rows = np.array([flat.form_rows[form] for form in forms], dtype=np.int64)
+        self.seconds = np.array([host_copies.seconds_of(flat.forms[form]) for form in forms])
+        taken = (used[at] * flat.forms[flat.copied[at]].use_seconds for at in self.some)
+        self.use_seconds = sum(taken, np.zeros(self.count))
+        self.out = [int(at) for at in np.lexsort((self.rows, flat.maker[self.rows]))]
+        """In the order in which they are copied out."""
+        self.back = np.argsort(self.needed, axis=0, kind="stable")
+        """By candidate, in the order in which they are needed: rows are in the order of values."""
+        self.begins = np.array(host_copies.backward_begins(flat.graph))
+        self.stored, self.fetched = self._stored(), self._fetched()
+
+    def uses(self, row: int) -> Bools:
+        """Return which candidates keep a forward value as a copy."""
+        at = np.flatnonzero(self.rows == row)
+        return self.needed[at[0]] < NEVER if len(at) else np.zeros(self.count, dtype=bool)
+
+    def _stored(self) -> Ints:
+        """The position of the forward op after which each is freed."""
+        ends = np.array(host_copies.forward_ends(self.flat.graph))
+        found = np.zeros(self.needed.shape, dtype=np.int64)
+        done = np.zeros(self.count)
+        for at in self.out:
+            row, used = self.rows[at], self.needed[at] < NEVER
+            end = np.maximum(done, ends[self.flat.maker[row]]) + self.seconds[at]
+            done = np.where(used, end, done)
+            position = np.minimum(np.searchsorted(ends, end), len(ends) - 1)
+            found[at] = np.maximum(position, self.flat.used_last[row])
+        return found
+
+    def _fetched(self) -> Ints:
+        """The slot at whose beginning the copy back of each begins."""
+        found = np.full(self.needed.shape, NEVER, dtype=np.int64)
+        latest, every = np.full(self.count, np.inf), np.arange(self.count)
+        for at in self.back[::-1]:
+            needed = self.needed[at, every]
+            used = needed < NEVER
+            slot = np.where(used, needed, 1)
+            begin = np.minimum(self.begins[slot - 1], latest) - self.seconds[at]
+            latest = np.where(used, begin, latest)
+            before = np.maximum(np.searchsorted(self.begins, begin, side="right"), 1)
+            found[at, every] = np.where(used, np.minimum(slot, before), NEVER)
+        return found
+
+    def held_in_forward(self, positions: int) -> tuple[Ints, Ints]:
+        """By position and candidate: bytes of values that are there longer than for the ops alone, after each op's own
+        frees; and of these, what is freed right then."""
+        held = np.zeros((positions + 1, self.count), dtype=np.int64)
+        freed = np.zeros((positions + 1, self.count), dtype=np.int64)
+        every = np.arange(self.count)
+        for at, row in enumerate(self.rows):
+            size = np.where(self.needed[at] < NEVER, self.flat.bytes[row], 0)
+            held[self.flat.used_last[row]] += size
+            freed[self.stored[at], every] += size
+        held[1:] -= freed[:-1]
+        return np.cumsum(held, axis=0)[:-1], freed[:-1]
+
+    def taken_in_backward(self, slots: int) -> Ints:
+        """By slot and candidate: bytes that are taken at its beginning."""
+        taken = np.zeros((slots, self.count), dtype=np.int64)
+        for at, row in enumerate(self.rows):
+            some = np.flatnonzero(self.needed[at] < NEVER)
+            taken[self.fetched[at, some], some] += self.flat.bytes[row]
+        return taken
+
+    def waits(self, storing: Floats, spent: Floats) -> Floats:
+        """The seconds that each candidate waits.
+
+        Args:
+            storing: by forward op, seconds of what is stored after it.
+            spent: by slot, seconds of what is made again or fetched in it.
+        """
+        return self._waits_out(storing) + self._waits_back(spent)
+
+    def _waits_out(self, storing: Floats) -> Floats:
+        ends = np.array(host_copies.forward_ends(self.flat.graph))[:, None] + np.cumsum(storing, axis=0)
+        done = np.zeros(self.count)
+        for at in self.out:
+            maker = self.flat.maker[self.rows[at]]
+            made = ends[maker] - storing[maker]
+            end = np.maximum(done, made) + self.seconds[at]
+            done = np.where(self.needed[at] < NEVER, end, done)
+        # What is waited for before the end is done by then: see host_copies.
+        return np.maximum(done - ends[-1], 0.0)
+
+    def _waits_back(self, spent: Floats) -> Floats:
+        begins = np.zeros_like(spent)
+        begins[1:] = self.begins[:-1, None] + np.cumsum(spent, axis=0)[:-1]
+        every = np.arange(self.count)
+        needed = np.take_along_axis(self.needed, self.back, axis=0)
+        waited = np.zeros((len(self.rows) + 1, self.count))
+        """After so many of them were needed."""
+        done = np.zeros(self.count)
+        for k, at in enumerate(self.back):
+            used = needed[k] < NEVER
+            fetched = np.where(used, self.fetched[at, every], 1)
+            slot = np.where(used, needed[k], 1)
+            earlier = (needed[:k] < fetched).sum(axis=0)
+            end = np.maximum(done, begins[fetched, every] + waited[earlier, every]) + self.seconds[at]
+            done = np.where(used, end, done)
+            late = np.maximum(end - begins[slot, every] - waited[k], 0.0)
+            waited[k + 1] = waited[k] + np.where(used, late, 0.0)
+        return waited[-1]

@@ -1,0 +1,86 @@
+"""Candidates of the search, many at once, and what they come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from memplan.planning.search.flat_graph import Ints
+
+Columns = npt.NDArray[np.bool_]
+"""(decisions, candidates): which values are made again, then which kept forms are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One entry a candidate."""
+
+    peak: Ints
+    seconds: npt.NDArray[np.float64]
+    excess: npt.NDArray[np.float64]
+    """Bytes over the budget (or their squares) summed over all positions: what tells near misses apart, where the peak
+    alone does not."""
+    load: npt.NDArray[np.float64]
+    """Bytes, summed over all positions: what tells apart how much of the room candidates leave."""
+    needed: npt.NDArray[np.bool_]
+    """(forward values, candidates): which values the backward pass needs in some way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The levels of one candidate."""
+
+    forward: Ints
+    """The most during each forward op and what follows it before the next."""
+    slots: Ints
+    """The most during each slot of the backward pass."""
+    update: int
+    boundary: int
+
+    def at_least(self, level: int) -> Profile:
+        """With so many bytes at every position, or what there is where that is more."""
+        return Profile(
+            np.maximum(self.forward, level), np.maximum(self.slots, level), max(self.update, level),
+            max(self.boundary, level),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Bytes of some candidates at every position, a column each, and what they add."""
+
+    forward: Ints
+    slots: Ints
+    update: Ints
+    boundary: Ints
+    seconds: npt.NDArray[np.float64]
+    needed: npt.NDArray[np.bool_]
+
+    @property
+    def peak(self) -> Ints:
+        """Bytes at the highest position of each candidate."""
+        most = np.maximum(self.slots.max(axis=0), self.update)
+        return np.maximum(most, self.forward.max(axis=0, initial=0))
+
+    @property
+    def load(self) -> npt.NDArray[np.float64]:
+        """Bytes of each candidate, summed over all positions."""
+        return (self.forward.sum(axis=0) + self.slots.sum(axis=0)).astype(np.float64)
+
+    def excess(self, budget: int | Profile, squared: int) -> npt.NDArray[np.float64]:
+        """Return the bytes of each candidate over a budget: see `Evaluated.excess`."""
+        if isinstance(budget, Profile):
+            update, forward, slots = budget.update, budget.forward[:, None], budget.slots[:, None]
+        else:
+            update = forward = slots = budget
+        total = np.zeros(len(self.seconds))
+        for part in (self.update[None] - update, self.forward - forward, self.slots - slots):
+            over = np.maximum(part, 0)
+            if squared:
+                over = over.astype(np.float64)
+                for _ in range(squared):
+                    over *= over
+            total += over.sum(axis=0)
+        return total

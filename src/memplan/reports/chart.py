@@ -1,0 +1,57 @@
+"""Charts by matplotlib as files: the same bytes for the same data."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from memplan._text import printable
+from memplan.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg", ".pdf")
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+
+
+def check_drawable(path: str, option: str) -> None:
+    """Check that a chart can be written to a file of this name, before the work for it is done.
+
+    Raises:
+        InputError: the name ends in none of `FORMATS`.
+        UsageError: matplotlib is not installed.
+    """
+    if PurePath(path).suffix.lower() not in FORMATS:
+        raise InputError(f"{option} {path}", expected=f"a name that ends in {', '.join(FORMATS)}", do="Rename it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"{option} draws with matplotlib, which is not installed",
+            expected="memplan's extra charts",
+            do="Install it: pip install 'memplan[charts]'",
+        )
+
+
+def picture(draw: Callable[[], Figure], path: str) -> bytes:
+    """Return the bytes of a chart file, in the format that its name ends in."""
+    import matplotlib
+
+    kind = PurePath(path).suffix.lower().removeprefix(".")
+    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "memplan"}):
+        draw().savefig(buffer, format=kind, metadata=undated)
+    return buffer.getvalue()
+
+
+def unit_of(largest: float) -> tuple[int, str]:
+    """Return the unit of an axis of bytes: its size and its name."""
+    return next(((size, name) for size, name in _UNITS if largest >= size), _UNITS[-1])
+
+
+def plain(text: str) -> str:
+    """Return a text that matplotlib does not read as a formula."""
+    return printable(text).replace("$", r"\$")

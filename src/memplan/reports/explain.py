@@ -1,0 +1,195 @@
+"""An explanation on the terminal (a paragraph, by cause, by layer, why) and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from memplan._bytes import format_bytes
+from memplan._text import printable
+from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_sentence, scaling_sentence, workspace_sentence
+from memplan.reports.card import charge_table, verdict_lines
+from memplan.reports.output import Field, Page, name_field, number_field, print_parts
+from memplan.trace.records import Assumption
+
+_LOUD = ("branch", "host")
+"""Kinds of assumptions that say that the step may go another way, or fail, when it really runs."""
+_REASONS = 5
+_LINES_OF_A_REASON = 3
+_BAR = 24
+_NUMBER = re.compile(r"\d+")
+_NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
+
+
+def dumps(explanation: Explanation) -> str:
+    """Write ``explanation.to_dict()`` as indented JSON, in the order of its fields. All sizes are bytes.
+
+    Example:
+        >>> json.loads(dumps(explanation)) == explanation.to_dict()
+        True
+    """
+    return json.dumps(explanation.to_dict(), indent=1, allow_nan=False) + "\n"
+
+
+def print_explanation(explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:
+    """Print an explanation to a file, stdout by default; ``top`` rows of long tables, 0 for all. See `print_parts`."""
+    print_parts(lambda page: render(explanation, page, top), file)
+
+
+def render(explanation: Explanation, page: Page, top: int = 12) -> list[RenderableType]:
+    """Return the parts of the report as rich renderables, in order."""
+    parts: list[RenderableType] = [*_head(explanation), _by_cause(explanation, page)]
+    if explanation.card is not None:
+        use = explanation.card
+        parts += ["", charge_table(use, page), *verdict_lines(use)]
+    if explanation.layers:
+        parts += ["", _by_layer(explanation, top, page), _legend(explanation)]
+    reasons = list(_reasons(explanation, top))
+    if reasons:
+        parts += ["", Text("Why the most is saved", "bold"), *reasons]
+    return [*parts, *_remarks(explanation)]
+
+
+def _head(explanation: Explanation) -> Iterator[RenderableType]:
+    kind = "training step" if explanation.train else "inference"
+    yield Text(f"{printable(explanation.title)}: {kind} on {printable(explanation.device)}", "bold")
+    yield Text(explanation.sentence)
+    for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
+        if line:
+            yield Text(printable(line))
+    loud = [assumption for assumption in explanation.assumptions if assumption.kind in _LOUD]
+    for assumption in loud:
+        yield Text(_assumed(assumption), "bold red")
+    yield ""
+
+
+def _by_cause(explanation: Explanation, page: Page) -> Table:
+    """Draw the bytes at the peak by cause, largest first; the last row adds up to the peak."""
+    peak, most = explanation.timeline.peak_allocated, explanation.by_cause_most
+    rows = [(cause, size, most.get(cause, size)) for cause, size in explanation.by_cause.items()]
+    rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
+    block = "#" if page.ascii_only else "█"
+    fields = [
+        name_field("By cause", lambda row: LABELS.get(row[0], row[0]), 12, from_left=False),
+        number_field("at the peak", lambda row: row[1]),
+        number_field("share", lambda row: row[1], lambda size: _share(size, peak), drop=1),
+        Field("", lambda row: block * round(_BAR * row[1] / peak) if peak else "", drop=3),
+        Field("most at any time", lambda row: format_bytes(row[2]), right=True, drop=2),
+    ]
+    return page.rows(rows, fields, total="peak")
+
+
+def _share(part: int, whole: int) -> str:
+    share = 100 * part / whole if whole else 0.0
+    return "<1 %" if 0 < share < 0.5 else f"{share:.0f} %"
+
+
+def _by_layer(explanation: Explanation, top: int, page: Page) -> Table:
+    """Return the layers that save (in inference: output) the most, the sum of the others, the sum of all."""
+    rows = sorted(explanation.layers, key=_weight_of(explanation.train), reverse=True)
+    fields = _TRAINING if explanation.train else _INFERENCE
+    return page.rows(rows, fields, top, f"all {len(rows)} layers")
+
+
+def _weight_of(train: bool) -> Callable[[LayerRow], tuple[int, ...]]:
+    """Return the key that layers are sorted by, the most first."""
+    return lambda row: (row.saved_bytes, row.kept_bytes, row.output_bytes) if train else (row.output_bytes,)
+
+
+def _size(number: int) -> str:
+    return format_bytes(number) if number else "-"
+
+
+def _saves(row: LayerRow) -> str:
+    """Write the bytes that count for this layer; "(shared)" where all that it keeps counts for another."""
+    return "(shared)" if row.kept_bytes and not row.saved_bytes else _size(row.saved_bytes)
+
+
+def _needs(row: LayerRow) -> str:
+    if not row.kept_bytes:
+        return "-"
+    words = [_NEEDS.get(need, need) for need in row.needed_for]
+    return "both" if len(words) > 1 else "".join(words) or "nothing"
+
+
+def _shared(row: LayerRow) -> str:
+    """Return the first layer that shares with this one, and how many others do."""
+    layers = dict.fromkeys(printable(other).rsplit("'s ", 1)[0] for other in row.shared_with)
+    others = [layer for layer in layers if layer != printable(row.name)]
+    if not others:
+        return "-"
+    return others[0] + (f" +{len(others) - 1}" if len(others) > 1 else "")
+
+
+def _bytes_of(header: str, name: str, drop: int, cell: Callable[[LayerRow], str] | None = None) -> Field:
+    return number_field(
+        header, lambda row: getattr(row, name), cell=cell or (lambda row: _size(getattr(row, name))), drop=drop
+    )
+
+
+_INFERENCE = (
+    name_field("By layer", lambda row: printable(row.name)),
+    Field("kind", lambda row: printable(row.kind), shrinks_to=9, drop=3),
+    _bytes_of("outputs", "output_bytes", 1),
+    _bytes_of("weights", "weight_bytes", 5),
+)
+_TRAINING = (
+    *_INFERENCE[:3],
+    _bytes_of("saves", "saved_bytes", 0, _saves),
+    Field("needed\nfor", _needs, drop=2),
+    Field("shared\nwith", _shared, shrinks_to=12, from_left=True, drop=4),
+    _INFERENCE[3],
+    _bytes_of("gradients", "gradient_bytes", 6),
+)
+
+
+def _legend(explanation: Explanation) -> Text:
+    outputs = "outputs: a layer's last result, not all alive at one time."
+    if not explanation.train:
+        return Text(outputs, "dim")
+    return Text(
+        "saves: kept from forward to backward, for the gradient of its weight, its input, or both; what "
+        f"several layers keep together counts for the first, and is (shared) for the others. {outputs}",
+        "dim",
+    )
+
+
+def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
+    """Yield the layers that save the most, each with what and for what; those that repeat one are counted."""
+    rows = [row for row in explanation.layers if row.saved_bytes and row.why]
+    rows.sort(key=_weight_of(True), reverse=True)
+    alike: dict[tuple[object, ...], list[LayerRow]] = {}
+    for row in rows:
+        alike.setdefault((row.kind, row.saved_bytes, _NUMBER.sub("#", "\n".join(row.why))), []).append(row)
+    for first, *others in list(alike.values())[: min(top, _REASONS) if top else None]:
+        where = f" ({printable(first.where)})" if first.where else ""
+        like = f", and {len(others)} layer{'s' if len(others) > 1 else ''} like it" if others else ""
+        yield Text(f"{printable(first.name)}, {format_bytes(first.saved_bytes)}{where}{like}")
+        lines = [printable(why) for why in first.why]
+        shown = lines[:_LINES_OF_A_REASON] if top else lines
+        if len(shown) < len(lines):
+            shown[-1] = f"{shown[-1]}; and {len(lines) - len(shown)} smaller"
+        yield Padding(Text("\n".join(shown)), (0, 0, 0, 2))
+
+
+def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
+    lines = [_assumed(assumption) for assumption in explanation.assumptions if assumption.kind not in _LOUD]
+    lines += [f"note: {printable(note)}" for note in explanation.notes]
+    if lines:
+        yield ""
+    for line in lines:
+        yield Text(line)
+
+
+def _assumed(assumption: Assumption) -> str:
+    times = f" ({assumption.count} times)" if assumption.count > 1 else ""
+    where = f", at {printable(assumption.where)}" if assumption.where else ""
+    kind = "kernel" if assumption.kind == "kernel" else "assumed"
+    return f"{kind}: {printable(assumption.text)}{times}{where}"

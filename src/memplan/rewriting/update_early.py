@@ -1,0 +1,279 @@
+"""The optimizer early: each parameter is updated in the backward pass, and its gradient freed at once."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memplan import _torch
+from memplan.errors import UsageError
+
+_ACCUMULATED = (
+    "an early update needs one backward pass for each optimizer.step(), from gradients that are not there yet"
+)
+
+
+def update_early(optimizer: torch.optim.Optimizer) -> Early:
+    """Make an optimizer update each parameter as soon as its gradient is complete.
+
+    The training loop stays as it is: ``step()`` finds no gradients, runs the hooks on it, and closes the step;
+    ``zero_grad()`` finds nothing to do. Learning rate schedules and ``state_dict`` work as before. What the loop does
+    to all gradients between backward and ``step()`` cannot work, since they are gone by then. Nor can a backward pass
+    whose gradients of these parameters nobody wants, as that of a generator through its discriminator.
+
+    Args:
+        optimizer: any one that treats each parameter by itself.
+
+    Raises:
+        UsageError: the optimizer needs a closure (LBFGS), or there are several processes (DDP). Later, by the loop
+            itself: gradients are accumulated, clipped, scaled by a GradScaler, discarded by ``zero_grad()``, made for
+            parameters of other optimizers as well, or left to another optimizer's ``step()``.
+
+    Example:
+        >>> early = update_early(optimizer)
+        >>> step(images, labels).backward()  # parameters are updated here
+        >>> optimizer.step()
+    """
+    return Early(optimizer)
+
+
+class Early:
+    """See `update_early`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise UsageError(
+                f"{type(optimizer).__name__} updating early",
+                expected="an optimizer that updates each parameter from its gradient alone, without a closure",
+                do="Take another optimizer, or leave early out",
+            )
+        _check_alone()
+        self._optimizer = optimizer
+        self._update = _torch.bare_step(optimizer)
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._listed: tuple[Any, int] = (None, 0)
+        self._updated: set[int] = set()
+        self._ids = frozenset(map(id, _parameters(optimizer)))
+        self._handles = [optimizer.register_step_pre_hook(self._step_begins)]
+        for parameter in _parameters(optimizer):
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._before(parameter)))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_weakly(self._apply)))
+        self._zero_grad, self._patches = optimizer.zero_grad, ExitStack()
+        self._patches.enter_context(_torch.patched(optimizer, zero_grad=self._zero))
+        _watching.add(self)
+        weakref.finalize(self, _watching.tidy)
+
+    def undo(self) -> None:
+        """Make the optimizer update in ``step()`` again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._patches.close()
+        _watching.discard(self)
+
+    def forget(self) -> None:
+        """Take a backward pass that did not end, or was not followed by ``step()``, as one that was not."""
+        self._updated.clear()
+
+    def updates(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter is updated early."""
+        return id(parameter) in self._ids
+
+    def check_backward(self, leaves: list[torch.Tensor]) -> None:
+        """Refuse a backward pass that may be another optimizer's, before it changes a parameter."""
+        if not any(map(self.updates, leaves)):
+            return
+        own = set(map(id, _parameters(self._optimizer)))
+        other = next((one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in own), None)
+        if other is not None:
+            raise UsageError(
+                f"A backward pass into parameters that {self.name} updates early, and into one of shape "
+                f"{tuple(other.shape)} that it does not have",
+                expected="gradients that are all meant for this optimizer: in a pass for another one (of a generator "
+                "through its discriminator) they would be applied here, and not discarded by zero_grad()",
+                do="For such a pass call requires_grad_(False) on the model that is not to learn, or detach() what it "
+                "is called with; give what does belong to the step to this optimizer by add_param_group(); or leave "
+                "early out",
+            )
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse ``step()`` of another optimizer of the same parameters: it would find no gradients."""
+        if optimizer is not self._optimizer and any(map(self.updates, _parameters(optimizer))):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() on parameters that another optimizer updates early, in backward",
+                expected=f"step() of the optimizer that does: {self.name}",
+                do="Use that one, for learning rate schedules and state_dict, too",
+            )
+
+    @property
+    def name(self) -> str:
+        """What to call the optimizer in a message."""
+        return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
+
+    def _before(self, parameter: torch.Tensor) -> Any:
+        number, held = id(parameter), weakref.ref(parameter)
+
+        def check(_: torch.Tensor) -> None:
+            _check_alone()
+            now = held()
+            if now is not None and now.grad is not None:
+                raise UsageError(
+                    f"A gradient is held already for a parameter of shape {tuple(now.shape)}",
+                    expected=_ACCUMULATED,
+                    do="Call optimizer.zero_grad(), or leave early out to accumulate gradients",
+                )
+            if number in self._updated:
+                raise UsageError(
+                    f"A second backward pass before step() of the optimizer that updates early: {self.name}",
+                    expected=_ACCUMULATED,
+                    do="Call step() of that very optimizer after each backward pass, or leave early out to accumulate "
+                    "gradients",
+                )
+
+        return check
+
+    def _apply(self, parameter: torch.Tensor) -> None:
+        """Run the optimizer's own update with nothing in its groups but this parameter."""
+        optimizer, group = self._optimizer, self._group(parameter)
+        groups, parameters = optimizer.param_groups, group["params"]
+        options = {name: value for name, value in group.items() if name != "params"}
+        try:
+            optimizer.param_groups, group["params"] = [group], [parameter]
+            self._update()
+        finally:
+            optimizer.param_groups, group["params"] = groups, parameters
+        changed = [name for name, value in options.items() if group.get(name) is not value]
+        if changed or len(options) + 1 != len(group):
+            raise UsageError(
+                f"{type(optimizer).__name__} changes its option {(changed or ['(a new one)'])[0]!r} with each update",
+                expected="an optimizer that updates each parameter from its gradient and its own state alone",
+                do="Take another optimizer, or leave early out",
+            )
+        self._updated.add(id(parameter))
+        parameter.grad = None
+
+    def _group(self, parameter: torch.Tensor) -> dict[str, Any]:
+        groups = self._optimizer.param_groups
+        if self._listed[0] is not groups or self._listed[1] != len(groups):  # after load_state_dict, add_param_group
+            self._groups = {id(one): group for group in groups for one in group["params"]}
+            self._listed = (groups, len(groups))
+        return self._groups[id(parameter)]
+
+    def _step_begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise UsageError(
+                "optimizer.step() with a closure",
+                expected="step() without one: the parameters were updated in the backward pass",
+                do="Leave the closure out, or leave early out",
+            )
+        self._updated.clear()
+
+    def _zero(self, *args: Any, **kwargs: Any) -> None:
+        if self._updated:
+            raise UsageError(
+                f"zero_grad() between a backward pass and step() of {self.name}",
+                expected="step() first: the gradients that this would discard were applied in the backward pass",
+                do="Leave early out where gradients are discarded. A backward pass that is not for this optimizer must "
+                "not reach its parameters: detach(), requires_grad_(False), or backward(inputs=...)",
+            )
+        self._zero_grad(*args, **kwargs)
+
+
+def _check_alone() -> None:
+    """Refuse several processes: a gradient would be applied before those of the others are added to it."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise UsageError(
+            f"Early updates in one of {distributed.get_world_size()} processes (torch.distributed is initialized)",
+            expected="one process: under DDP each would apply its own gradient before those of the others are added",
+            do="Leave early out",
+        )
+
+
+def _weakly(method: Any) -> Any:
+    """Return a hook that does not keep its object alive: torch shows this kind of hook to no garbage collector, so that
+    a model and the optimizer that it would hold would stay for ever."""
+    held = weakref.WeakMethod(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        found = held()
+        if found is not None:
+            found(parameter)
+
+    return hook
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class _Watching:
+    """Sees what a loop does to gradients as long as there is anything that it would break."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # garbage can be collected at any time
+        self._early: weakref.WeakSet[Early] = weakref.WeakSet()
+        self._patches = ExitStack()
+        self._open = False
+
+    def add(self, early: Early) -> None:
+        with self._lock:
+            if not self._open:
+                self._patches.enter_context(_torch.clipping_seen(self._clipped))
+                self._patches.enter_context(_torch.scaling_seen(self._scaled))
+                self._patches.enter_context(_torch.backward_seen(self._backward))
+                self._patches.callback(register_optimizer_step_pre_hook(self._stepped).remove)
+                self._open = True
+            self._early.add(early)
+
+    def discard(self, early: Early) -> None:
+        self._early.discard(early)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Stop where there is nothing to see any more."""
+        with self._lock:
+            if self._open and next(iter(self._early), None) is None:
+                self._patches.close()
+                self._open = False
+
+    def _clipped(self, how: str, parameters: list[torch.Tensor]) -> None:
+        if self._any_of(parameters):
+            raise UsageError(
+                f"{how} on parameters that are updated early",
+                expected="no clipping after the backward pass, and none by the global norm: each gradient was applied "
+                "and freed before the next was made",
+                do="Leave early out, or clip each gradient by itself in a hook on its parameter: "
+                "parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))",
+            )
+
+    def _scaled(self, losses: list[torch.Tensor]) -> None:
+        if self._any_of(list(_torch.leaves_of(losses))):
+            raise UsageError(
+                "A GradScaler on parameters that are updated early",
+                expected="gradients as they are: whether to skip a step is known only when all of them are there",
+                do="Leave early out, or train in bfloat16, which needs no scaling",
+            )
+
+    def _backward(self, leaves: list[torch.Tensor]) -> None:
+        for early in self._early:
+            early.check_backward(leaves)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for early in self._early:
+            early.check_step(optimizer)
+
+    def _any_of(self, parameters: list[torch.Tensor]) -> bool:
+        return any(early.updates(parameter) for parameter in parameters for early in self._early)
+
+
+_watching = _Watching()

@@ -1,0 +1,133 @@
+"""The public names: what they are, and that each can be called once every module is imported.
+
+A module of the name of a function would take its place in the package as soon as it is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from source_files import FILES, module_name
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.simulation.snapshots.write import write_snapshot
+
+# What `from memplan import *` gives. Adding a name here is a promise to keep it.
+PUBLIC = [
+    "BudgetError",
+    "Comparison",
+    "Explanation",
+    "Finding",
+    "Fitted",
+    "Heuristics",
+    "MemplanError",
+    "Plan",
+    "Proof",
+    "Quantized",
+    "Replay",
+    "Sweep",
+    "Timeline",
+    "Trace",
+    "__version__",
+    "check",
+    "compare",
+    "explain",
+    "fit",
+    "largest",
+    "load_plan",
+    "load_trace",
+    "measure",
+    "plan",
+    "quantize",
+    "record",
+    "replay",
+    "save_plan",
+    "save_trace",
+    "simulate",
+    "spec",
+    "sweep",
+    "verify",
+    "with_loss",
+]
+
+
+def make() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def build() -> Callable[[], None]:
+    model, data = make(), torch.randn(256, 64)
+    return lambda: model(data).sum().backward()
+
+
+LOSS: dict[str, Any] = {"targets": "256:int64<8", "loss": F.cross_entropy}
+STEP = {**LOSS, "device": "cpu"}
+BUDGET = "3 MiB"
+
+
+def snapshot(folder: Path) -> str:
+    timeline = memplan.simulate(memplan.record(build, device="h100"))
+    write_snapshot(folder / "step.pickle", timeline, {})
+    return str(folder / "step.pickle")
+
+
+# Each public function, called for a tiny model; true where it gave what it should.
+CALLS: dict[str, Callable[[Path], bool]] = {
+    "check": lambda _: memplan.check(make, "256x64", **STEP) == [],
+    "compare": lambda _: memplan.compare(make, make, "256x64", b_options={"train": False}, **STEP).difference < 0,
+    "explain": lambda _: memplan.explain(make, "256x64", **STEP).timeline.peak_allocated > 256 * 64 * 4,
+    "fit": lambda _: memplan.fit(make(), "256x64", budget=BUDGET, **STEP).loss is not None,
+    "largest": lambda _: memplan.largest(make, "batch", "256x64", budget=BUDGET, **STEP) > 256,
+    "measure": lambda _: memplan.simulate(memplan.measure(build)).peak_allocated > 256 * 64 * 4,
+    "plan": lambda _: memplan.plan(make, "256x64", budget=BUDGET, **STEP).peak <= 3 << 20,
+    "quantize": lambda _: memplan.quantize(make(), "256x64", weights="int8").weights_saved > 0,
+    "record": lambda _: len(memplan.record(build).ops) > 0,
+    "replay": lambda folder: memplan.replay(snapshot(folder)).mismatches == [],
+    "simulate": lambda _: memplan.simulate(memplan.record(build)).peak_allocated > 256 * 64 * 4,
+    "spec": lambda _: memplan.spec("2x3", seed=1).shape == (2, 3),
+    "sweep": lambda _: len(memplan.sweep(make, {"batch": [1, 2]}, "256x64", **STEP).rows) == 2,
+    "verify": lambda _: memplan.verify(model := make(), model, "256x64", pairs=0, **LOSS).ok,
+    "with_loss": lambda _: isinstance(memplan.with_loss(make(), F.cross_entropy), nn.Module),
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(memplan.__all__) == sorted(PUBLIC)
+    assert [name for name in PUBLIC if not hasattr(memplan, name)] == []
+
+
+def test_every_public_function_is_called_below() -> None:
+    functions = {
+        name for name in PUBLIC if callable(getattr(memplan, name)) and not isinstance(getattr(memplan, name), type)
+    }
+    assert functions - set(CALLS) == {"load_plan", "save_plan", "load_trace", "save_trace"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _every_module_is_imported() -> None:
+    for path in FILES:
+        if path.name != "__main__.py":
+            importlib.import_module(module_name(path))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_public_function_is_callable(name: str, tmp_path: Path) -> None:
+    if name == "quantize":
+        pytest.importorskip("torchao")
+    assert CALLS[name](tmp_path)
+
+
+def test_traces_and_plans_are_saved_and_loaded(tmp_path: Path) -> None:
+    trace = memplan.record(build)
+    memplan.save_trace(trace, tmp_path / "trace.json")
+    assert memplan.load_trace(tmp_path / "trace.json") == trace
+    plan = memplan.plan(make, "256x64", budget=BUDGET, **STEP)
+    memplan.save_plan(plan, tmp_path / "plan.json")
+    assert memplan.load_plan(tmp_path / "plan.json") == plan
