@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """A text without what would steer a terminal: such characters become question marks.
+    """Return a text without what would steer a terminal: such characters become question marks.
 
     Example:
         >>> printable("layer \x1b[31mred")

@@ -51,7 +51,7 @@ class MemplanError(Exception):
         self.do = do
 
     def about(self, what: str) -> Self:
-        """The same error, which begins with what it is about: ``b.json: The file is empty. Expected ...``."""
+        """Return the same error, which begins with what it is about: ``b.json: The file is empty. Expected ...``."""
         return _restore(type(self), (f"{what}: {self}",), self.__dict__ | {"found": f"{what}: {self.found}"})
 
     def __reduce__(self) -> tuple[Any, ...]:

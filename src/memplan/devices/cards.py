@@ -37,7 +37,7 @@ def _card(
     l2: float,
     sources: tuple[str, ...],
 ) -> Device:
-    """A card: ``bandwidth`` in GB/s, ``tera`` in TFLOP/s, ``l2`` in MiB."""
+    """Return a card: ``bandwidth`` in GB/s, ``tera`` in TFLOP/s, ``l2`` in MiB."""
     link, link_source = link_of(name)
     return Device(
         name=name,

@@ -31,7 +31,7 @@ SOURCE = (
 
 
 def context_of(architecture: tuple[int, int], multiprocessors: int) -> tuple[int, int]:
-    """The least and the most that a CUDA context takes, in bytes.
+    """Return the least and the most that a CUDA context takes, in bytes.
 
     It grows with the multiprocessors, since every thread that the card can hold has its stack, and with the kernels
     that have been loaded. Before CUDA 11.7 all were loaded at the start.

@@ -37,7 +37,8 @@ LINKS: dict[str, tuple[int, int, str]] = {
 
 
 def link_of(name: str) -> tuple[int, str]:
-    """Bytes a second between a card and its host, in one direction, as the standard has it; and the source."""
+    """Return the bytes a second between a card and its host, in one direction, as the standard has it; and the
+    source."""
     generation, lanes, source = LINKS[name]
     rate = TRANSFERS[generation] * lanes * 128 / 130 / 8
     return round(rate), f"link: PCIe {generation}.0 x{lanes}, {source}; one direction by the standard (computed)"

@@ -26,12 +26,12 @@ _ALIKE = 0.1
 
 @cache
 def catalogue() -> tuple[Device, ...]:
-    """Every card that memplan knows, the smallest capacity first; of equal ones by name."""
+    """Return every card that memplan knows, the smallest capacity first; of equal ones by name."""
     return tuple(sorted(CARDS, key=lambda card: (card.capacity, card.name)))
 
 
 def find(name: str) -> Device:
-    """The card of a name.
+    """Return the card of a name.
 
     Case, spaces and punctuation do not matter, nor do the maker's and the family's names: ``RTX 4090``, ``rtx-4090``
     and ``NVIDIA GeForce RTX 4090`` are one. Of a card with several capacities the plain name is the largest: ``a100``
@@ -82,7 +82,7 @@ def read_budget(budget: Any) -> int | Device:
 
 
 def of_properties(name: str, total_memory: int, major: int, minor: int, multiprocessors: int) -> Device:
-    """The GPU in this machine, from what torch says of it (`torch.cuda.get_device_properties`).
+    """Return the GPU in this machine, from what torch says of it (`torch.cuda.get_device_properties`).
 
     Where the name, the multiprocessors and roughly the memory are those of a card of the catalogue, it is that card
     with the memory that this machine really has. Else (another card, a slice of one, a laptop's) it is a device of its
@@ -115,7 +115,7 @@ def of_properties(name: str, total_memory: int, major: int, minor: int, multipro
 
 
 def _is(card: Device, total_memory: int, architecture: tuple[int, int], multiprocessors: int) -> bool:
-    """Whether the numbers are those of the card: names repeat (the RTX 3060 has versions of 12 and of 8 GB)."""
+    """Return whether the numbers are those of the card: names repeat (the RTX 3060 has versions of 12 and of 8 GB)."""
     same = (card.architecture, card.multiprocessors) == (architecture, multiprocessors)
     return same and abs(total_memory - card.capacity) <= _ALIKE * card.capacity
 
@@ -126,14 +126,14 @@ def _by_key() -> dict[str, Device]:
 
 
 def _key(name: str) -> str:
-    """A name without what does not tell cards apart: "NVIDIA A100-SXM4-40GB" is "a100sxm440gb"."""
+    """Return a name without what does not tell cards apart: "NVIDIA A100-SXM4-40GB" is "a100sxm440gb"."""
     words = re.findall(r"[a-z0-9]+", _MAKER.sub(" ", name.lower()))
     joined = "".join(word for word in words if word not in _NOISE)
     return _SIZE.sub("gb", joined)
 
 
 def _offer(key: str) -> str:
-    """The nearest names, those of the same number first: "rtx4060ti" is nearest to "rtx4060"."""
+    """Return the nearest names, those of the same number first: "rtx4060ti" is nearest to "rtx4060"."""
     numbers = {piece for piece in _PIECES.findall(key) if piece.isdigit()}
     known = _by_key()
     near = [known[match].name for match in difflib.get_close_matches(key, known, n=6, cutoff=0.6)]

@@ -51,7 +51,8 @@ class Device:
         return MappingProxyType(dict(self.rates))
 
     def usable(self, context: Literal["low", "high"] = "high") -> int:
-        """Bytes that the caching allocator can get: the capacity less the CUDA context, at its low or high end.
+        """Return the bytes that the caching allocator can get: the capacity less the CUDA context, at its low or high
+        end.
 
         Example:
             >>> device = find("h100")

@@ -18,7 +18,7 @@ _NOT_MODELLED = (
 
 
 def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = None) -> CardUse:
-    """What a step for a card takes from it, and whether it fits there and on the other cards of the catalogue.
+    """Return what a step for a card takes from it, and whether it fits there and on the other cards of the catalogue.
 
     ``low`` is the trace's timeline in the low case, ``settings`` those of the allocator.
     """
@@ -53,11 +53,11 @@ class Case:
         self.terms = _terms(trace, timeline, reserved) | {"context": card.context[is_high]}
 
     def needs(self, card: Device) -> int:
-        """Bytes that are taken from a card, its context included."""
+        """Return the bytes that are taken from a card, its context included."""
         return self._reserved + card.context[self._is_high]
 
     def fits(self, card: Device) -> bool:
-        """Whether the step runs in what the card has beside the context."""
+        """Return whether the step runs in what the card has beside the context."""
         room = card.usable("high" if self._is_high else "low")
         if self._reserved <= room:
             return True
@@ -74,7 +74,7 @@ def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
 
 
 def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[str, int]:
-    """What is in blocks at the allocated peak, and how much more than that is ever held from the card."""
+    """Return what is in blocks at the allocated peak, and how much more than that is ever held from the card."""
     live = live_at(trace, timeline.peak_tick)
     workspace = sum(s.bytes for s in live if s.cause == "workspace")
     tensors = sum(s.bytes for s in live if s.cause != "workspace")
@@ -87,5 +87,5 @@ def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[str, int]:
 
 
 def levels_at(timeline: Timeline, tick: int) -> tuple[int, int]:
-    """Bytes allocated and reserved after an event."""
+    """Return the bytes allocated and reserved after an event."""
     return next(((a, r) for t, a, r in timeline.events if t == tick), (0, 0))

@@ -85,7 +85,7 @@ def explain(
 
 
 def device_of(what: Any) -> str | None:
-    """The kind of device that a module is on, None of anything else and of one that is nowhere yet."""
+    """Return the kind of device that a module is on, None of anything else and of one that is nowhere yet."""
     first = next(what.parameters(), None) if isinstance(what, nn.Module) else None
     return first.device.type if first is not None and first.device.type in (HOST, "cuda") else None
 
@@ -139,7 +139,7 @@ def explain_trace(
 
 
 def _known_card(name: str) -> Device | None:
-    """The card that a trace was recorded for; None for the CPU, and for a GPU that is not in the catalogue."""
+    """Return the card that a trace was recorded for; None for the CPU, and for a GPU that is not in the catalogue."""
     try:
         return None if name == HOST else find(name)
     except DeviceError:
@@ -168,13 +168,13 @@ def _title(what: Any) -> str:
 
 
 def _representative_step(timeline: Timeline) -> tuple[int, int]:
-    """The step that the tables are about: the one with the highest peak, the first among equals."""
+    """Return the step that the tables are about: the one with the highest peak, the first among equals."""
     step = max(timeline.steps, key=lambda s: s.peak_allocated, default=timeline.build)
     return step.start, step.end
 
 
 def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
-    """Bytes live after an event, by cause; every cause is listed, and they add up exactly."""
+    """Return the bytes live after an event, by cause; every cause is listed, and they add up exactly."""
     result: dict[str, int] = dict.fromkeys(CAUSES, 0)
     for storage in live_at(trace, tick):
         result[storage.cause] += storage.bytes
@@ -182,7 +182,7 @@ def _by_cause(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _most(trace: Trace) -> dict[str, int]:
-    """The most that each cause holds at any one time."""
+    """Return the most that each cause holds at any one time."""
     events = sorted(
         [(s.born, s.bytes, s.cause) for s in trace.counted]
         + [(s.died, -s.bytes, s.cause) for s in trace.counted if s.died is not None]
@@ -196,7 +196,7 @@ def _most(trace: Trace) -> dict[str, int]:
 
 
 def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
-    """The op that spans the peak's tick, else the last one before it."""
+    """Return the op that spans the peak's tick, else the last one before it."""
     best: Op | None = None
     for op in trace.ops:
         if op.start < timeline.peak_tick:

@@ -37,7 +37,7 @@ class Formula:
     text: str
 
     def reads(self, role: str) -> bool:
-        """Whether the text mentions an argument, or any result for the role ``result``."""
+        """Return whether the text mentions an argument, or any result for the role ``result``."""
         names = set(_NAME.findall(_METADATA.sub("", self.text)))
         if role in ("result", "kept"):
             return True if role == "kept" else bool(names - set(self.variables))
@@ -52,7 +52,7 @@ class Formula:
 
 
 def formulas(op: str) -> tuple[Formula, ...]:
-    """The formulas of an op, by its overload name (``aten.convolution.default``); () where torch lists none."""
+    """Return the formulas of an op, by its overload name (``aten.convolution.default``); () where torch lists none."""
     name = op.removeprefix("aten.").removesuffix(".default")
     table = _table()
     found = table.get(name)
@@ -63,7 +63,7 @@ def formulas(op: str) -> tuple[Formula, ...]:
 
 
 def needing(op: str, role: str, needs_grad: tuple[str, ...]) -> list[tuple[str, str]]:
-    """For which arguments' gradients an op keeps a tensor, each with the function that computes it.
+    """Return for which arguments' gradients an op keeps a tensor, each with the function that computes it.
 
     ``role`` is the tensor's (an argument's name or ``result``), ``needs_grad`` the arguments that get a gradient.
     """

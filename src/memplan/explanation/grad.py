@@ -15,7 +15,7 @@ from memplan.trace.trace import Trace, at_least
 
 
 def beside_training(explanation: Explanation, build: Build, target: Target) -> Explanation:
-    """The explanation of inference, with what the same model keeps where it trains.
+    """Return the explanation of inference, with what the same model keeps where it trains.
 
     Unchanged where it cannot train (nothing in it needs a gradient).
 
@@ -35,7 +35,7 @@ def beside_training(explanation: Explanation, build: Build, target: Target) -> E
 
 
 def _saved(trace: Trace) -> int:
-    """The most that is saved at any one time."""
+    """Return the most that is saved at any one time."""
     trace = at_least(trace)
     tick = fullest(trace, trace.steps[0], trace.end)
     return sum(storage.bytes for storage in live_at(trace, tick) if storage.cause == "saved")

@@ -32,7 +32,7 @@ _MAIN = frozenset({"input", "self", "mat1", "query"})
 
 
 def op_word(op: Op, trace: Trace) -> str:
-    """The name that users know an op by: ``conv2d``, ``batch_norm``, ``linear``."""
+    """Return the name that users know an op by: ``conv2d``, ``batch_norm``, ``linear``."""
     base = op.name.split(".")[1] if op.name.count(".") > 1 else op.name
     base = base.removesuffix("_") if base.endswith("_") and not base.startswith("__") else base
     if base == "convolution":
@@ -45,7 +45,7 @@ def op_word(op: Op, trace: Trace) -> str:
 
 
 def fullest(trace: Trace, start: int, end: int) -> int:
-    """The first tick within a span at which the most bytes are saved."""
+    """Return the first tick within a span at which the most bytes are saved."""
     saved = [storage for storage in trace.counted if storage.cause == "saved"]
     events = sorted([(s.born, s.bytes) for s in saved] + [(s.died, -s.bytes) for s in saved if s.died is not None])
     level, most, best = 0, -1, start
@@ -57,7 +57,7 @@ def fullest(trace: Trace, start: int, end: int) -> int:
 
 
 def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
-    """A row for each (storage that is saved at a tick, op that keeps it), in the order of the ops."""
+    """Return a row for each (storage that is saved at a tick, op that keeps it), in the order of the ops."""
     found: list[tuple[int, SavedRow]] = []
     masks = {w for op in trace.ops if op.name.startswith("aten.bernoulli_") for w in op.writes}
     overwritten = _overwriting(trace)
@@ -73,7 +73,7 @@ def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
 
 
 def layer_rows(trace: Trace, saved: list[SavedRow], start: int, end: int) -> list[LayerRow]:
-    """A row for each layer that ran an op, keeps, or owns something, in the order in which they first ran."""
+    """Return a row for each layer that ran an op, keeps, or owns something, in the order in which they first ran."""
     drafts: dict[str, _Draft] = {}
     for op in trace.ops:
         if start <= op.start and op.end <= end and op.phase == "forward":
@@ -146,7 +146,7 @@ Keeper = list[Sharer]
 
 
 def keepers_of(storage: Storage) -> list[Keeper]:
-    """An op that meets a storage in several roles (the packed q, k and v of attention) keeps it once."""
+    """Group a storage's sharers by op: one that meets it in several roles (packed q, k and v) keeps it once."""
     found: dict[int, Keeper] = {}
     for sharer in storage.sharers:
         found.setdefault(sharer.op, []).append(sharer)
@@ -178,8 +178,8 @@ def _saved_row(
 
 
 def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """What one op keeps a storage for: its arguments whose gradients need it, each with the function that computes it,
-    and which of ``weight_gradient`` and ``input_gradient`` these are. Neither: for nothing."""
+    """Return what one op keeps a storage for: its arguments whose gradients need it, each with the function that
+    computes it, and which of ``weight_gradient`` and ``input_gradient`` these are. Neither: for nothing."""
     op = trace.ops[keeper[0].op]
     needs = [need for sharer in keeper for need in needing(op.name, sharer.role, op.needs_grad)]
     needed_for = tuple(sorted({_gradient(trace, op, variable) for variable, _ in needs}, reverse=True))
@@ -190,7 +190,7 @@ def gradients_needing(trace: Trace, keeper: Keeper) -> tuple[list[tuple[str, str
 
 
 def _gradient(trace: Trace, op: Op, variable: str) -> str:
-    """Whether an argument of an op is a weight (or a copy of one in another dtype) or an activation."""
+    """Return whether an argument of an op is a weight (or a copy of one in another dtype) or an activation."""
     storages = [trace.storages[operand.storage] for operand in op.reads if operand.name == variable]
     is_weight = bool(storages) and all(_is_weight(trace, storage) for storage in storages)
     return "weight_gradient" if is_weight else "input_gradient"

@@ -95,7 +95,7 @@ class Scaling:
     lines: tuple[Line, ...]
 
     def peak(self, batch: int) -> int:
-        """The peak at any batch, in bytes."""
+        """Return the peak at any batch, in bytes."""
         return round(max(line.fixed + line.per_sample * batch for line in self.lines))
 
 
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def verdict_sentence(use: CardUse) -> str:
-    """Whether the step fits on its card, and which is the smallest that it fits on."""
+    """Return whether the step fits on its card, and which is the smallest that it fits on."""
     verdict = use.verdict
     needs = format_bytes(verdict.low)
     if verdict.low != verdict.high:
@@ -234,7 +234,8 @@ LABELS = {
 
 
 def headline(by_cause: dict[str, int], weight_bytes: int, peak: int) -> str:
-    """The sentence that answers "why so much": ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations, ...``."""
+    """Return the sentence that answers "why so much": ``44.7 MiB of weights -> 1.9 GiB peak: 61 % saved activations,
+    ...``."""
     largest = sorted(((size, cause) for cause, size in by_cause.items() if size), reverse=True)
     parts = [f"{_percent(size, peak)} {LABELS[cause]}" for size, cause in largest[:4]]
     rest = peak - sum(size for size, _ in largest[:4])
@@ -273,7 +274,7 @@ def _line(fixed: float, per_sample: float) -> str:
 
 
 def workspace_sentence(explanation: Explanation) -> str | None:
-    """How much higher the peak can be; None where every workspace is known."""
+    """Return how much higher the peak can be; None where every workspace is known."""
     peak = explanation.timeline.peak_allocated
     if explanation.card is None or explanation.card.peak_allocated_high == peak:
         return None
@@ -282,7 +283,7 @@ def workspace_sentence(explanation: Explanation) -> str | None:
 
 
 def peak_sentence(explanation: Explanation) -> str | None:
-    """Where the peak is: phase, op, layer, file:line."""
+    """Return where the peak is: phase, op, layer, file:line."""
     peak = explanation.peak
     if peak is None:
         return None
@@ -292,7 +293,7 @@ def peak_sentence(explanation: Explanation) -> str | None:
 
 
 def summary(explanation: Explanation) -> str:
-    """The paragraph."""
+    """Return the paragraph."""
     lines = [
         explanation.sentence,
         workspace_sentence(explanation),

@@ -19,7 +19,7 @@ _LARGE = 20_000
 def scaled(
     explanation: Explanation, batch: int | None, build_at: Callable[[int], Build], target: Target
 ) -> Explanation:
-    """The explanation with its fixed part and its part per sample, from one more recording at twice the batch.
+    """Return the explanation with its fixed part and its part per sample, from one more recording at twice the batch.
 
     Unchanged where there is no batch; with a note where the step cannot be recorded at twice the batch.
     """
@@ -35,7 +35,8 @@ def scaled(
 
 
 def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
-    """Every moment of a step holds a fixed number of bytes and a number per sample; the peak is the largest of them.
+    """Return every moment of a step holds a fixed number of bytes and a number per sample; the peak is the largest of
+    them.
 
     Both are known where the two recordings have the same events: each moment gives a line through its two levels, and
     the peak at any batch is the upper envelope of these lines. Where the events differ (a model that takes another
@@ -61,7 +62,7 @@ def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:
 
 
 def _envelope(lines: list[tuple[float, float]]) -> list[Line]:
-    """The upper envelope, from batch 0 on, of lines given as (slope, level at 0)."""
+    """Return the upper envelope, from batch 0 on, of lines given as (slope, level at 0)."""
     hull: list[Line] = []
     slope, level = max(((slope, level) for slope, level in lines), key=lambda line: (line[1], line[0]))
     start = 0.0

@@ -17,7 +17,7 @@ _APART = 1 << 20
 def drive(
     trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool = False, capacity: int | None = None
 ) -> tuple[CachingAllocator, list[Level]]:
-    """The allocator after all events of a trace, and the levels after each.
+    """Return the allocator after all events of a trace, and the levels after each.
 
     ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
     neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used
@@ -51,7 +51,7 @@ def drive(
 
 
 def fits(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> bool:
-    """Whether a step runs in ``capacity`` bytes, with all that the allocator does before it gives up."""
+    """Return whether a step runs in ``capacity`` bytes, with all that the allocator does before it gives up."""
     try:
         drive(trace, settings, low=low, capacity=capacity)
     except OutOfMemory:

@@ -18,7 +18,8 @@ def timeline_of(
     log: tuple[AllocatorEvent, ...] = (),
     segments: tuple[Segment, ...] = (),
 ) -> Timeline:
-    """A Timeline of levels after each event; ``bounds`` are 0, the ticks at which steps begin, and the last tick."""
+    """Return a Timeline of levels after each event; ``bounds`` are 0, the ticks at which steps begin, and the last
+    tick."""
     peaks = _peaks(events, bounds)
     top = max(peaks, key=lambda peak: peak.peak_allocated)
     levels = {tick: allocated for tick, allocated, _ in events}
@@ -38,7 +39,7 @@ def timeline_of(
 
 
 def _peaks(events: Sequence[Level], bounds: Sequence[int]) -> list[StepPeak]:
-    """The peak between each two bounds; what is held when a step begins counts for it."""
+    """Return the peak between each two bounds; what is held when a step begins counts for it."""
     peaks: list[StepPeak] = []
     position, allocated, reserved = 0, 0, 0
     for start, end in pairwise(bounds):

@@ -16,7 +16,7 @@ Workspace = Literal["low", "high", "measured"]
 
 
 def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace = "high") -> Timeline:
-    """Bytes live over build and all steps of a trace.
+    """Return the bytes live over build and all steps of a trace.
 
     On the CPU bytes are as requested: torch's CPU allocator neither rounds nor caches, so ``reserved`` equals
     ``allocated``. On a card they are those of the caching allocator's blocks and segments.
@@ -81,7 +81,7 @@ def _driven(trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool
 
 
 def live_at(trace: Trace, tick: int) -> list[Storage]:
-    """The storages that count and are allocated right after the event ``tick``."""
+    """Return the storages that count and are allocated right after the event ``tick``."""
     return [s for s in trace.counted if s.born <= tick and (s.died is None or s.died > tick)]
 
 

@@ -20,7 +20,7 @@ Share = Callable[[int, int], float]
 
 
 def reserved_bounds(trace: Trace, settings: AllocatorSettings) -> tuple[int, int]:
-    """The least and the most bytes that are held from the card in the cases that were tried.
+    """Return the least and the most bytes that are held from the card in the cases that were tried.
 
     More bytes asked for can fit the segments better, so the two ends of every interval bound nothing: also tried are
     workspaces that grow over the step, which no cached segment serves twice, and some that are drawn. The same op on

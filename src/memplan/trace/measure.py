@@ -54,7 +54,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
             with _torch.marker("build"):
                 step = run_build(build, observer)
                 place.building = False
-                observer.mark_modules()
+                observer.marks.mark_modules()
                 gc.collect()
             built = observer.ledger.clock
             for number in range(steps):
@@ -90,7 +90,7 @@ def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _marked(observer: Observer) -> _torch.Dispatch:
-    """The observer's dispatch, each op inside of a range of the profiler that carries its index."""
+    """Return the observer's dispatch, each op inside of a range of the profiler that carries its index."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         def run_marked(op: Any) -> Any:

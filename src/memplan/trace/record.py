@@ -138,7 +138,7 @@ class _Recording:
                 if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
                     return None
                 self._card.end_build()
-            observer.mark_modules()
+            observer.marks.mark_modules()
             bounds = [_boundary(observer)]
             for number in range(steps):
                 place.step = number
@@ -161,7 +161,7 @@ class _Recording:
 
 
 def _environment() -> tuple[str, ...]:
-    """What of the environment decides how much is taken on a card, and is easily overlooked."""
+    """Return what of the environment decides how much is taken on a card, and is easily overlooked."""
     config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if not config:
         return ()

@@ -171,11 +171,11 @@ class Form:
     options: tuple[tuple[str, Option], ...]
 
     def option(self, name: str, default: Option = None) -> Any:
-        """The value of an argument that is no tensor; the default where the op has none of that name."""
+        """Return the value of an argument that is no tensor; the default where the op has none of that name."""
         return next((value for known, value in self.options if known == name), default)
 
     def read(self, name: str) -> View | None:
-        """The first tensor given for an argument."""
+        """Return the first tensor given for an argument."""
         return next((view for known, view in self.reads if known == name), None)
 
 

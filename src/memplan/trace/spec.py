@@ -48,7 +48,7 @@ class Spec:
     seed: int = 0
 
     def make(self) -> torch.Tensor:
-        """The tensor; a fake one under a fake mode. Drawn from a generator of its own."""
+        """Return the tensor; a fake one under a fake mode. Drawn from a generator of its own."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.dtype.is_floating_point or self.dtype.is_complex:
             values = torch.randn(self.shape, generator=generator)
@@ -126,7 +126,8 @@ def as_spec(value: Any) -> Any:
 
 
 def realize(value: Any) -> Any:
-    """A Spec becomes a tensor, a real tensor a new one of its kind (values are kept where there is memory for them)."""
+    """Make a tensor of a Spec, and a new one like a real tensor (values are kept where there is memory for
+    them)."""
     if isinstance(value, Spec):
         return value.make()
     if isinstance(value, torch.Tensor):
@@ -139,7 +140,8 @@ def realize(value: Any) -> Any:
 
 
 def like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A tensor of the same shape, strides and dtype, by default on the CPU: fake under a fake mode, else a copy."""
+    """Return a tensor of the same shape, strides and dtype, by default on the CPU: fake under a fake mode, else a
+    copy."""
     from memplan import _torch
 
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -150,7 +152,7 @@ def like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tens
 
 
 def with_batch(value: Any, old: int, new: int) -> Any:
-    """The same specs and tensors with a leading dimension of ``new`` wherever it was ``old``."""
+    """Return the same specs and tensors with a leading dimension of ``new`` wherever it was ``old``."""
     if isinstance(value, torch.Tensor) and value.shape[:1] == (old,):
         made = torch.empty_strided((new, *value.shape[1:]), value.stride(), dtype=value.dtype, device="meta")
         return made.requires_grad_(value.requires_grad)
@@ -164,7 +166,7 @@ def with_batch(value: Any, old: int, new: int) -> Any:
 
 
 def batch_of(*values: Any) -> int | None:
-    """The leading dimension of the first tensor or spec that has one."""
+    """Return the leading dimension of the first tensor or spec that has one."""
     for value in values:
         if isinstance(value, Mapping):
             value = list(value.values())

@@ -45,7 +45,7 @@ class StepOptions:
     """Of the model's floating-point parameters, where it is not to stay as made."""
 
     def checked(self) -> StepOptions:
-        """The same with text turned into specs.
+        """Return the same with text turned into specs.
 
         Raises:
             InputError: an input that does not describe a tensor, an unknown autocast.
@@ -69,7 +69,7 @@ class StepOptions:
         return batch_of(*self.inputs, *self.kwargs.values())
 
     def with_batch(self, new: int) -> StepOptions:
-        """The same step with another leading dimension wherever an input, keyword or target has the batch's."""
+        """Return the same step with another leading dimension wherever an input, keyword or target has the batch's."""
         old = self.batch
         if old is None:
             return self
@@ -82,7 +82,7 @@ class StepOptions:
 
 
 def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build:
-    """A ``build`` for a module, a callable that makes one, or a ``build``.
+    """Return a ``build`` for a module, a callable that makes one, or a ``build``.
 
     A module that exists is copied, never changed; of what a callable makes, nothing is allocated while recording.
     ``on_card``: module, inputs and targets go to "cuda"; a ``build`` says itself what does.
@@ -122,7 +122,7 @@ def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build
 
 
 def copy_module(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers are new: fake under a fake mode, real ones with the same values else.
+    """Return a copy whose parameters and buffers are new: fake under a fake mode, real ones with the same values else.
 
     Raises:
         TargetError: the module holds something that cannot be copied.
@@ -187,7 +187,8 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
 
 
 def forward_of(model: nn.Module, options: StepOptions) -> Step:
-    """The forward pass alone, in evaluation mode and with grad: what a derivative needs is held until it is over."""
+    """Return the forward pass alone, in evaluation mode and with grad: what a derivative needs is held until it is
+    over."""
     model.eval()
     _check_inputs(model, options)
     inputs, kwargs = _placed((options.inputs, dict(options.kwargs)), HOST)
@@ -252,8 +253,9 @@ def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
 
 
 def differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output that the backward pass starts from, where no loss is given: its ``.loss`` where that is
-    a scalar, else the output itself where it is one, else all of its floating-point tensors that need a gradient."""
+    """Return the tensors of an output that the backward pass starts from, where no loss is given: its ``.loss`` where
+    that is a scalar, else the output itself where it is one, else all of its floating-point tensors that need a
+    gradient."""
     given = getattr(output, "loss", None)
     if isinstance(given, torch.Tensor) and given.numel() == 1:
         return [given]
@@ -263,7 +265,7 @@ def differentiable(output: Any) -> list[torch.Tensor]:
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """The scalar that stands for a loss where none is given: the sum of what `differentiable` names.
+    """Return the scalar that stands for a loss where none is given: the sum of what `differentiable` names.
 
     Raises:
         InputError: there is nothing to start from.

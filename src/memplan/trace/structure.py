@@ -35,7 +35,8 @@ class Structure:
     """TENSOR, the `Holder` of further ones, or the leaf itself."""
 
     def rebuild(self, tensors: Iterable[Any]) -> Any:
-        """The value with these in place of its tensors. Objects that held some are copies of the original ones."""
+        """Return the value with these in place of its tensors. Objects that held some are copies of the original
+        ones."""
         left = iter(tensors)
         return _torch.tree_unflatten([_filled(leaf, left) for leaf in self.leaves], self.spec)
 
@@ -57,7 +58,7 @@ class Holder:
     """Of two dicts: its attributes and its items that hold tensors."""
 
     def filled(self, tensors: Iterator[Any]) -> Any:
-        """A copy of the object with these tensors."""
+        """Return a copy of the object with these tensors."""
         attributes, items = self.inside.rebuild(tensors)
         made = _copied(self.shell)
         for name, value in attributes.items():
@@ -74,7 +75,7 @@ def _filled(leaf: Any, tensors: Iterator[Any]) -> Any:
 
 
 def take_apart(value: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
-    """The tensors in a value, in order, and how they are put together.
+    """Return the tensors in a value, in order, and how they are put together.
 
     Looks into lists, tuples and dicts, into what is registered with torch's pytree, and into objects that hold
     tensors among their attributes; not into modules.
@@ -109,7 +110,7 @@ def _leaf(leaf: Any, tensors: list[torch.Tensor], path: tuple[int, ...]) -> Any:
 
 
 def _holds(value: Any, path: tuple[int, ...]) -> bool:
-    """Whether there is a tensor in a value."""
+    """Return whether there is a tensor in a value."""
     for leaf in _torch.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return True
@@ -123,7 +124,7 @@ def _holds(value: Any, path: tuple[int, ...]) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A shallow copy, made without the object's own way to copy itself, which may not stand a missing part."""
+    """Return a shallow copy, made without the object's own way to copy itself, which may not stand a missing part."""
     try:
         made = object.__new__(type(value)) if not isinstance(value, dict) else type(value).__new__(type(value))
     except TypeError:  # a class with a __new__ of its own in C

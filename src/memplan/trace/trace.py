@@ -89,7 +89,7 @@ class Trace:
 
 
 def at_least(trace: Trace) -> Trace:
-    """The same trace where everything that is known as an interval takes the least of it."""
+    """Return the same trace where everything that is known as an interval takes the least of it."""
     if all(storage.low is None for storage in trace.storages):
         return trace
     storages = tuple(

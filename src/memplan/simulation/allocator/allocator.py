@@ -131,7 +131,8 @@ class CachingAllocator(BlockTable):
     # Releases
 
     def empty_cache(self, *, tick: int = 0) -> None:
-        """As `torch.cuda.empty_cache`: wait for all streams, then return every segment, or page, that is all free."""
+        """Wait for all streams as `torch.cuda.empty_cache` does, then return every segment, or page, that is all
+        free."""
         self._device.tick = tick
         self._release_unused()
 
@@ -189,13 +190,13 @@ class CachingAllocator(BlockTable):
                 chunk = chunk.right
 
     def segments(self) -> tuple[Segment, ...]:
-        """What is held now, in order of address; of expandable segments, each stretch that has memory."""
+        """Return what is held now, in order of address; of expandable segments, each stretch that has memory."""
         return self._cache.segments()
 
     # Within
 
     def _grow(self, pool: ChunkPool, stream: int, size: int, requested: int) -> Chunk:
-        """A chunk of new memory, with the releases that torch makes where the device has too little."""
+        """Return a chunk of new memory, with the releases that torch makes where the device has too little."""
         if self._cache.collects:
             self._cache.collect_garbage()
         chunk = self._cache.from_device(pool, stream, size)

@@ -65,7 +65,7 @@ class Device:
         """Stamped on what is logged."""
 
     def has(self, size: int) -> bool:
-        """Whether ``size`` bytes are left."""
+        """Return whether ``size`` bytes are left."""
         return self.capacity is None or self.reserved + size <= self.capacity
 
     def take(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
@@ -80,7 +80,7 @@ class Device:
 
 
 def ascending() -> Callable[[int], int]:
-    """Addresses that never overlap: each behind the last one, in multiples of 2 MiB."""
+    """Return a source of addresses that never overlap: each behind the last one, in multiples of 2 MiB."""
     following = FIRST_ADDRESS
 
     def place(size: int) -> int:

@@ -33,16 +33,16 @@ class ExpandableSegments:
         self.reservations: list[Reservation] = []
 
     def page(self, pool: ChunkPool) -> int:
-        """Bytes of a page of this pool."""
+        """Return the bytes of a page of this pool."""
         return SMALL_SEGMENT if pool.small else self._large_page
 
     def reservation_size(self, pool: ChunkPool, size: int = 0) -> int:
-        """Bytes of addresses that are reserved at a time for this pool; enough for a request of ``size``."""
+        """Return the bytes of addresses that are reserved at a time for this pool; enough for a request of ``size``."""
         page = self.page(pool)
         return -(-max(self._total + self._total // 8, size) // page) * page
 
     def allocate(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
-        """A chunk of at least ``size`` bytes, in no pool; None where the device has too little.
+        """Return a chunk of at least ``size`` bytes, in no pool; None where the device has too little.
 
         What was mapped before the device ran out stays, as free chunks.
         """
@@ -58,7 +58,8 @@ class ExpandableSegments:
         return found
 
     def _room(self, pool: ChunkPool, stream: int, size: int) -> Chunk | None:
-        """Where free and unmapped chunks that touch make up ``size``: the first of them, at the lowest address."""
+        """Return where free and unmapped chunks that touch make up ``size``: the first of them, at the lowest
+        address."""
         for chunk in pool.unmapped(stream):
             before = chunk.left
             start = before if before is not None and before.state == FREE else chunk
@@ -75,7 +76,7 @@ class ExpandableSegments:
         return self.reserve_at(pool, stream, self._place(size), size)
 
     def reserve_at(self, pool: ChunkPool, stream: int, address: int, size: int) -> Chunk:
-        """A new reservation without memory."""
+        """Return a new reservation without memory."""
         chunk = Chunk(pool, stream, address, size, None)
         chunk.mapped = False
         chunk.reservation = Reservation(address, size, self.page(pool), chunk)

@@ -121,7 +121,7 @@ class ChunkPool:
         kept[chunk.stream].remove(chunk.size << _ADDRESS_BITS | chunk.address)
 
     def best(self, stream: int, size: int) -> Chunk | None:
-        """The smallest free chunk of at least ``size`` bytes, at the lowest address among equals.
+        """Return the smallest free chunk of at least ``size`` bytes, at the lowest address among equals.
 
         In an expandable segment, a chunk with unmapped addresses behind it counts as large as it could grow: from
         the smallest chunk on, while the next one could grow less than this one, that one is taken.
@@ -138,12 +138,12 @@ class ChunkPool:
         return chunk
 
     def of_stream(self, stream: int) -> list[Chunk]:
-        """The free chunks of a stream, in order of size, then address."""
+        """Return the free chunks of a stream, in order of size, then address."""
         keys = [key for kept in (self._free, self._parked) for key in kept.get(stream, ())]
         return [self.chunks[key & _ADDRESS] for key in sorted(keys)]
 
     def in_order(self) -> list[Chunk]:
-        """All free chunks, in order of stream, size, address."""
+        """Return all free chunks, in order of stream, size, address."""
         return [chunk for stream in sorted({*self._free, *self._parked}) for chunk in self.of_stream(stream)]
 
     # Addresses without memory
@@ -159,7 +159,7 @@ class ChunkPool:
         self._unmapped[chunk.stream].remove(chunk.address)
 
     def unmapped(self, stream: int) -> Iterator[Chunk]:
-        """The chunks without memory of a stream, in order of address."""
+        """Return the chunks without memory of a stream, in order of address."""
         return (self.chunks[address] for address in self._unmapped.get(stream, ()))
 
 
@@ -178,9 +178,9 @@ class Reservation:
     first: Chunk
 
     def pages_from(self, address: int) -> int:
-        """The first page boundary at or after ``address``."""
+        """Return the first page boundary at or after ``address``."""
         return address + (self.base - address) % self.page
 
     def pages_to(self, address: int) -> int:
-        """The last page boundary at or before ``address``."""
+        """Return the last page boundary at or before ``address``."""
         return address - (address - self.base) % self.page

@@ -15,7 +15,8 @@ SEGMENT_UNIT = 2 * MIB
 
 
 def block_size(settings: AllocatorSettings, requested: int) -> int:
-    """The bytes that a request takes out of a block: a multiple of 512, or one of the divisions of a power of two.
+    """Return the bytes that a request takes out of a block: a multiple of 512, or one of the divisions of a power of
+    two.
 
     Example:
         >>> block_size(AllocatorSettings(), 1200)
@@ -43,7 +44,7 @@ def next_division(size: int, divisions: int) -> int:
 
 
 def segment_size(settings: AllocatorSettings, size: int) -> int:
-    """The bytes that are taken from the device for a block of ``size``, where no free block serves.
+    """Return the bytes that are taken from the device for a block of ``size``, where no free block serves.
 
     Example:
         >>> segment_size(AllocatorSettings(), 512), segment_size(AllocatorSettings(), 11 << 20)

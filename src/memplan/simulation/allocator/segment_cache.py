@@ -118,7 +118,7 @@ class SegmentCache:
                 self.expandable.unmap(chunk, chunk.address, chunk.address + chunk.size)
 
     def release_oversize(self, pool: ChunkPool, stream: int, size: int) -> bool:
-        """With a split limit, release unused blocks above it: one that is large enough, or else the largest ones.
+        """Release, with a split limit, unused blocks above it: one that is large enough, or else the largest ones.
 
         Returns:
             Whether that is enough for the request.

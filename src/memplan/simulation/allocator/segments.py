@@ -21,7 +21,7 @@ FindPool = Callable[[Pool, bool], ChunkPool]
 
 
 def segment_of(first: Chunk) -> Segment:
-    """The segment that begins with a chunk; of an expandable one, as far as there is memory."""
+    """Return the segment that begins with a chunk; of an expandable one, as far as there is memory."""
     blocks: list[Block] = []
     chunk: Chunk | None = first
     while chunk is not None and chunk.mapped:
@@ -33,7 +33,7 @@ def segment_of(first: Chunk) -> Segment:
 
 
 def restored(segments: Iterable[Segment], expandable: ExpandableSegments, find: FindPool) -> list[Chunk]:
-    """The first chunk of every segment, and of every reservation of expandable ones, with its neighbours linked.
+    """Return the first chunk of every segment, and of every reservation of expandable ones, with its neighbours linked.
 
     Free chunks with memory are in no pool yet.
 
@@ -107,7 +107,7 @@ def _joins(
 
 
 def _reserved(ordered: list[Segment], index: int, expandable: ExpandableSegments, find: FindPool) -> Chunk:
-    """A reservation that begins with this segment, and ends before the next one of another kind."""
+    """Return a reservation that begins with this segment, and ends before the next one of another kind."""
     segment = ordered[index]
     pool = find(segment.pool, segment.small)
     size = expandable.reservation_size(pool)

@@ -177,7 +177,8 @@ def _as_divisions(table: Sequence[int]) -> Divisions:
 
 
 def _divisions_text(divisions: Divisions) -> str:
-    """The shortest text that is read back to these: the first entry counts for smaller sizes, too, ">" for larger."""
+    """Return the shortest text that is read back to these: the first entry counts for smaller sizes, too, ">" for
+    larger."""
     table = [parts for _, parts in divisions]
     if len(set(table)) == 1:
         return str(table[0])
@@ -232,7 +233,7 @@ def _pairs(tokens: list[str], text: str) -> list[tuple[str, Value]]:
 
 
 def _bracket(tokens: list[str], at: int, text: str) -> tuple[list[tuple[str, str]], int]:
-    """The pairs inside brackets that open at ``at``, and where they close."""
+    """Return the pairs inside brackets that open at ``at``, and where they close."""
     inside: list[tuple[str, str]] = []
     at += 1
     while tokens[at : at + 1] != ["]"]:

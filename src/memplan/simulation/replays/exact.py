@@ -109,7 +109,7 @@ class Exact:
             self._differ(len(self.requests) - 1, "segment", _listed(self._taken), "none")
 
     def _place(self, size: int) -> int:
-        """Where torch put the segment that the next block lies in."""
+        """Return where torch put the segment that the next block lies in."""
         if self._taken:
             return self._taken[0].address
         self._spare += size
@@ -200,7 +200,7 @@ class Exact:
             self._differ(index, "segment", "nothing", _told(surplus))
 
     def _pools_at(self, given: list[tuple[int, Entry]]) -> set[Pool]:
-        """The private pools of memory that is given back."""
+        """Return the private pools of memory that is given back."""
         known = {entry.pool for _, entry in given if entry.pool is not None}
         addresses = sorted(entry.address for _, entry in given if entry.pool is None)
         if addresses:
@@ -249,7 +249,7 @@ class Exact:
 
 
 def _serving(segments: Sequence[Segment], request: Request) -> Block | None:
-    """A free block that is large enough, of the pool and stream of a request."""
+    """Return a free block that is large enough, of the pool and stream of a request."""
     kind = (request.pool, request.stream, request.size <= LARGEST_SMALL)
     for segment in segments:
         if (segment.pool, segment.stream, segment.small) == kind:

@@ -36,7 +36,7 @@ class Start:
     """Owners of blocks that may be larger than they are here, at the cost of the free block behind them."""
 
     def enlarged(self, owner: int, more: int) -> Start:
-        """The same with one block larger, and the free block behind it smaller, by so many bytes."""
+        """Return the same with one block larger, and the free block behind it smaller, by so many bytes."""
         segments = tuple(_enlarged(segment, owner, more) for segment in self.segments)
         return replace(self, segments=segments)
 
@@ -47,7 +47,7 @@ class Start:
         capacity: int | None = None,
         place: Callable[[int], int] | None = None,
     ) -> CachingAllocator:
-        """A caching allocator that holds this, with an empty log."""
+        """Return a caching allocator that holds this, with an empty log."""
         allocator = CachingAllocator(settings, capacity=capacity, place=place)
         allocator.restore((*self.segments, *self.below))
         for segment in self.below:
@@ -244,7 +244,7 @@ class _Rewind:
         del self.starts[bisect_left(self.starts, address)]
 
     def _around(self, address: int) -> _Held | None:
-        """The segment that an address lies in."""
+        """Return the segment that an address lies in."""
         at = bisect_right(self.starts, address)
         held = self.held[self.starts[at - 1]] if at else None
         return held if held is not None and address < held.end else None

@@ -141,7 +141,7 @@ def explain_oom(replay: Replay, oom: OutOfMemoryEvent | None = None, tried: Sequ
 
 
 def _from_the_card(settings: AllocatorSettings, size: int) -> int:
-    """What a block takes from the card where nothing that is held serves."""
+    """Return what a block takes from the card where nothing that is held serves."""
     if not settings.expandable_segments:
         return segment_size(settings, size)
     page = SMALL_SEGMENT if size <= LARGEST_SMALL else settings.large_segment_size
@@ -149,7 +149,7 @@ def _from_the_card(settings: AllocatorSettings, size: int) -> int:
 
 
 def holders(replay: Replay, segments: Iterable[Segment]) -> list[Holder]:
-    """Who holds the blocks in use: grouped by the innermost line that is not torch's own, the most first."""
+    """Return who holds the blocks in use: grouped by the innermost line that is not torch's own, the most first."""
     found: dict[Frame | None, tuple[int, int]] = {}
     for segment in segments:
         for block in segment.blocks:
@@ -162,7 +162,7 @@ def holders(replay: Replay, segments: Iterable[Segment]) -> list[Holder]:
 
 
 def innermost(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of the user's own Python, else the innermost of all; None of none."""
+    """Return the innermost frame of the user's own Python, else the innermost of all; None of none."""
     for frame in stack:
         if frame.filename.endswith(".py") and not _TORCH.search(frame.filename):
             return frame
@@ -200,7 +200,7 @@ def _free_groups(blocks: Sequence[tuple[Segment, Block]], oom: OutOfMemoryEvent)
 
 
 def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:
-    """Why a free block of a segment did not serve."""
+    """Return why a free block of a segment did not serve."""
     if segment.pool != oom.pool:
         return "of another memory pool" if segment.pool == DEFAULT_POOL else "of a private memory pool"
     if segment.stream != oom.stream:

@@ -66,7 +66,7 @@ def replay(
 
 
 def replay_exactly(snapshot: Snapshot, start: Start, requests: Sequence[Request | None]) -> Replay:
-    """The replay of a snapshot under its own settings, compared with what is recorded.
+    """Return the replay of a snapshot under its own settings, compared with what is recorded.
 
     What the start leaves open, the sizes of a few blocks, is settled by where torch put later ones.
     """

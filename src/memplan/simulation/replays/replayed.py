@@ -88,7 +88,7 @@ class Replay:
         return not self.ooms
 
     def stack_of(self, owner: int | None) -> Sequence[Frame]:
-        """The stack that a block was allocated from, the innermost frame first; () where it is not recorded."""
+        """Return the stack that a block was allocated from, the innermost frame first; () where it is not recorded."""
         count = len(self.snapshot.entries)
         if owner is None or owner >= count + len(self.start.stacks):
             return ()
@@ -111,6 +111,6 @@ class Replay:
 
 
 def timeline_over(snapshot: Snapshot, levels: Sequence[Level], allocator: CachingAllocator) -> Timeline:
-    """The timeline of a history that was driven through an allocator."""
+    """Return the timeline of a history that was driven through an allocator."""
     bounds = (0, len(snapshot.entries))
     return timeline_of(f"cuda:{snapshot.gpu}", levels, bounds, tuple(allocator.log), allocator.segments())

@@ -28,7 +28,7 @@ class Request(NamedTuple):
 
 
 def requests_of(snapshot: Snapshot, start: Start) -> list[Request | None]:
-    """For each event of a snapshot the request that it is; None where it is no request of the program's.
+    """Return for each event of a snapshot the request that it is; None where it is no request of the program's.
 
     A block is given back to be free "later" where it was still in use on another stream. Memory that went back to the
     card is a request (`torch.cuda.empty_cache`) unless the allocator gave it back itself to serve another one.
@@ -77,7 +77,7 @@ class _Requests:
 
 
 def _asked(snapshot: Snapshot, index: int) -> bool:
-    """Whether the memory given back from an event on was asked to be, and not the allocator's own way out.
+    """Return whether the memory given back from an event on was asked to be, and not the allocator's own way out.
 
     An allocator that has run out gives back in the middle of a request, from the same stack. Where no stacks were
     recorded, only an out-of-memory that follows at once shows that; everything else counts as asked for.

@@ -61,7 +61,7 @@ class Cases:
 
 
 def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: int | None = None) -> Cases:
-    """A snapshot's replay beside others of it. Where memory ran out, it is explained.
+    """Return a snapshot's replay beside others of it. Where memory ran out, it is explained.
 
     Of a history of more than 300,000 events, a replay takes seconds: then of all `REMEDIES` only the first is tried.
 
@@ -77,7 +77,7 @@ def cases(replay: Replay, settings: Sequence[AllocatorSettings] = (), capacity: 
 
 
 def grouped(segments: Sequence[Segment]) -> list[SegmentGroup]:
-    """Segments by pool and stream, those that hold the most first."""
+    """Group segments by pool and stream, those that hold the most first."""
     found: dict[tuple[bool, int, Pool, bool], list[Segment]] = {}
     for segment in segments:
         found.setdefault((segment.small, segment.stream, segment.pool, segment.expandable), []).append(segment)

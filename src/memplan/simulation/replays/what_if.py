@@ -27,7 +27,8 @@ class Capacity:
 
 
 def recorded_capacity(replay: Replay) -> Capacity | None:
-    """What there was when the recording ran out of memory: held by torch, plus left on the card. None if it did not."""
+    """Return what there was when the recording ran out of memory: held by torch, plus left on the card. None if it did
+    not."""
     known = [(oom, oom.free) for oom in replay.ooms if oom.free is not None]
     if not known:
         return None
@@ -43,7 +44,7 @@ def recorded_capacity(replay: Replay) -> Capacity | None:
 
 
 def what_if(replay: Replay, settings: AllocatorSettings | None = None, capacity: int | None = None) -> Replay:
-    """The same requests in the same order, under other settings or another capacity.
+    """Return the same requests in the same order, under other settings or another capacity.
 
     Under the recorded settings it begins with the recorded state, if the card can hold that. Else that state cannot
     have come about, and how another would have is not known, since it lies before the history: the blocks that were
@@ -142,7 +143,7 @@ class _Driven:
             self.allocator.free(address, tick=request.event + 1)
 
     def _malloc(self, request: Request) -> int | None:
-        """The address of a new block; None, and an `OutOfMemoryEvent`, where there is too little."""
+        """Return the address of a new block; None, and an `OutOfMemoryEvent`, where there is too little."""
         owner = request.owner if request.owner >= 0 else None
         before = len(self.allocator.log)
         try:

@@ -110,7 +110,7 @@ def read_snapshot(what: str | os.PathLike[str] | Mapping[str, Any], gpu: int | N
 
 
 def _bytes_of(path: Path, source: str) -> bytes:
-    """What stands in a file, unpacked."""
+    """Return what stands in a file, unpacked."""
     try:
         found = os.stat(path)
         is_file = stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)
@@ -220,7 +220,7 @@ class _Reader:
         return tuple(f"{count} events {shown(name)!r} were left out: unknown" for name, count in self.unknown.items())
 
     def items(self, value: Any, name: str) -> list[Any]:
-        """A list, or a tuple as one; what is in it counts."""
+        """Return a list, or a tuple as one; what is in it counts."""
         if not isinstance(value, (list, tuple)):
             self.fail(f"is damaged: {name} is {_kind(value)}, not a list")
         self.left -= len(value)
@@ -248,7 +248,7 @@ class _Reader:
         return value[0], value[1]
 
     def choose(self, segments: Sequence[Any], traces: Sequence[Any], gpu: int | None) -> int:
-        """The GPU to read: the one asked for, or the only one that has anything."""
+        """Return the GPU to read: the one asked for, or the only one that has anything."""
         found: set[int] = set()
         for raw in segments:
             if not isinstance(raw, Mapping):
@@ -297,7 +297,7 @@ class _Reader:
         return Segment(start, size, self.stream(row), small, pool, row.get("is_expandable") is True, tuple(blocks))
 
     def block(self, row: Any, address: int) -> tuple[Block, int]:
-        """A block and the index of its stack. Old versions kept both in a list of what the block had held."""
+        """Return a block and the index of its stack. Old versions kept both in a list of what the block had held."""
         if not isinstance(row, Mapping):
             self.fail(f"is damaged: a block is {_kind(row)}, not a dict")
         size = self.number(row, "size", 1)
@@ -318,7 +318,7 @@ class _Reader:
         return Block(address, size, requested or size, _STATES[state]), stack
 
     def entry(self, row: Any) -> Entry | None:
-        """One thing that the allocator did; None for what changes nothing."""
+        """Return one thing that the allocator did; None for what changes nothing."""
         if not isinstance(row, Mapping):
             self.fail(f"is damaged: an event is {_kind(row)}, not a dict")
         name = row.get("action")
@@ -344,7 +344,7 @@ class _Reader:
         )
 
     def stack(self, raw: Any) -> int:
-        """The index of a stack; one that was met before, by identity or by what it says, is not stored again."""
+        """Return the index of a stack; one that was met before, by identity or by what it says, is not stored again."""
         if not raw:
             return 0
         found = self.seen_stacks.get(id(raw))
@@ -365,7 +365,7 @@ class _Reader:
         return found
 
     def settings(self, raw: Any) -> dict[str, Any]:
-        """The recorded settings, of which only texts, numbers and tables of numbers are let through."""
+        """Return the recorded settings, of which only texts, numbers and tables of numbers are let through."""
         if raw is None:
             return {}
         if not isinstance(raw, Mapping):
@@ -385,7 +385,7 @@ def _is_number(value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    """A value as an error may show it."""
+    """Return a value as an error may show it."""
     if isinstance(value, str):
         return repr(shown(value, 40))
     if isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2 * _LARGEST):

@@ -55,7 +55,7 @@ class _Plain(pickle.Unpickler):
 
 
 def load_plain(data: bytes, source: str) -> Any:
-    """The value of a pickle that holds plain data only. Nothing of it is run.
+    """Return the value of a pickle that holds plain data only. Nothing of it is run.
 
     Args:
         data: the pickle, of protocol 2 to 5.
@@ -88,7 +88,8 @@ def load_plain(data: bytes, source: str) -> Any:
 
 
 def _first_forbidden(data: bytes) -> int | None:
-    """Where the first opcode stands that makes no plain value, or the end where none stops the pickle; else None."""
+    """Return where the first opcode stands that makes no plain value, or the end where none stops the pickle; else
+    None."""
     at, end = 0, len(data)
     while True:
         if (plain := _PLAIN.match(data, at)) is not None:
@@ -109,7 +110,7 @@ def _first_forbidden(data: bytes) -> int | None:
 
 
 def _what(data: bytes, at: int) -> str:
-    """What is wrong with the opcode at a place, in words that follow "a pickle that"."""
+    """Return what is wrong with the opcode at a place, in words that follow "a pickle that"."""
     code = data[at] if at < len(data) else _STOP
     size = _ARGUMENTS.get(code, 0)
     if code == _LONG1 and at + 1 < len(data) and data[at + 1] < 10:
@@ -136,7 +137,8 @@ def _what(data: bytes, at: int) -> str:
 
 
 def _name_on_stack(data: bytes) -> str:
-    """The class that the first forbidden opcode asks for by two texts on the stack: the load ends there, refused."""
+    """Return the class that the first forbidden opcode asks for by two texts on the stack: the load ends there,
+    refused."""
     try:
         _Plain(io.BytesIO(data)).load()
     except Exception as error:
@@ -149,5 +151,5 @@ def _calls_for(name: str) -> str:
 
 
 def shown(text: str, most: int = 120) -> str:
-    """A text from a stranger as it may be printed: no characters that steer a terminal, and not too long."""
+    """Return a text from a stranger as it may be printed: no characters that steer a terminal, and not too long."""
     return printable(text if len(text) <= most else text[: most - 3] + "...")

@@ -28,7 +28,8 @@ _NO_FRAMES: list[dict[str, Any]] = []
 
 
 def frames_of(trace: Trace) -> dict[int, tuple[Frame, ...]]:
-    """The stack to show for each storage of a trace, the innermost frame first: the op, then the line and the layer."""
+    """Return the stack to show for each storage of a trace, the innermost frame first: the op, then the line and the
+    layer."""
     frames = {op.index: _frames(op) for op in trace.ops}
     named = {s.id: (Frame("", 0, s.name),) if s.name else () for s in trace.storages}
     return {s.id: (() if s.op is None else frames[s.op]) + named[s.id] for s in trace.storages}
@@ -48,7 +49,7 @@ def snapshot_of(
     settings: AllocatorSettings | None = None,
     causes: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
-    """A timeline as what `torch.cuda.memory._snapshot()` returns.
+    """Return a timeline as what `torch.cuda.memory._snapshot()` returns.
 
     Args:
         timeline: with the log of a caching allocator; else ``trace`` is needed.
@@ -184,7 +185,8 @@ def _settings(settings: AllocatorSettings) -> dict[str, Any]:
 
 
 def _laid_out(trace: Trace) -> tuple[tuple[AllocatorEvent, ...], tuple[Segment, ...]]:
-    """What an allocator without a cache does for a trace: each storage is a segment, at addresses used just once."""
+    """Return what an allocator without a cache does for a trace: each storage is a segment, at addresses used just
+    once."""
     addresses: dict[int, int] = {}
     following = _FIRST_ADDRESS
     counted = [storage for storage in trace.counted if storage.bytes]

@@ -33,7 +33,7 @@ _KEPT = frozenset({"amp", "nvtx", "check_error", "classproperty", "cudaStatus", 
 
 
 def answers(card: Card, device: Device) -> dict[str, Answer]:
-    """The emulated functions of `torch.cuda`: by name, what answers instead."""
+    """Return the emulated functions of `torch.cuda`: by name, what answers instead."""
     return {
         **dict.fromkeys(_NOTHING, _nothing),
         **_about(device),
@@ -157,7 +157,7 @@ class _Generator(torch.Generator):
     """Stands in for `torch.Generator`, which makes one on a card only with a GPU."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """One on the CPU, whatever the device."""
+        """Return one on the CPU, whatever the device."""
         return _HOST_GENERATOR("cpu")
 
 
@@ -187,7 +187,7 @@ def _replaced(module: types.ModuleType, emulated: dict[str, Answer]) -> dict[str
 
 
 def _is_own(value: Any, module: types.ModuleType) -> bool:
-    """Whether something belongs to the module rather than being imported into it."""
+    """Return whether something belongs to the module rather than being imported into it."""
     return getattr(value, "__module__", "").startswith(module.__name__)
 
 

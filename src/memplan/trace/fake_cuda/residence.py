@@ -49,11 +49,11 @@ class Card:
         return self._destination
 
     def inside(self) -> bool:
-        """Whether a tensor is what it is, on the CPU: while an op is dispatched, and to any other thread."""
+        """Return whether a tensor is what it is, on the CPU: while an op is dispatched, and to any other thread."""
         return self._inside() or threading.get_ident() != self._thread
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's storage lies on the card."""
+        """Return whether a tensor's storage lies on the card."""
         if threading.get_ident() != self._thread:
             return False
         if self.everything:
@@ -91,7 +91,7 @@ class Card:
             self._destination = before
 
     def going_where_named(self, device: torch.device) -> AbstractContextManager[None]:
-        """As `going`, where the step itself names the device."""
+        """Enter `going`, where the step itself names the device."""
         found = wanted(device)
         self.name()
         return self.going(found)
@@ -103,7 +103,7 @@ class Card:
 
 
 def wanted(device: Any) -> torch.device:
-    """The device that an argument asks for; a number is a CUDA device.
+    """Return the device that an argument asks for; a number is a CUDA device.
 
     Raises:
         DeviceError: a second card.

@@ -20,25 +20,25 @@ class Stream:
         self.device, self.device_index, self.device_type, self.priority = CUDA, 0, 1, priority
 
     def wait_event(self, event: Any) -> None:
-        """No time passes."""
+        """Do nothing: no time passes."""
 
     def wait_stream(self, stream: Any) -> None:
-        """No time passes."""
+        """Do nothing: no time passes."""
 
     def record_event(self, event: Any = None) -> Any:
-        """An event."""
+        """Return an event."""
         return event if event is not None else Event()
 
     def query(self) -> bool:
-        """Whether all is done: it is."""
+        """Return whether all is done: it is."""
         return True
 
     def is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
+        """Return whether a CUDA graph is being captured."""
         return False
 
     def synchronize(self) -> None:
-        """No time passes."""
+        """Do nothing: no time passes."""
 
 
 class Event:
@@ -48,13 +48,13 @@ class Event:
         self.device = CUDA
 
     def record(self, stream: Any = None) -> None:
-        """No time passes."""
+        """Do nothing: no time passes."""
 
     def wait(self, stream: Any = None) -> None:
-        """No time passes."""
+        """Do nothing: no time passes."""
 
     def query(self) -> bool:
-        """Whether it has passed: it has."""
+        """Return whether it has passed: it has."""
         return True
 
     def elapsed_time(self, other: Any) -> float:
@@ -62,7 +62,7 @@ class Event:
         return 1.0
 
     def synchronize(self) -> None:
-        """No time passes."""
+        """Do nothing: no time passes."""
 
 
 class Streams:

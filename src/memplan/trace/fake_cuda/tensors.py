@@ -47,18 +47,18 @@ class _Tensors:
         self._card = card
 
     def device(self, tensor: torch.Tensor) -> torch.device | None:
-        """What ``tensor.device`` answers; None where the tensor knows best."""
+        """Return what ``tensor.device`` answers; None where the tensor knows best."""
         return CUDA if self._card.holds(tensor) else None
 
     def asked(self, device: Any) -> torch.device:
-        """The device that the user's code names, which counts as naming it."""
+        """Return the device that the user's code names, which counts as naming it."""
         found = wanted(device)
         if found.type == "cuda" and device is not CUDA:  # a tensor's own device is no decision of the user's
             self._card.name()
         return found
 
     def made(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """A factory that tells where what it makes lies, and makes it on the CPU."""
+        """Return a factory that tells where what it makes lies, and makes it on the CPU."""
         card = self._card
 
         def make_where_asked(*args: Any, **kwargs: Any) -> Any:
@@ -143,14 +143,14 @@ class _Tensors:
         return _copied(tensor, self._card, place, target.dtype, layout)
 
     def _there(self, made: Any, place: torch.device) -> Any:
-        """What a factory returned, on the device asked for: `torch.as_tensor` may hand its argument back."""
+        """Return what a factory returned, on the device asked for: `torch.as_tensor` may hand its argument back."""
         if isinstance(made, torch.Tensor) and self._moves(made, place):
             return self._moved(made, place)
         return made
 
 
 def _method(bound: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function, which a class makes a method of its instances; a bound one it would leave bound."""
+    """Return a plain function, which a class makes a method of its instances; a bound one it would leave bound."""
     return lambda tensor, *args, **kwargs: bound(tensor, *args, **kwargs)
 
 
@@ -163,13 +163,13 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, card: Any, place: Any, dtype: Any, layout: Any) -> Any:  # type: ignore[override]
-        """The copy."""
+        """Return the copy."""
         ctx.card, ctx.dtype, ctx.back = card, tensor.dtype, CUDA if card.holds(tensor) else CPU
         return _copied(tensor, card, place, dtype, layout)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
-        """The gradient's copy."""
+        """Return the gradient's copy."""
         return _copied(gradient, ctx.card, ctx.back, ctx.dtype, torch.preserve_format), None, None, None, None
 
 
@@ -179,7 +179,7 @@ def _copied(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, la
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The device among the arguments of `to`, and the others without it."""
+    """Return the device among the arguments of `to`, and the others without it."""
     kwargs = dict(kwargs)
     device, first = kwargs.pop("device", None), args[0] if args else kwargs.pop("other", None)
     if isinstance(first, torch.Tensor):

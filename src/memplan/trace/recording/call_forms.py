@@ -61,7 +61,7 @@ class Forms:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a module returned, in lists, tuples, mappings and dataclasses, in order."""
+    """Yield the tensors that a module returned, in lists, tuples, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from memplan import _torch
-from memplan.trace.recording.ledger import Entry
-from memplan.trace.recording.observer import Note, Observer
+from memplan.trace.recording.ledger import Entry, Note
+from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
 from memplan.trace.records import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
 
@@ -141,7 +141,7 @@ def _operands(op: Op) -> set[int]:
 
 
 def _owner(note: Note, observer: Observer, names: _Names) -> str:
-    """The layer of the one weight whose value or gradient an op handles; "" where it handles several."""
+    """Return the layer of the one weight whose value or gradient an op handles; "" where it handles several."""
     gradients = observer.marks.gradients
     found = {
         names.owners[weight]

@@ -27,7 +27,7 @@ class Joined:
 
 
 def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: int) -> Joined:
-    """One storage for each of the allocator's allocations, on the clock of the allocator's events.
+    """Return one storage for each of the allocator's allocations, on the clock of the allocator's events.
 
     Identity and cause come from the ledger's entry that lay at the same address at the same time.
     """
@@ -109,7 +109,7 @@ class _Events:
         return bisect_right(self.times, time)
 
     def find(self, address: int, tick: int) -> int | None:
-        """The allocation that lies at an address after a tick."""
+        """Return the allocation that lies at an address after a tick."""
         for allocation in reversed(self._by_address.get(address, ())):
             if allocation.born <= tick:
                 return allocation.number if allocation.died is None or allocation.died > tick else None

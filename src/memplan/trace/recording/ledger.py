@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.records import HOST
+from memplan.trace.records import HOST, Phase
 
 _BLOCK = 512
 
@@ -39,6 +39,27 @@ class Entry:
     reference: Any = None
 
 
+@dataclass(slots=True)
+class Note:
+    """An op while the recording runs."""
+
+    name: str
+    phase: Phase
+    step: int
+    module: int
+    frame: tuple[str, int] | None
+    start: int
+    end: int
+    reads: list[tuple[str, int]]
+    writes: list[int]
+    needs_grad: tuple[str, ...]
+    sequence: int | None
+    """For a backward op, the sequence number of the node that runs it."""
+    grad_enabled: bool
+    stream: int = 0
+    """Number of the card's stream that it runs on."""
+
+
 class _Reference(weakref.ref[Any]):
     """A weak reference that knows its entry; its callback runs the moment C++ frees the storage."""
 
@@ -63,13 +84,13 @@ class Ledger:
         """Bytes on the card now and at most, in blocks of 512."""
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
-        """The entry of the tensor's storage, if it is known."""
+        """Return the entry of the tensor's storage, if it is known."""
         if tensor.layout != torch.strided:
             tensor = _torch.sparse_parts(tensor)[-1]
         return self._live.get(_torch.storage_key(tensor.untyped_storage()))
 
     def entry(self, tensor: torch.Tensor, op: int | None) -> Entry:
-        """The entry of the tensor's storage; a storage never seen before is born now, in ``op``.
+        """Return the entry of the tensor's storage; a storage never seen before is born now, in ``op``.
 
         Of a sparse tensor, the entry is that of its values; its indices get one of their own.
         """
@@ -107,7 +128,7 @@ class Ledger:
             entry.device = device
 
     def hidden(self, size: int, op: int, *, low: int | None = None, owner: torch.Tensor | None = None) -> Entry:
-        """A storage that no tensor shows: it dies with ``owner``'s, or when `end` says so, or never."""
+        """Return a storage that no tensor shows: it dies with ``owner``'s, or when `end` says so, or never."""
         entry = self._add(size, op, "", ())
         entry.low = low
         if owner is not None:
@@ -122,7 +143,7 @@ class Ledger:
         entry.died = self.clock
 
     def close(self) -> None:
-        """From here on deaths are no longer part of the recording."""
+        """Stop recording deaths."""
         self._closed = True
         for entry in self.entries:
             entry.reference = None

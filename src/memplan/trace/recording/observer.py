@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +12,13 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import DeviceError, StepError
 from memplan.trace.recording.call_forms import Forms
+from memplan.trace.recording.engine_forms import EngineForms
 from memplan.trace.recording.known_indices import Positions
-from memplan.trace.recording.ledger import Entry, Ledger
+from memplan.trace.recording.ledger import Entry, Ledger, Note
+from memplan.trace.recording.marks import Marks
 from memplan.trace.recording.place import Place, format_frame, user_frame
 from memplan.trace.records import HOST, ON_CARD, Phase
 from memplan.trace.semantics.kinds import NONE, Extra, Semantics
-from memplan.trace.semantics.layout import is_dense
 
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
@@ -27,48 +27,11 @@ _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 _CLONE = "aten.clone.default"
 _EQUAL = ("aten.equal.default", "aten.allclose.default")
 _ONES = "aten.ones_like.default"
-_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
-_SOON = 3
-"""Ops that may lie between zeros and what a derivative formula writes into them (the indices, say)."""
 # what may read both, as CUDA allows: copies, indices on the host, counters of an optimizer
 _ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
-
-
-@dataclass(slots=True)
-class Note:
-    """An op while the recording runs."""
-
-    name: str
-    phase: Phase
-    step: int
-    module: int
-    frame: tuple[str, int] | None
-    start: int
-    end: int
-    reads: list[tuple[str, int]]
-    writes: list[int]
-    needs_grad: tuple[str, ...]
-    sequence: int | None
-    """For a backward op, the sequence number of the node that runs it."""
-    grad_enabled: bool
-    stream: int = 0
-    """Number of the card's stream that it runs on."""
-
-
-@dataclass(slots=True)
-class Marks:
-    """Facts about storages that no op tells: who holds them. Entry ids; names where there are any."""
-
-    weights: dict[int, str] = field(default_factory=dict)
-    buffers: dict[int, str] = field(default_factory=dict)
-    gradients: dict[int, int] = field(default_factory=dict)
-    """Gradient -> the weight it belongs to."""
-    states: set[int] = field(default_factory=set)
-    found_inf: set[int] = field(default_factory=set)
-    workspaces: set[int] = field(default_factory=set)
 
 
 class Residence(Protocol):
@@ -102,7 +65,7 @@ class Observer:
     def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None) -> None:
         self.place = place
         self.ledger = Ledger(real=real)
-        self.marks = Marks()
+        self.marks = Marks(place, self.ledger)
         self.notes: list[Note] = []
         self.by_sequence: dict[int, int] = {}
         self.read_equal: Callable[[], bool] | None = None
@@ -112,25 +75,21 @@ class Observer:
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
+        self.engine = EngineForms(self.ledger)
         self._positions = Positions(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
         self._sequence = _torch.sequence_number()
-        self._updating: set[int] = set()
-        self._loose: list[weakref.ref[nn.Parameter]] = []
-        """Parameters met in an op before any module or optimizer named them."""
         self._after_backward = False
-        self._last_reference: tuple[int, int] | None = None
-        self._calibrating: list[tuple[int, int]] | None = None
         place.on_module = self.leave_backward
         place.on_result = self._returned
-        place.before_update = self._before_update
-        place.after_update = self._mark_states
+        place.before_update = self.marks.before_update
+        place.after_update = self.marks.mark_states
 
     def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run an op by ``run(func)`` and note it."""
-        if self._calibrating is not None:
+        if self.engine.calibrating is not None:
             if func is _ADD and _torch.in_backward():
-                self._calibrating.append(_torch.use_counts(args[0]))
+                self.engine.calibrating.append(_torch.use_counts(args[0]))
             return run(func)
         signature = self._signatures.get(func)
         if signature is None:
@@ -141,10 +100,10 @@ class Observer:
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
-        if func is _ADD and self._is_engine_sum(args):
+        if func is _ADD and self.engine.is_engine_sum(args):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
-        if in_place is not None and self._is_on_zeros(args[0]):
+        if in_place is not None and self.engine.is_on_zeros(args[0], self.notes):
             return self._instead(in_place, args, kwargs, run)
         return self._note(signature, args, kwargs, None, func, run)
 
@@ -153,46 +112,10 @@ class Observer:
         run(op)
         return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, args[0])
 
-    def _is_on_zeros(self, target: Any) -> bool:
-        """Whether a derivative formula writes into zeros that it has just made.
-
-        Without a dispatch mode it does so in place; under one it takes the functional form, which makes another tensor
-        (torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`).
-        """
-        if not _torch.in_backward() or torch.is_grad_enabled() or not self.notes:
-            return False
-        entry = self.ledger.find(target)
-        if entry is None or entry.op is None or self.notes[entry.op].name not in _ZEROS:
-            return False
-        since = self.notes[entry.op + 1 :]
-        if len(since) > _SOON or any(entry.id == read for note in since for _, read in note.reads):
-            return False
-        return _torch.called_by_engine()
-
     def calibrate(self) -> None:
-        """Learn how often a tensor is referenced that only the engine's buffer holds. Call it under the mode."""
-        self._calibrating = []
-        x = torch.ones(2, requires_grad=True)
-        y = x * 2
-        (y.sigmoid() + y.tanh()).sum().backward()
-        self._last_reference = self._calibrating[0] if self._calibrating else None
-        self._calibrating = None
+        """Learn how the engine holds a gradient that nobody else does. Call it under the mode."""
+        self.engine.calibrate()
         self._sequence = _torch.sequence_number()
-
-    def _is_engine_sum(self, args: tuple[Any, ...]) -> bool:
-        """Whether the engine adds a second gradient to one that nobody else holds.
-
-        Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`);
-        under one it cannot, so we do, lest every sum of two gradients count a storage too many.
-        """
-        if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
-            return False
-        held, other = args[0], args[1]
-        if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:
-            return False
-        if _torch.use_counts(held) != self._last_reference or not is_dense(held):
-            return False
-        return _torch.called_by_engine()
 
     def _note(
         self,
@@ -244,7 +167,7 @@ class Observer:
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":
-            self._updating.update(note.writes)
+            self.marks.updating.update(note.writes)
         return result
 
     def _returned(self, module: int, result: Any) -> None:
@@ -252,7 +175,7 @@ class Observer:
             self.forms.returns(module, len(self.notes), result)
 
     def _stream_of(self, note: Note) -> int:
-        """The engine runs a derivative formula on the stream that its forward op ran on."""
+        """Return an op's stream: the engine runs a derivative formula on the stream of its forward op."""
         source = self.by_sequence.get(note.sequence) if note.sequence is not None else None
         note.stream = self.ledger.stream if source is None else self.notes[source].stream
         return note.stream
@@ -260,7 +183,8 @@ class Observer:
     def _operands(
         self, signature: _Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[tuple[str, int]], tuple[str, ...], bool]:
-        """What an op reads, for which arguments a gradient is needed, and whether any of them lies on the card."""
+        """Return what an op reads, for which arguments a gradient is needed, and whether any of them lies on the
+        card."""
         reads: list[tuple[str, int]] = []
         needs: list[str] = []
         on_card = on_host = False
@@ -282,14 +206,14 @@ class Observer:
                         # not while building, where a parameter may still be replaced: we would hold it alive
                         known = self.place.building or reads[-1][1] in self.marks.weights
                         if not known and isinstance(item, nn.Parameter):
-                            self._mark(self.marks.weights, item, "")
-                            self._loose.append(weakref.ref(item))
+                            self.marks.add(self.marks.weights, item, "")
+                            self.marks.loose.append(weakref.ref(item))
         if on_card and on_host and self.read_apart is not None and not signature.name.startswith(_ACROSS):
             self.read_apart(signature.name)
         return reads, tuple(needs), on_card
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
-        """What a kernel allocates for itself."""
+        """Return what a kernel allocates for itself."""
         entry = self.ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)
         if extra.workspace:
             self.marks.workspaces.add(entry.id)
@@ -340,78 +264,29 @@ class Observer:
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool
     ) -> Phase:
         """Between backward and the next forward, what touches gradients (clipping, a hand-written update) updates."""
-        if self._after_backward and not self._updating:
+        if self._after_backward and not self.marks.updating:
             self.leave_backward()
         if grad_enabled and needs:
             return "forward"
         if signature.mutable and reads and reads[0][1] in self.marks.weights:
             return "optimizer"
-        return "optimizer" if any(entry in self._updating for _, entry in reads) else "forward"
+        return "optimizer" if any(entry in self.marks.updating for _, entry in reads) else "forward"
 
     def leave_backward(self) -> None:
         """A backward pass may have ended: see which storages are held as gradients now."""
         if not self._after_backward or _torch.in_backward():
             return
-        self.mark_gradients()
+        self.marks.mark_gradients()
         if self.place.module:
             self._after_backward = False
-            self._updating.clear()
+            self.marks.updating.clear()
 
     def end_step(self) -> None:
         """A step is over: what do modules and gradients hold now?"""
-        self.mark_modules()
-        self.mark_gradients()
+        self.marks.mark_modules()
+        self.marks.mark_gradients()
         self._after_backward = False
-        self._updating.clear()
-
-    def mark_gradients(self) -> None:
-        """Look up every parameter's gradient."""
-        for reference in self._loose:
-            self._mark_gradient(reference())
-        for module in self.place.live_modules():
-            for parameter in module.parameters(recurse=False):
-                self._mark_gradient(parameter)
-        for optimizer in self.place.live_optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._mark_gradient(parameter)
-
-    def mark_modules(self) -> None:
-        """Look up the storages of every module's parameters and buffers, as they are now."""
-        for module in self.place.live_modules():
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                for inner in _torch.inner_tensors(parameter).values():
-                    self._mark(self.marks.weights, inner, name)
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                self._mark(self.marks.buffers, buffer, name)
-
-    def _mark(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
-        if tensor is not None:
-            names.setdefault(self.ledger.entry(tensor, None).id, name)
-
-    def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
-        if parameter is None or not parameter.is_leaf or parameter.grad is None:
-            return
-        gradient, weight = self.ledger.find(parameter.grad), self.ledger.find(parameter)
-        if gradient is not None and weight is not None:
-            self.marks.gradients[gradient.id] = weight.id
-            self._updating.add(gradient.id)
-
-    def _before_update(self) -> None:
-        for optimizer in self.place.live_optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._mark(self.marks.weights, parameter, "")
-        self.mark_gradients()
-
-    def _mark_states(self) -> None:
-        for optimizer in self.place.live_optimizers():
-            for state in optimizer.state.values():
-                for tensor in _torch.tree_leaves(state):
-                    if isinstance(tensor, torch.Tensor):
-                        entry = self.ledger.find(tensor)
-                        if entry is not None:
-                            self.marks.states.add(entry.id)
+        self.marks.updating.clear()
 
 
 def _made_outside(tensor: torch.Tensor) -> StepError:

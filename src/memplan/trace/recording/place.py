@@ -30,7 +30,7 @@ _KNOWN: dict[str, bool] = {}
 
 
 def is_users(filename: str) -> bool:
-    """Whether code is the user's, or of a package that is neither torch nor memplan nor of Python itself."""
+    """Return whether code is the user's, or of a package that is neither torch nor memplan nor of Python itself."""
     known = _KNOWN.get(filename)
     if known is None:
         path = os.path.abspath(filename)
@@ -111,14 +111,14 @@ class Place:
         return "forward"
 
     def live_modules(self) -> Iterator[nn.Module]:
-        """Every module seen that is still alive, in the order in which it was first seen."""
+        """Yield every module seen that is still alive, in the order in which it was first seen."""
         for reference in list(self.modules.values()):
             module = reference()
             if module is not None:
                 yield module
 
     def live_optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Every optimizer that has made an update and is still alive."""
+        """Yield every optimizer that has made an update and is still alive."""
         for reference in list(self.optimizers.values()):
             optimizer = reference()
             if optimizer is not None:

@@ -45,7 +45,7 @@ class Target:
 
 
 def choose_target(device: str | torch.device | None) -> Target:
-    """The device to plan for, and what has to be said about the choice.
+    """Return the device to plan for, and what has to be said about the choice.
 
     Raises:
         DeviceError: no such device in the catalogue, or none on this machine.
@@ -65,7 +65,7 @@ def choose_target(device: str | torch.device | None) -> Target:
 
 
 def own_card(place: torch.device | None = None) -> Device | None:
-    """This machine's GPU, the current one or the one of that name; None where there is none."""
+    """Return this machine's GPU, the current one or the one of that name; None where there is none."""
     if not torch.cuda.is_available():
         return None
     number = torch.cuda.current_device() if place is None or place.index is None else place.index
@@ -74,7 +74,7 @@ def own_card(place: torch.device | None = None) -> Device | None:
 
 
 def check_steps(steps: int) -> None:
-    """Raises UsageError unless ``steps`` is a whole number of at least 1."""
+    """Raise UsageError unless ``steps`` is a whole number of at least 1."""
     from memplan.errors import UsageError
 
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -177,7 +177,8 @@ def _one_process() -> Iterator[None]:
         init(**given)
 
     def in_order(self: Any) -> Iterator[int]:
-        """Which sample comes when is drawn from values that a recording has not, and does not matter to memory."""
+        """Yield the samples in order: which comes when is drawn from values that a recording has not, and does not
+        matter to memory."""
         return (number % len(self.data_source) for number in range(self.num_samples))
 
     with _torch.patched(DataLoader, __init__=init_here), _torch.patched(RandomSampler, __iter__=in_order):

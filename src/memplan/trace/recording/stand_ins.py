@@ -55,7 +55,7 @@ _CHOOSING = frozenset({"__lt__", "__le__", "__gt__", "__ge__"})
 
 
 def _called_as_a_function(frame: Any) -> bool:
-    """Whether a comparison was made by ``max(a, b)`` and its like, which choose a value and no branch."""
+    """Return whether a comparison was made by ``max(a, b)`` and its like, which choose a value and no branch."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
 
 
@@ -118,7 +118,7 @@ class Standins:
         self._redraws: int | None = None
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
-        """What ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
+        """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
         if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
             self._last_real = True
             return run(_torch.READ_SCALAR)
@@ -145,7 +145,7 @@ class Standins:
         return float(value) if tensor.dtype.is_floating_point else value
 
     def _tells_of_nan(self, entry: Entry | None, depth: int = 4) -> bool:
-        """Whether a value says that something is nan or infinite: no healthy step has any."""
+        """Return whether a value says that something is nan or infinite: no healthy step has any."""
         if entry is None or entry.op is None or entry.dtype != "bool":
             return False
         note = self._observer.notes[entry.op]
@@ -181,7 +181,7 @@ class Standins:
             yield
 
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What was assumed: branches first, then in the order of their first use."""
+        """Return what was assumed: branches first, then in the order of their first use."""
         rows = [
             Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
             for (kind, text, frame), count in self._found.items()
@@ -272,7 +272,7 @@ class Standins:
         return value
 
     def equal(self) -> bool:
-        """What ``torch.equal`` answers."""
+        """Return what ``torch.equal`` answers."""
         self._add("scalar", "two tensors were compared and taken as equal")
         self._decided()
         return True
@@ -299,7 +299,8 @@ class Standins:
 
 
 def _branches(frame: tuple[str, int] | None) -> bool:
-    """Whether a line of source branches; asked where a value leaves us as a plain float and can be followed no more."""
+    """Return whether a line of source branches; asked where a value leaves us as a plain float and can be followed no
+    more."""
     line = linecache.getline(*frame) if frame is not None else ""
     return _BRANCH.search(line) is not None
 

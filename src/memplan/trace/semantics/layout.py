@@ -14,7 +14,7 @@ Arguments = tuple[Any, ...]
 
 @functools.cache
 def simd() -> int:
-    """Floats in a vector register: the channel block of oneDNN's layouts.
+    """Return the floats in a vector register: the channel block of oneDNN's layouts.
 
     16 was verified on AVX512 and 8 on AVX2; elsewhere (ARM, plain x86) they are what oneDNN documents. Where the one
     of ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` is set without the other, oneDNN's are not torch's.
@@ -24,29 +24,29 @@ def simd() -> int:
 
 @functools.cache
 def has_amx() -> bool:
-    """Whether oneDNN multiplies bfloat16 with tiles: brgemm kernels, which want channels last."""
+    """Return whether oneDNN multiplies bfloat16 with tiles: brgemm kernels, which want channels last."""
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # in 2.13, not in 2.11
     return bool(capabilities.get("amx_bf16", False))
 
 
 @functools.cache
 def level_2_cache() -> int:
-    """Bytes of the L2 cache, which oneDNN sizes its buffers by."""
+    """Return the bytes of the L2 cache, which oneDNN sizes its buffers by."""
     return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Return the bytes of the tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def padded(n: int, block: int) -> int:
-    """The next multiple of ``block``."""
+    """Return the next multiple of ``block``."""
     return -(-n // block) * block
 
 
 def copied(tensor: torch.Tensor) -> int:
-    """Bytes of ``tensor.contiguous()``."""
+    """Return the bytes of ``tensor.contiguous()``."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
@@ -69,7 +69,7 @@ def suggests_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def copied_to(tensor: torch.Tensor, last: bool) -> int:
-    """Bytes of ``tensor.contiguous(memory_format)``, channels last or plain."""
+    """Return the bytes of ``tensor.contiguous(memory_format)``, channels last or plain."""
     if not last:
         return copied(tensor)
     form = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
@@ -77,12 +77,12 @@ def copied_to(tensor: torch.Tensor, last: bool) -> int:
 
 
 def space(sizes: Sequence[int]) -> int:
-    """Positions in the dimensions after batch and channel."""
+    """Return the number of positions in the dimensions after batch and channel."""
     return prod(sizes[2:])
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements fill a block of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(
         ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1), key=lambda p: p[1]

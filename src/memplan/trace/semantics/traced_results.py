@@ -20,7 +20,7 @@ TRAINING_NORM = "aten._native_batch_norm_legit_functional.default"
 
 
 def _with_statistics(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """A norm's results: in mixed precision the statistics have the parameters' dtype.
+    """Return a norm's results: in mixed precision the statistics have the parameters' dtype.
 
     Source: aten/src/ATen/native/Normalization.cpp (`batch_norm_cpu_update_stats_template`), layer_norm.cpp and
     group_norm.cpp (`param_scalar_type`).
@@ -32,7 +32,7 @@ def _with_statistics(args: Arguments, kwargs: Keywords, results: Sequence[Any]) 
 
 
 def _like_operands(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """A group norm's gradients in mixed precision: the input's has its dtype, the parameters' have theirs.
+    """Return a group norm's gradients in mixed precision: the input's has its dtype, the parameters' have theirs.
 
     Source: aten/src/ATen/native/group_norm.cpp, `native_group_norm_backward`.
     """
@@ -52,7 +52,7 @@ def _resized(args: Arguments, kwargs: Keywords, result: Any) -> Any:
 
 
 def _contiguous_gradient(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """The input's gradient of a layer norm, laid out in order whatever the input's layout.
+    """Return the input's gradient of a layer norm, laid out in order whatever the input's layout.
 
     Source: aten/src/ATen/native/layer_norm.cpp, `layer_norm_backward_cpu`.
     """
@@ -63,8 +63,8 @@ def _contiguous_gradient(args: Arguments, kwargs: Keywords, results: Sequence[An
 
 
 def _as_kernels_view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """A view with the strides that the kernel gives dimensions of size 1: other kernels look at them, too, to tell
-    which layout is meant."""
+    """Return a view with the strides that the kernel gives dimensions of size 1: other kernels look at them, too, to
+    tell which layout is meant."""
     if 1 not in result.shape:
         return result
     strides = _torch.view_strides(args[0], result.shape)
@@ -87,8 +87,8 @@ INSTEAD = recorded.INSTEAD
 
 
 def eager_arguments(target: str, args: Arguments, like: Any) -> Arguments:
-    """The arguments with which a kernel gives what eager mode gives on the CPU: there dropout multiplies by a mask of
-    the tensor's own dtype, so its scale is rounded to that.
+    """Return the arguments with which a kernel gives what eager mode gives on the CPU: there dropout multiplies by a
+    mask of the tensor's own dtype, so its scale is rounded to that.
 
     Args:
         target: the op.

@@ -38,8 +38,8 @@ def _backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether all are of one dtype that nothing is computed wider for, and the first is laid out in one of the usual
-    ways (of which dimensions of size 1 leave open which it is), without a size that is a symbol."""
+    """Return whether all are of one dtype that nothing is computed wider for, and the first is laid out in one of the
+    usual ways (of which dimensions of size 1 leave open which it is), without a size that is a symbol."""
     there = [one for one in tensors if one is not None]
     first, dtypes = there[0], {one.dtype for one in there}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
@@ -51,7 +51,7 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
 
 
 def _follow(tensor: torch.Tensor, order: Sequence[int]) -> bool:
-    """Whether the dimensions follow one another in memory so, without gaps."""
+    """Return whether the dimensions follow one another in memory so, without gaps."""
     sizes = [tensor.shape[dim] for dim in order]
     return all(tensor.stride(dim) == math.prod(sizes[at + 1 :]) for at, dim in enumerate(order))
 

@@ -117,7 +117,7 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
 
 
 def _in_place_weight_gradient(s: Shape) -> Work:
-    """The same for the weight's gradient; every group's channels are padded, there is no im2col."""
+    """Return the same for the weight's gradient; every group's channels are padded, there is no im2col."""
     few = s.depthwise and max(s.kernel) <= 3 and not s.dilated
     if _by_avx2(s) and s.groups == 1:
         return onednn_avx2.weight_gradient(s, last=True)
@@ -228,8 +228,8 @@ def _finish(work: Work, result: int, before: int) -> int:
 
 
 def resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """A transposed convolution of volumes, where oneDNN does not run: the result is made as large as the input, then
-    resized, which gives nothing back.
+    """Return a transposed convolution of volumes, where oneDNN does not run: the result is made as large as the input,
+    then resized, which gives nothing back.
 
     Source: aten/src/ATen/native/NaiveConvolutionTranspose3d.cpp, `slow_conv_transpose3d_cpu`.
     """

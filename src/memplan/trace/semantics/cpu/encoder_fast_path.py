@@ -19,14 +19,14 @@ def _linear(x: torch.Tensor, rows: int, into: int, out: int) -> int:
 
 
 def _spread(mask: torch.Tensor, scores: int) -> int:
-    """A mask that is no boolean becomes one, as large as the scores."""
+    """Convert a mask that is no boolean to one, as large as the scores."""
     return 0 if mask.dtype is torch.bool else scores
 
 
 def _attention(
     x: torch.Tensor, heads: int, mask: torch.Tensor | None, weights: bool = False, average: bool = False
 ) -> int:
-    """The peak: projections, then the scores beside queries, keys and values, then the output's projection."""
+    """Return the peak: projections, then the scores beside queries, keys and values, then the output's projection."""
     batch, length, width = x.shape
     unit, scores = bytes_of(x), batch * heads * length * length * x.element_size()
     rows, head = batch * length, width // heads

@@ -25,7 +25,7 @@ def _copied(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> int
 
 
 def _skips_columns(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
-    """A 1x1 kernel reads its input as it is."""
+    """Return no copy: a 1x1 kernel reads its input in place."""
     return prod(weight.shape[2:]) == 1 and all(s == 1 for s in stride) and not any(padding)
 
 
@@ -39,7 +39,7 @@ def forward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """The columns; with groups also the slices of input and output, which are put together at the end."""
+    """Return the columns; with groups also the slices of input and output, which are put together at the end."""
     batch, size = x.shape[0], x.element_size()
     copies = _copied(x, weight)
     if transposed:

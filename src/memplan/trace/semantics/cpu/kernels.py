@@ -19,7 +19,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def copies_of(*positions: int) -> Formula:
-    """The kernel works on ``contiguous()`` of these operands."""
+    """Return the kernel's copies: it works on ``contiguous()`` of these operands."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         return sum(copied(args[i]) for i in positions)
@@ -28,7 +28,7 @@ def copies_of(*positions: int) -> Formula:
 
 
 def copies_by_format(*positions: int) -> Formula:
-    """The kernel works on these operands in the memory format that the first of them suggests."""
+    """Return the kernel's copies of operands that are not in the memory format that the first of them suggests."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
         last = suggests_channels_last(args[positions[0]])
@@ -128,7 +128,7 @@ def to_common(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 
 
 def to_common_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """The same where the first operand is the result: cast twice, as operand and as output."""
+    """Return the same where the first operand is the result: cast twice, as operand and as output."""
     a, b = args[0], args[1]
     if not isinstance(b, torch.Tensor) or a.dtype is b.dtype:
         return 0
@@ -163,7 +163,7 @@ def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def unary(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """A function of integers computes on a cast of them."""
+    """Return the cast that a function of integers computes on."""
     return _cast(args[0], result.dtype)
 
 
@@ -173,8 +173,8 @@ def whole_only(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
 
 
 def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """One operand-sized temporary: native_dropout's scaled mask, its derivative's masked gradient, the working copy of
-    median and kthvalue."""
+    """Return one operand-sized temporary: native_dropout's scaled mask, its derivative's masked gradient, the working
+    copy of median and kthvalue."""
     return bytes_of(args[0])
 
 

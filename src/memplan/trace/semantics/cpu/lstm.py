@@ -20,7 +20,7 @@ _POINTERS = 4664
 
 
 def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Results of ``mkldnn_rnn_layer`` with oneDNN's workspace, where gradients are recorded."""
+    """Return the results of ``mkldnn_rnn_layer`` with oneDNN's workspace, where gradients are recorded."""
     output, hidden, cell, _ = result
     if not torch.is_grad_enabled():
         return result
@@ -30,13 +30,14 @@ def with_workspace(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 
 
 def with_both_biases(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Results of ``mkldnn_rnn_layer_backward``: of fake tensors, the two biases' gradients are one and the same."""
+    """Return the results of ``mkldnn_rnn_layer_backward``: of fake tensors, the two biases' gradients are one and the
+    same."""
     *before, bias, _, hidden, cell = result
     return *before, bias, torch.empty_like(bias), hidden, cell
 
 
 def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: int = _FLOAT) -> int:
-    """Bytes of the workspace: the gates, the new gate's hidden part, and five sets of states.
+    """Return the bytes of the workspace: the gates, the new gate's hidden part, and five sets of states.
 
     Three of the states are in float32 whatever the dtype: two of gradients, and the cell's.
     """
@@ -48,7 +49,7 @@ def workspace_bytes(steps: int, batch: int, inputs: int, hidden: int, itemsize: 
 
 
 def _leading(size: int, itemsize: int = _FLOAT) -> int:
-    """A row's length that avoids 4K aliasing: whole cache lines, but no multiple of 256."""
+    """Return a row's length that avoids 4K aliasing: whole cache lines, but no multiple of 256."""
     length = padded(size, 64 // itemsize)
     return length + 64 // itemsize if length % 256 == 0 else length
 
@@ -75,7 +76,7 @@ def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def _inference(steps: int, batch: int, inputs: int, hidden: int) -> int:
-    """A brgemm kernel, in blocks of 32 columns; the states' part is fitted to batches up to 64."""
+    """Return a brgemm kernel, in blocks of 32 columns; the states' part is fitted to batches up to 64."""
     weights = 4 * (inputs + hidden) * padded(hidden, 32) * _FLOAT
     gates = padded(steps * batch * 4 * hidden * _FLOAT, _PAGE)
     return weights + gates + 16 * batch * hidden * _FLOAT + _POINTERS

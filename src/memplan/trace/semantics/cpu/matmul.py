@@ -19,7 +19,7 @@ _PACKED_AT_MOST = 2 << 20
 
 
 def _matrix(tensor: torch.Tensor) -> bool:
-    """Whether BLAS can read it, plain or transposed."""
+    """Return whether BLAS can read it, plain or transposed."""
     (rows, columns), (over, along) = tensor.shape[-2:], tensor.stride()[-2:]
     return (along == 1 and over >= max(1, columns)) or (over == 1 and along >= max(1, rows))
 
@@ -33,7 +33,8 @@ def _to_onednn(a: torch.Tensor) -> bool:
 
 
 def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
-    """The second operand as oneDNN packs it in bfloat16: of a batch one matrix, of a large one what the cache takes."""
+    """Return the second operand as oneDNN packs it in bfloat16: of a batch one matrix, of a large one what the cache
+    takes."""
     if not _to_onednn(a):
         return 0
     return min(b.shape[-1] * b.shape[-2] * b.element_size(), _PACKED_AT_MOST)

@@ -62,15 +62,15 @@ class Shape:
         return self.pointwise and (not self.strided or divided)
 
     def wide_bytes(self, block: int = 1) -> int:
-        """Bytes of the input, its channels in blocks."""
+        """Return the bytes of the input, its channels in blocks."""
         return self.batch * padded(self.wide, block) * prod(self.wide_space) * self.itemsize
 
     def narrow_bytes(self, block: int = 1) -> int:
-        """Bytes of the output, its channels in blocks."""
+        """Return the bytes of the output, its channels in blocks."""
         return self.batch * padded(self.narrow, block) * prod(self.narrow_space) * self.itemsize
 
     def weight_bytes(self, wide_block: int = 1, narrow_block: int = 1) -> int:
-        """Bytes of the weight, its channels in blocks."""
+        """Return the bytes of the weight, its channels in blocks."""
         channels = padded(self.wide // self.groups, wide_block) * padded(self.narrow, narrow_block)
         return channels * prod(self.kernel) * self.itemsize
 
@@ -97,19 +97,19 @@ def group_block(s: Shape) -> int:
 
 
 def image_scratch(s: Shape, space: Sequence[int], channels: int, halo: bool) -> int:
-    """A padded image a thread and the accumulators (brgemm's ``inp_buffer``)."""
+    """Return a padded image a thread and the accumulators (brgemm's ``inp_buffer``)."""
     extra = [(k - 1) // 2 if halo else 0 for k in s.kernel]
     area = prod(n + e for n, e in zip(space, extra, strict=True))
     return torch.get_num_threads() * (area * channels * s.itemsize + 24_576)
 
 
 def to_unit_stride(s: Shape, channels: int) -> int:
-    """An image a thread of a strided 1x1 convolution's input, without what is skipped (``rtus``)."""
+    """Return an image a thread of a strided 1x1 convolution's input, without what is skipped (``rtus``)."""
     return torch.get_num_threads() * channels * prod(s.narrow_space) * s.itemsize
 
 
 def divided(blocks: int, most: int) -> int:
-    """Blocks of channels that a 1x1 kernel takes at a time: halved, or else a third, down to so many."""
+    """Return the blocks of channels that a 1x1 kernel takes at a time: halved, or else a third, down to so many."""
     while blocks > most and (blocks % 2 == 0 or blocks % 3 == 0):
         blocks //= 2 if blocks % 2 == 0 else 3
     return blocks
@@ -124,7 +124,7 @@ def weight_gradient_to_unit_stride(s: Shape, block: int) -> int:
 
 
 def _columns(s: Shape) -> int:
-    """An im2col of one group of one image; a slice of a volume at a time."""
+    """Return an im2col of one group of one image; a slice of a volume at a time."""
     if s.pointwise and not s.strided:
         return 0
     columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space) * s.itemsize

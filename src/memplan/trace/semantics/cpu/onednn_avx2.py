@@ -35,7 +35,7 @@ _MOST_NARROW_BLOCKS = 32
 
 
 def goes_by_columns(s: Shape) -> bool:
-    """Whether the forward goes by im2col, for its padding."""
+    """Return whether the forward goes by im2col, for its padding."""
     across = s.padding[-1]
     wider = s.kernel[-1] > _WIDE_KERNEL and s.strided and across > 0
     return across > min(_ROW, s.narrow_space[-1]) or wider or _padded_beyond(s)
@@ -54,7 +54,7 @@ def weight_gradient(s: Shape, last: bool = False) -> Work:
 
 
 def bias_gradient(s: Shape) -> int:
-    """What comes on top for the bias's gradient: sums of the threads, and its padded channels."""
+    """Return what comes on top for the bias's gradient: sums of the threads, and its padded channels."""
     sums = _sums(s.groups * _blocks(s.narrow // s.groups), _BLOCK, s.batch, torch.get_num_threads(), _BUFFER)[0]
     filled = padded(s.narrow, _BLOCK) * s.itemsize if s.narrow % _BLOCK else 0
     return (sums * s.itemsize + _BARRIERS if sums else 0) + filled
@@ -65,7 +65,7 @@ def _padded_beyond(s: Shape) -> bool:
 
 
 def _is_larger(s: Shape) -> bool:
-    """Whether the kernel is larger than the image, in any dimension but the last."""
+    """Return whether the kernel is larger than the image, in any dimension but the last."""
     return any(size > space for size, space in zip(s.kernel[:-1], s.wide_space[:-1], strict=True))
 
 
@@ -78,7 +78,7 @@ def _blocks(channels: int) -> int:
 
 
 def _threads_sums(s: Shape) -> int:
-    """Bytes of the weight's sums of threads that share it."""
+    """Return the bytes of the weight's sums of threads that share it."""
     threads = torch.get_num_threads()
     wide, narrow = _blocks(s.wide // s.groups), _blocks(s.narrow // s.groups)
     if not s.simple:

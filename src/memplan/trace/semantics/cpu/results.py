@@ -15,7 +15,7 @@ _NO_REDUCTION = 0
 
 
 def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
-    """A reduced loss whose 0-dim result lies in the storage of the unreduced one.
+    """Return a reduced loss whose 0-dim result lies in the storage of the unreduced one.
 
     Source: aten/src/ATen/native/BinaryOps.cpp and Loss.cpp: the loss is computed into the result, which is then reduced
     into itself; the storage keeps its size for as long as the loss lives.

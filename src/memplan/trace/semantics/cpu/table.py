@@ -25,7 +25,7 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Bytes that the kernel holds at its worst moment beyond what was there before and its results."""
+    """Return the bytes that the kernel holds at its worst moment beyond what was there before and its results."""
     formula = _FORMULAS.get(name)
     return 0 if formula is None else max(0, formula(args, kwargs, result))
 

@@ -27,7 +27,7 @@ def _taken(*sizes: int) -> tuple[int, ...]:
 
 
 def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
-    """The tensor as (batch, length, heads, head size)."""
+    """Return the tensor as (batch, length, heads, head size)."""
     return tensor.transpose(1, 2) if heads_first else tensor
 
 

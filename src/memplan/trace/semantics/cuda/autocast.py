@@ -52,7 +52,7 @@ class Autocast:
         self._running = False
 
     def copies(self) -> list[torch.Tensor]:
-        """The copies of weights in lower precision that are kept now."""
+        """Return the copies of weights in lower precision that are kept now."""
         return [copy for _, copy in self._copies.values()]
 
     def forget(self) -> None:
@@ -97,7 +97,7 @@ class Autocast:
         return any(self._on_card(tensor) for tensor in _tensors((*args, *kwargs.values())))
 
     def takes(self, value: Any) -> bool:
-        """Whether autocast would cast it: a floating-point tensor on the card, no float64."""
+        """Return whether autocast would cast it: a floating-point tensor on the card, no float64."""
         return (
             isinstance(value, torch.Tensor)
             and value.is_floating_point()
@@ -106,7 +106,8 @@ class Autocast:
         )
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """An argument, or each tensor in a list, in another dtype. The copy of a weight is kept and used again."""
+        """Return an argument, or each tensor in a list, in another dtype. The copy of a weight is kept and used
+        again."""
         if isinstance(value, (list, tuple)):
             return [self.cast(item, dtype) for item in value]
         if not self.takes(value) or value.dtype is dtype:
@@ -192,7 +193,7 @@ def _float(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
 
 
 def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """The op casts by itself: it is told to give float32, unless the user told it another dtype."""
+    """Ask an op that casts by itself for float32, unless the user asked it for another dtype."""
     if not state.takes(args[0]):
         return op, args, kwargs
     for position, argument in enumerate(_torch.arguments(op)):
@@ -206,7 +207,7 @@ def _float_by_dtype(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepare
 
 
 def _norm(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
-    """The overloads without a dtype become those with one."""
+    """Replace the overloads without a dtype by those with one."""
     dtype = torch.float32 if state.takes(args[0]) else args[0].dtype
     given = [*args]
     for argument in _torch.arguments(op)[len(args) :]:

@@ -56,7 +56,7 @@ class Replacements:
 def installed(
     on_card: OnCard, arch: Arch, chosen: Chosen, others: frozenset[Arch] = frozenset()
 ) -> Iterator[Replacements]:
-    """CUDA's choices for the time of a recording.
+    """Make CUDA's choices for the time of a recording.
 
     Args:
         on_card: whether a tensor stands for one on the card; for others the CPU's choice stays.
@@ -89,7 +89,7 @@ def _overload(name: str) -> Any:
 
 
 def enabled_now() -> Enabled:
-    """What `scaled_dot_product_attention` may choose from, as `torch.backends.cuda` and its contexts say now."""
+    """Return what `scaled_dot_product_attention` may choose from, as `torch.backends.cuda` and its contexts say now."""
     allowed, version = torch.backends.cuda, sdpa_choice.versions()
     order: list[Any] = [_BACKENDS[number] for number in dispatch.tried_in_order() if number in _BACKENDS]
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -128,7 +128,7 @@ class _Table:
         return dispatch.composite(_ATEN.softmax.int, x, dim, dtype)
 
     def log_softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The same for its logarithm."""
+        """Return the same for its logarithm."""
         if dtype is torch.float32 and x.dtype is torch.float16 and self._on_card(x):
             return _ATEN._log_softmax.default(x, dim, True)
         return dispatch.composite(_ATEN.log_softmax.int, x, dim, dtype)
@@ -247,7 +247,7 @@ _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", 
 def _acceptable(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> bool:
-    """Whether attention takes these at all; where it does not, its own implementation says so best."""
+    """Return whether attention takes these at all; where it does not, its own implementation says so best."""
     if len({t.dtype for t in (query, key, value)}) > 1 or min(t.dim() for t in (query, key, value)) < 2:
         return False
     if any(t.is_nested for t in (query, key, value)):
@@ -288,7 +288,7 @@ def _flash(call: _Call) -> torch.Tensor:
 
 
 def _efficient(call: _Call) -> torch.Tensor:
-    """A mask is added in the queries' dtype, its rows begin at multiples of 8 elements."""
+    """Lay a mask out to be added: in the queries' dtype, its rows beginning at multiples of 8 elements."""
     mask = call.mask
     if mask is not None:
         aligned = _aligned(_additive(mask, call.query.dtype))
@@ -309,7 +309,7 @@ _KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask of bools as one to add to the scores: 0 where it is true, minus infinity else."""
+    """Return a mask of bools as one to add to the scores: 0 where it is true, minus infinity else."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, mask.new_full((), 0.0, dtype=dtype), -math.inf)

@@ -35,7 +35,7 @@ def torch_version() -> Version:
 
 
 def workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None) -> int:
-    """Bytes of the workspace of one cuBLAS handle on one stream.
+    """Return the bytes of the workspace of one cuBLAS handle on one stream.
 
     8,519,680; 33,554,432 on sm_90 and, from 2.12 on, also on Blackwell (2.12 and 2.13: sm_10x and sm_12x; later
     sm_11x too). ``CUBLAS_WORKSPACE_CONFIG`` (":SIZE:COUNT" in KiB, repeated) overrides it; torch ignores, with
@@ -52,7 +52,7 @@ def workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], version
 
 
 def lt_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None) -> int:
-    """Bytes of the allocation that cuBLASLt works in: the cuBLAS workspace itself where `shared_with_lt`.
+    """Return the bytes of the allocation that cuBLASLt works in: the cuBLAS workspace itself where `shared_with_lt`.
 
     Otherwise 1 MiB, or ``CUBLASLT_WORKSPACE_SIZE`` (KiB); 2.11 never makes it larger than that of cuBLAS unless
     ``TORCH_CUBLASLT_UNIFIED_WORKSPACE=0``.
@@ -68,7 +68,7 @@ def lt_workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], vers
 
 
 def shared_with_lt(env: Mapping[str, str], version: Version | None = None) -> bool:
-    """Whether cuBLASLt works in the workspace of cuBLAS, so that no second one is taken.
+    """Return whether cuBLASLt works in the workspace of cuBLAS, so that no second one is taken.
 
     2.11: only with ``TORCH_CUBLASLT_UNIFIED_WORKSPACE=1``; 2.12 to 2.14: unless it is 0; from 2.15 on likewise, but
     only where workspaces are `kept`.
@@ -81,7 +81,7 @@ def shared_with_lt(env: Mapping[str, str], version: Version | None = None) -> bo
 
 
 def kept(env: Mapping[str, str], version: Version | None = None) -> bool:
-    """Whether a workspace stays with its handle and stream once taken, rather than for one op only.
+    """Return whether a workspace stays with its handle and stream once taken, rather than for one op only.
 
     Always up to 2.14; from 2.15 on only with ``TORCH_CUBLAS_WORKSPACE_CACHE=1``.
     """
@@ -155,7 +155,8 @@ def _bias_fits(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tens
 
 
 def _matrix(tensor: torch.Tensor) -> int:
-    """Bytes of the copy of a matrix that no leading dimension describes: Blas.cpp, prepare_matrix_for_cublas."""
+    """Return the bytes of the copy of a matrix that no leading dimension describes: Blas.cpp,
+    prepare_matrix_for_cublas."""
     rows, columns = tensor.shape[-2:]
     down, across = tensor.stride()[-2:]
     if down == 1 and across >= max(1, rows):
@@ -168,7 +169,8 @@ def _matrix(tensor: torch.Tensor) -> int:
 
 
 def product(*positions: int) -> Any:
-    """Temporaries of a product: copies of the operands whose strides cuBLAS cannot take, e.g. expanded gradients.
+    """Return the temporaries of a product: copies of the operands whose strides cuBLAS cannot take, e.g. expanded
+    gradients.
 
     Source: native/cuda/Blas.cpp. Reduced precision needs no copy in float32, and a bias none in the result's shape.
     """

@@ -40,7 +40,7 @@ def uses_batch_norm(
     epsilon: float,
     enabled: bool = True,
 ) -> Choice:
-    """Whether ``batch_norm`` on CUDA is cuDNN's: the same rule in 2.11 to 2.15.
+    """Return whether ``batch_norm`` on CUDA is cuDNN's: the same rule in 2.11 to 2.15.
 
     ``enabled`` is ``torch.backends.cudnn.enabled``. Source: native/Normalization.cpp, _select_batch_norm_backend.
     """
@@ -71,7 +71,7 @@ def _persistent(x: torch.Tensor, training: bool) -> bool:
 
 
 def batch_norm_reserve_bytes(x: torch.Tensor, training: bool) -> Interval:
-    """Bytes of what cuDNN's batch norm keeps for its backward, as an interval.
+    """Return the bytes of what cuDNN's batch norm keeps for its backward, as an interval.
 
     0 without training. torch asks for the norm alone (CUDNN_BATCHNORM_OPS_BN), which needs no mask of an activation:
     0 is expected, and other frameworks take the call for granted only where it is 0. cuDNN does not document it, so
@@ -81,7 +81,7 @@ def batch_norm_reserve_bytes(x: torch.Tensor, training: bool) -> Interval:
 
 
 def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Interval:
-    """Bytes of the transient workspace of cuDNN's batch norm.
+    """Return the bytes of the transient workspace of cuDNN's batch norm.
 
     Not documented. The upper end is two sums in float32 a channel for every multiprocessor, for the persistent kernel
     only: it has to exchange them between blocks.
@@ -92,7 +92,8 @@ def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch) -> I
 def rnn_weight_bytes(
     kind: Kind, inputs: int, hidden: int, layers: int, bidirectional: bool, itemsize: int, projection: int = 0
 ) -> int:
-    """Bytes of all weights and biases in one buffer: cuDNN keeps two biases a gate, whether or not torch has any.
+    """Return the bytes of all weights and biases in one buffer: cuDNN keeps two biases a gate, whether or not torch has
+    any.
 
     Where a module's weights are not views of one buffer (never flattened, or moved since), ``_cudnn_rnn`` makes
     such a buffer at every call and the graph keeps it. Source: cudnn/RNN.cpp.
@@ -117,7 +118,7 @@ def rnn_reserve_bytes(
     itemsize: int,
     projection: int = 0,
 ) -> Interval:
-    """Bytes of what cuDNN's recurrent network keeps for its backward, as an interval.
+    """Return the bytes of what cuDNN's recurrent network keeps for its backward, as an interval.
 
     The lower end is, for every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and
     the cell), 6 for a GRU, 1 for a plain network, and the output of every layer but the last. That is exactly
@@ -148,7 +149,7 @@ def rnn_workspace_bytes(
     itemsize: int,
     projection: int = 0,
 ) -> Interval:
-    """Bytes of the transient workspace of cuDNN's recurrent network, as an interval.
+    """Return the bytes of the transient workspace of cuDNN's recurrent network, as an interval.
 
     The upper end is what cuDNN asked for in pytorch#2895: another copy of the matrices, and three states a gate less
     one for every layer (17,730,560 and 13,169,920 bytes there). Persistent kernels need less: the lower end is 0.
@@ -176,7 +177,7 @@ class RecurrentCall(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
-        """From the arguments of ``aten._cudnn_rnn.default``."""
+        """Read the arguments of ``aten._cudnn_rnn.default``."""
         x, batch_sizes = args[0], args[14]
         if batch_sizes:
             steps, batch = 1, x.shape[0]
@@ -200,14 +201,14 @@ class RecurrentCall(NamedTuple):
         )
 
     def reserve(self) -> Interval:
-        """Bytes of the reserve, nothing without training."""
+        """Return the bytes of the reserve, nothing without training."""
         if not self.training:
             return 0, 0
         sizes = (self.steps, self.batch, self.hidden, self.layers, self.bidirectional)
         return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection)
 
     def workspace(self) -> Interval:
-        """Bytes of the transient workspace."""
+        """Return the bytes of the transient workspace."""
         sizes = (self.inputs, self.batch, self.hidden, self.layers, self.bidirectional, self.itemsize)
         return rnn_workspace_bytes(self.kind, *sizes, self.projection)
 

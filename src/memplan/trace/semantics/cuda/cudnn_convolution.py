@@ -91,7 +91,7 @@ def is_depthwise(x: torch.Tensor, weight: torch.Tensor, transposed: bool, groups
 
 
 def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
-    """Where cuDNN's depthwise kernel was found faster in contiguous float16.
+    """Return where cuDNN's depthwise kernel was found faster in contiguous float16.
 
     Source: native/Convolution.cpp, use_cudnn_depthwise and check_cudnn_depthwise_workload_with_filter. From 2.14 on
     a setting of torch can override this.
@@ -156,7 +156,8 @@ def backing(
 
 
 def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
-    """Bytes of all three tensors in channels last, with channels padded to 16 bytes, where the tensor cores want them.
+    """Return the bytes of all three tensors in channels last, with channels padded to 16 bytes, where the tensor cores
+    want them.
 
     Source: cuDNN's developer guide, "Conversion between FP32 and FP16" and "Tensor Core operations" on padding.
     """
@@ -172,7 +173,7 @@ def _layout(shape: _Shape, channels_last: bool, tensor_cores: bool) -> int:
 
 
 def _winograd(shape: _Shape) -> int:
-    """Bytes of F(4x4, 3x3): 36 values in float32 for every 16 of the images, and 36 for every filter."""
+    """Return the bytes of F(4x4, 3x3): 36 values in float32 for every 16 of the images, and 36 for every filter."""
     if not shape.winograd:
         return 0
     images = shape.batch * (shape.inputs * shape.large + shape.outputs * shape.small)
@@ -180,14 +181,15 @@ def _winograd(shape: _Shape) -> int:
 
 
 def _columns(shape: _Shape) -> int:
-    """Bytes of the explicit product: every patch of every image as a column."""
+    """Return the bytes of the explicit product: every patch of every image as a column."""
     if shape.kernel == 1:
         return 0
     return shape.batch * shape.inputs * shape.kernel * shape.small * shape.itemsize
 
 
 def _fourier(shape: _Shape) -> int:
-    """Bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, where kernels fit a tile."""
+    """Return the bytes of tiled FFTs: complex float32 spectra of 32 x 17 for images and filters, where kernels fit a
+    tile."""
     if shape.ranks != 2 or shape.kernel >= _FFT_TILE**2 or shape.groups > 1:
         return 0
     tiles = -(-shape.large // (_FFT_TILE // 2) ** 2)
@@ -197,7 +199,8 @@ def _fourier(shape: _Shape) -> int:
 
 
 def _split(shape: _Shape, arch: Arch) -> int:
-    """Bytes of partial weight gradients in float32: as many as fill the card twice with tiles of 128 x 128."""
+    """Return the bytes of partial weight gradients in float32: as many as fill the card twice with tiles of 128 x
+    128."""
     high = -(-shape.outputs // shape.groups // _TILE)
     wide = -(-(shape.inputs // shape.groups * shape.kernel) // _TILE)
     splits = max(1, 2 * arch.multiprocessors // max(1, high * wide * shape.groups))
@@ -208,7 +211,8 @@ def _split(shape: _Shape, arch: Arch) -> int:
 def convolution_workspace(
     args: tuple[Any, ...], result: Any, arch: Arch, *, benchmark: bool = False, backward: bool = False
 ) -> Workspace:
-    """Bytes of the transient workspace of ``aten.convolution`` or ``aten.convolution_backward``, as an interval.
+    """Return the bytes of the transient workspace of ``aten.convolution`` or ``aten.convolution_backward``, as an
+    interval.
 
     The upper end, with cuDNN's heuristics: a layout in channels last with padded channels, and beside it the larger of
     Winograd's transform (3x3, stride 1), the columns of an explicit product (3d, and 2d in float64), and for
@@ -251,7 +255,8 @@ def convolution_workspace(
 
 
 def copies(backward: bool) -> Any:
-    """Temporaries of `convolution` beside the workspace: the operands in the memory format that cuDNN computes in.
+    """Return the temporaries of `convolution` beside the workspace: the operands in the memory format that cuDNN
+    computes in.
 
     Source: native/Convolution.cpp, _convolution and convolution_backward.
     """

@@ -28,7 +28,8 @@ def _taken(*sizes: int) -> tuple[int, ...]:
 
 
 def radix_sort_bytes(count: int, key: int, value: int) -> int:
-    """Bytes that CUB's radix sort of pairs takes: the other half of each double buffer; its histograms are left out."""
+    """Return the bytes that CUB's radix sort of pairs takes: the other half of each double buffer; its histograms are
+    left out."""
     return count * (key + value)
 
 

@@ -30,7 +30,7 @@ def _taken(*sizes: int) -> tuple[int, ...]:
 
 
 def copies_by_format(*positions: int) -> Formula:
-    """The kernel works on these operands in the memory format that the first of them suggests."""
+    """Return the kernel's copies of operands that are not in the memory format that the first of them suggests."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         last = suggests_channels_last(args[positions[0]])
@@ -76,7 +76,7 @@ def cross_entropy_with_logits(
 
 
 def together(first: Formula, second: Formula) -> Formula:
-    """What two formulas say of one op."""
+    """Return what two formulas say of one op."""
     return lambda args, kwargs, result, arch: (*first(args, kwargs, result, arch), *second(args, kwargs, result, arch))
 
 

@@ -28,7 +28,7 @@ def _taken(*sizes: int) -> tuple[int, ...]:
 
 
 def _accumulated(dtype: torch.dtype) -> int:
-    """Bytes of an element of the type that sums are kept in."""
+    """Return the bytes of an element of the type that sums are kept in."""
     return 8 if dtype is torch.float64 else 4
 
 
@@ -66,7 +66,7 @@ def rms_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def copies_of(*positions: int) -> Formula:
-    """The kernel works on ``contiguous()`` of these operands, and on nothing else of its own."""
+    """Return the kernel's copies: it works on ``contiguous()`` of these operands, and on nothing else of its own."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         return _taken(*(copied(args[i]) for i in positions))
@@ -95,7 +95,7 @@ def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 
 
 def _last_power(n: int) -> int:
-    """The greatest power of two that is at most ``n``."""
+    """Return the greatest power of two that is at most ``n``."""
     return 1 << (max(1, n).bit_length() - 1)
 
 
@@ -115,7 +115,7 @@ def _last(x: torch.Tensor) -> bool:
 
 
 def _staging(x: torch.Tensor, sums: int) -> int:
-    """Bytes of partial sums over a grid of blocks, in channels last."""
+    """Return the bytes of partial sums over a grid of blocks, in channels last."""
     channels = x.shape[1]
     blocks = _grid_rows(x.numel() // max(1, channels), channels)
     return sums * channels * blocks * _accumulated(x.dtype) if blocks > 1 else 0
@@ -151,7 +151,7 @@ def batch_norm(training: int) -> Formula:
 
 
 def _flattened(x: torch.Tensor) -> int:
-    """Bytes of the copy that reshaping to (batch, channels, rest) makes."""
+    """Return the bytes of the copy that reshaping to (batch, channels, rest) makes."""
     if x.is_contiguous() or x.dim() <= 3:
         return 0
     step = x.stride(-1)

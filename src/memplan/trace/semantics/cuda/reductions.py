@@ -36,7 +36,8 @@ class _Dim:
 
 
 def staging(x: torch.Tensor, dims: Sequence[int], accumulator: int, arch: Arch) -> tuple[int, ...]:
-    """Bytes of the buffer and of the semaphores that reducing ``x`` over ``dims`` takes; () where no block shares.
+    """Return the bytes of the buffer and of the semaphores that reducing ``x`` over ``dims`` takes; () where no block
+    shares.
 
     ``accumulator``: bytes of what is carried along for one result.
     """
@@ -77,7 +78,7 @@ def _clamped(value: int, least: int, most: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The largest power of two up to ``n``."""
+    """Return the largest power of two up to ``n``."""
     return 1 << (max(1, n).bit_length() - 1)
 
 
@@ -98,7 +99,7 @@ def _vector(x: torch.Tensor, loop: Sequence[_Dim], first: int) -> int:
 
 
 def _loop(x: torch.Tensor, dims: Sequence[int]) -> list[_Dim]:
-    """The dimensions as TensorIterator orders them, reduced ones first and fast ones first, and merges them."""
+    """Return the dimensions as TensorIterator orders them, reduced ones first and fast ones first, and merges them."""
     over = {d % max(1, x.dim()) for d in dims} if dims else set(range(x.dim()))
     step, found = 1, list[_Dim]()
     for i in reversed(range(x.dim())):
@@ -152,7 +153,7 @@ def _dims(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> list[
 
 
 def reduction(position: int, accumulator: int | None = None) -> Any:
-    """A formula for an op whose dimensions are the argument at ``position``; none where it is beyond all."""
+    """Return a formula for an op whose dimensions are the argument at ``position``; none where it is beyond all."""
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         x = args[0]

@@ -21,7 +21,7 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like this one, in float32 where it is in half precision."""
+    """Return a tensor like this one, in float32 where it is in half precision."""
     return tensor.new_empty(tensor.shape, dtype=torch.float32) if tensor.dtype in _REDUCED else tensor
 
 

@@ -81,7 +81,8 @@ class _Call:
 
 
 def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
-    """The order in which torch tries the kernels unless the user sets one: cuDNN first on sm_90, sm_100 and sm_103."""
+    """Return the order in which torch tries the kernels unless the user sets one: cuDNN first on sm_90, sm_100 and
+    sm_103."""
     if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return _DEFAULT
     preferred = arch[0] in (9, 10) and arch[1] in (0, 3) and cudnn_version > 91500
@@ -90,7 +91,8 @@ def default_order(arch: Arch, cudnn_version: int) -> tuple[Kernel, ...]:
 
 @cache
 def versions() -> tuple[tuple[int, int], int]:
-    """This torch's version, and the version of cuDNN that it runs with on CUDA (by its wheel, where there is none)."""
+    """Return this torch's version, and the version of cuDNN that it runs with on CUDA (by its wheel, where there is
+    none)."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     table = _CUDNN_OF_TORCH.get((major, minor), max(_CUDNN_OF_TORCH.values()))
     found = torch.backends.cudnn.version() if torch.version.cuda else None
@@ -110,7 +112,7 @@ def choose(
     arch: Arch,
     enabled: Enabled,
 ) -> Choice:
-    """The kernel that `scaled_dot_product_attention` would run on a card of this architecture.
+    """Return the kernel that `scaled_dot_product_attention` would run on a card of this architecture.
 
     Args:
         query, key, value, mask, dropout_p, is_causal, scale, enable_gqa: its arguments. Whether gradients will be

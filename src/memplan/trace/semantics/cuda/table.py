@@ -23,7 +23,7 @@ _INDEXED = frozenset(
 
 
 def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool]) -> Semantics:
-    """The semantics of one recording for a card: which workspaces are there already is its state.
+    """Return the semantics of one recording for a card: which workspaces are there already is its state.
 
     ``stream()`` tells the number of the current stream, ``on_card`` whether a tensor lies on the card.
     """
@@ -31,7 +31,8 @@ def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torc
 
 
 def is_own(name: str) -> bool:
-    """Whether CUDA computes an op by a library or a kernel of its own, rather than as the CPU does, only elsewhere."""
+    """Return whether CUDA computes an op by a library or a kernel of its own, rather than as the CPU does, only
+    elsewhere."""
     return name in cublas.USES or name.startswith(_CHOSEN)
 
 
@@ -61,7 +62,7 @@ class _Kernels:
         }
 
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
-        """The storages that an op's kernel takes for itself."""
+        """Return the storages that an op's kernel takes for itself."""
         found: list[Extra] = []
         if name in cublas.USES or name in encoder_fast_path.FORMULAS:
             found += self._products(name, args, kwargs, result, in_backward)
@@ -125,7 +126,7 @@ class _Kernels:
         return [*(self._taken("cublas", in_backward) if taken.product else ()), own]
 
     def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """Where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""
+        """Return where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""
         x, weight, bias, mean, variance, training, _, epsilon = args
         enabled = torch.backends.cudnn.enabled
         if not cudnn.uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
@@ -135,7 +136,8 @@ class _Kernels:
         return [Extra(high, low=low, owner=result[2]), Extra(most, low=least, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
-        """A reserve that lives as long as the empty one of a fake tensor, a workspace, once the states of dropout."""
+        """Return a reserve that lives as long as the empty one of a fake tensor, a workspace, once the states of
+        dropout."""
         call = cudnn.RecurrentCall.of(args)
         (low, high), (least, most) = call.reserve(), call.workspace()
         found = [Extra(high, low=low, owner=result[3]), Extra(most, low=least, workspace=True)]

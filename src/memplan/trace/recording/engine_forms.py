@@ -1,0 +1,65 @@
+"""Ops that autograd's engine runs in another form under a dispatch mode than without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.trace.recording.ledger import Ledger, Note
+from memplan.trace.semantics.layout import is_dense
+
+_ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
+_SOON = 3
+"""Ops that may lie between zeros and what a derivative formula writes into them (the indices, say)."""
+
+
+class EngineForms:
+    """Recognizes the ops that the engine would run in place if nothing watched it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._last_reference: tuple[int, int] | None = None
+        self.calibrating: list[tuple[int, int]] | None = None
+
+    def is_on_zeros(self, target: Any, notes: Sequence[Note]) -> bool:
+        """Return whether a derivative formula writes into zeros that it has just made.
+
+        Without a dispatch mode it does so in place; under one it takes the functional form, which makes another tensor
+        (torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`).
+        """
+        if not _torch.in_backward() or torch.is_grad_enabled() or not notes:
+            return False
+        entry = self._ledger.find(target)
+        if entry is None or entry.op is None or notes[entry.op].name not in _ZEROS:
+            return False
+        since = notes[entry.op + 1 :]
+        if len(since) > _SOON or any(entry.id == read for note in since for _, read in note.reads):
+            return False
+        return _torch.called_by_engine()
+
+    def calibrate(self) -> None:
+        """Learn how often a tensor is referenced that only the engine's buffer holds. Call it under the mode."""
+        self.calibrating = []
+        x = torch.ones(2, requires_grad=True)
+        y = x * 2
+        (y.sigmoid() + y.tanh()).sum().backward()
+        self._last_reference = self.calibrating[0] if self.calibrating else None
+        self.calibrating = None
+
+    def is_engine_sum(self, args: tuple[Any, ...]) -> bool:
+        """Return whether the engine adds a second gradient to one that nobody else holds.
+
+        Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`);
+        under one it cannot, so we do, lest every sum of two gradients count a storage too many.
+        """
+        if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
+            return False
+        held, other = args[0], args[1]
+        if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:
+            return False
+        if _torch.use_counts(held) != self._last_reference or not is_dense(held):
+            return False
+        return _torch.called_by_engine()

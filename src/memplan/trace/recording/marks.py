@@ -1,0 +1,83 @@
+"""Which storages modules, gradients and optimizers hold, while a step is recorded."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.trace.recording.ledger import Ledger
+from memplan.trace.recording.place import Place
+
+
+class Marks:
+    """Facts about storages that no op shows: who holds them. Ids of entries; with names where there are any."""
+
+    def __init__(self, place: Place, ledger: Ledger) -> None:
+        self.weights: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
+        self.gradients: dict[int, int] = {}
+        """Gradient -> the weight it belongs to."""
+        self.states: set[int] = set()
+        self.found_inf: set[int] = set()
+        self.workspaces: set[int] = set()
+        self.updating: set[int] = set()
+        """Gradients, and what was made of them since the last backward pass."""
+        self.loose: list[weakref.ref[nn.Parameter]] = []
+        """Parameters met in an op before any module or optimizer named them."""
+        self._place = place
+        self._ledger = ledger
+
+    def mark_gradients(self) -> None:
+        """Look up every parameter's gradient."""
+        for reference in self.loose:
+            self._mark_gradient(reference())
+        for module in self._place.live_modules():
+            for parameter in module.parameters(recurse=False):
+                self._mark_gradient(parameter)
+        for optimizer in self._place.live_optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._mark_gradient(parameter)
+
+    def mark_modules(self) -> None:
+        """Look up the storages of every module's parameters and buffers, as they are now."""
+        for module in self._place.live_modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                for inner in _torch.inner_tensors(parameter).values():
+                    self.add(self.weights, inner, name)
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                self.add(self.buffers, buffer, name)
+
+    def add(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
+        """Note the name of a tensor's storage, unless it has one."""
+        if tensor is not None:
+            names.setdefault(self._ledger.entry(tensor, None).id, name)
+
+    def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
+        if parameter is None or not parameter.is_leaf or parameter.grad is None:
+            return
+        gradient, weight = self._ledger.find(parameter.grad), self._ledger.find(parameter)
+        if gradient is not None and weight is not None:
+            self.gradients[gradient.id] = weight.id
+            self.updating.add(gradient.id)
+
+    def before_update(self) -> None:
+        """Look up every parameter that an optimizer updates, and its gradient."""
+        for optimizer in self._place.live_optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.add(self.weights, parameter, "")
+        self.mark_gradients()
+
+    def mark_states(self) -> None:
+        """Look up every tensor of every optimizer's state."""
+        for optimizer in self._place.live_optimizers():
+            for state in optimizer.state.values():
+                for tensor in _torch.tree_leaves(state):
+                    if isinstance(tensor, torch.Tensor):
+                        entry = self._ledger.find(tensor)
+                        if entry is not None:
+                            self.states.add(entry.id)
