@@ -144,7 +144,9 @@ def _converter(rows: bool) -> Converter:
             row = tuple[tuple(hints.values())]
             read_row = converter.get_structure_hook(row)
             return lambda plain, _: kind(*read_row(plain, row))
-        hooks = {name: override(struct_hook=converter.get_structure_hook(hint)) for name, hint in hints.items()}
+        hooks: dict[str, Any] = {
+            name: override(struct_hook=converter.get_structure_hook(hint)) for name, hint in hints.items()
+        }
         read = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hooks)
         return _only(dict, "a mapping", read)
 

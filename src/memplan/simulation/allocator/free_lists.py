@@ -99,10 +99,10 @@ class ChunkPool:
         """How often it was asked for a chunk, counted where garbage is collected: the clock of a chunk's age."""
         self.chunks: dict[int, Chunk] = {}
         """All of its free chunks by address, those without memory, too."""
-        self._free: dict[int, SortedList[int]] = {}
-        self._parked: dict[int, SortedList[int]] = {}
+        self._free: dict[int, SortedList] = {}
+        self._parked: dict[int, SortedList] = {}
         """Free chunks of expandable segments where these may serve no request."""
-        self._unmapped: dict[int, SortedList[int]] = {}
+        self._unmapped: dict[int, SortedList] = {}
 
     def add(self, chunk: Chunk) -> None:
         """Put in a free chunk; its age begins anew."""
