@@ -31,7 +31,7 @@ from benchmarks.frontier.models import MODELS, TITLES  # noqa: E402
 from memplan.planning.capture.flat_call import Call, call_of  # noqa: E402
 from memplan.planning.capture.loss_module import with_loss  # noqa: E402
 from memplan.planning.graph.joint_graph import RESIDENT  # noqa: E402
-from memplan.planning.levers.lever import GradientUse
+from memplan.planning.levers.lever import GradientUse  # noqa: E402
 from memplan.planning.planner import Planner  # noqa: E402
 from memplan.planning.settings import Settings  # noqa: E402
 from memplan.planning.study import Planned  # noqa: E402
@@ -87,7 +87,8 @@ def rows_of(model: str) -> Iterator[Row]:
         eager, floor = study.eager_peak(settings), study.search(settings).floor().peak
         budgets = {f"{tenth / 10}": eager * tenth // 10 for tenth in range(9, 0, -1) if eager * tenth // 10 >= floor}
         for name, budget in {**budgets, "floor": floor}.items():
-            found = measured(study.planned(Settings(budget, gradients=GradientUse(adds=held), costs="roofline")), step, call, held=held)
+            settings = Settings(budget, gradients=GradientUse(adds=held), costs="roofline")
+            found = measured(study.planned(settings), step, call, held=held)
             yield {"model": model, "held": held, "budget": budget, "of_eager": name, "eager": eager, **found}
 
 
