@@ -17,6 +17,7 @@ from memplan.errors import BudgetError, CompileError
 from memplan.planning import planner
 from memplan.planning import settings as settings_
 from memplan.planning import study as study_
+from memplan.planning import study as studying
 from memplan.planning.capture import recapture
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
@@ -130,7 +131,7 @@ def _study() -> study_.Study:
 def _takes(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     """Let a step in channels last take so many times what it takes as it is."""
     own = _study().captured.graph
-    monkeypatch.setattr(planner, "step_seconds", lambda graph: 1.0 if graph is own else times)
+    monkeypatch.setattr(studying, "step_seconds", lambda graph: 1.0 if graph is own else times)
 
 
 @pytest.mark.parametrize(("times", "first"), [(0.9, True), (1.05, True), (1.5, False)])

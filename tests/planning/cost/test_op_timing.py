@@ -260,7 +260,7 @@ def test_encodings_are_measured_by_what_runs() -> None:
         found.append(priced.forms)
     for small, large in zip(*found, strict=True):
         assert large.store_seconds > small.store_seconds > 0
-        assert (large.decode_seconds > 0) == large.whole
+        assert (large.fetch_seconds > 0) == large.whole
         assert large.direct_seconds >= 0
         assert large.use_seconds == large.store_seconds + large.direct_seconds
     assert [one.how for one in found[1]] == ["sign", "index", "bits"]

@@ -50,5 +50,5 @@ def test_products_in_groups_run_as_one_kernel(capfd: pytest.CaptureFixture[str])
 def test_each_is_torchs_own() -> None:
     a, b = torch.randn(48, 64), torch.randn(3, 64, 32)
     ends = torch.tensor([10, 30, 48], dtype=torch.int32)
-    for torchs, ours in decompositions.decompositions().items():
+    for torchs, ours in decompositions._corrected().items():
         assert torch.equal(ours(a, b, ends), torchs(a, b, ends))

@@ -323,7 +323,7 @@ def test_groups_lead_back_to_the_layers_that_were_written(made: Callable[..., Ma
     lines = Path(__file__).read_text().splitlines()
     line = next(at for at, line in enumerate(lines, 1) if "F.gelu(self.norm" in line)
     assert norm.where is not None
-    assert norm.where.endswith(f"test_fusion.py:{line}")
+    assert norm.where.endswith(f"test_fusion_report.py:{line}")
     forward = [group.layers for group in groups if group.phase == "forward" and "copy_" not in group.kernel]
     assert forward == [("conv",), ("norm",), ("middle",), ("layer_norm",), ("last",), ("norm",)]  # its batches
     backward = {layer for group in groups if group.phase == "backward" for layer in group.layers}

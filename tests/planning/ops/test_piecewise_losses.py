@@ -24,6 +24,7 @@ from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.levers import in_place as forms
+from memplan.planning.ops.pieces import PIECE
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
@@ -85,7 +86,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-SHAPES = [(1, 5), (2, 1), (40, 7), (129, 33), (17, 4099), (3, forms.PIECE + 3), (5, 3, 1, 7), (9, 4, 11, 13)]
+SHAPES = [(1, 5), (2, 1), (40, 7), (129, 33), (17, 4099), (3, PIECE + 3), (5, 3, 1, 7), (9, 4, 11, 13)]
 
 
 @pytest.mark.parametrize("reduction", [NONE, MEAN, SUM])

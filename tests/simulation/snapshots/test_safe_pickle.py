@@ -140,7 +140,7 @@ def test_tricks_take_no_memory_and_end_no_process() -> None:
 import resource, struct
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 from memplan.errors import SnapshotFormatError
-from memplan.simulation.pickles import load_plain
+from memplan.simulation.snapshots.safe_pickle import load_plain
 deep = 10 ** 6
 for tricky in (
     b"]r" + struct.pack("<I", 2**32 - 1) + b".",
