@@ -32,7 +32,8 @@ class _Walk:
         trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
         self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
-        self.can = can = {("receive", None, None): (set[int](), self.tangents, 0)}  # what is read, made, and scratch
+        self.can = can = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
+        can["receive", None, None] = set(), self.tangents, 0  # what is read, what is made, and scratch
         for f in graph.forms:
             can["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch
             if f.whole:
