@@ -351,16 +351,16 @@ def _remake(tape: Tape, draw: random.Random) -> None:
 
 def _keep_parts(tape: Tape, draw: random.Random | None) -> None:
     """Forms of another lever that are fetched with some of what the value was made of."""
-    for op in tape.ops if draw is not None else ():
+    if draw is None:
+        return
+    for op in tape.ops:
         if op.phase == "backward" or len(op.makes) != 1 or draw.random() < 0.4:
             continue
         (value,) = op.makes
         half = tape.value("encoded", max(tape.values[value].bytes // 2, 1))
         also = tuple(sorted(draw.sample(op.reads, draw.randint(1, len(op.reads)))))
-        seconds, scratch = draw.randint(1, 5) * 1e-4, [draw.choice([0, 20, 300]) for _ in range(2)]
-        tape.forms.append(
-            KeptForm("part", value, half, "part", seconds, 3 * seconds, *scratch, also_reads=also)
-        )  # fmt: skip
+        seconds, store, fetch = draw.randint(1, 5) * 1e-4, draw.choice([0, 20, 300]), draw.choice([0, 20, 300])
+        tape.forms.append(KeptForm("part", value, half, "part", seconds, 3 * seconds, store, fetch, also_reads=also))
 
 
 def _decorate(tape: Tape, draw: random.Random, sizes: Sequence[int]) -> None:

@@ -77,7 +77,7 @@ def _by_cause(explanation: Explanation, page: Page) -> Table:
     rows = sorted((row for row in rows if row[1] or row[2]), key=lambda row: (-row[1], -row[2]))
     block = "#" if page.ascii_only else "█"
     fields = [
-        name_field("By cause", lambda row: LABELS.get(row[0], row[0]), 12, from_left=False),
+        name_field("By cause", lambda row: LABELS.get(str(row[0]), str(row[0])), 12, from_left=False),
         number_field("at the peak", lambda row: row[1]),
         number_field("share", lambda row: row[1], lambda size: _share(size, peak), drop=1),
         Field("", lambda row: block * round(_BAR * row[1] / peak) if peak else "", drop=3),

@@ -216,7 +216,8 @@ class _Encodings:
     """Finds the encodings of one graph."""
 
     def __init__(self, graph: JointGraph, save: Save) -> None:
-        self.graph, self.save = graph, save
+        self.graph = graph
+        self.save: Save = save
         self.readers: dict[int, list[GraphOp]] = defaultdict(list)
         """Backward ops that read each value."""
         for op in graph.backward_ops:

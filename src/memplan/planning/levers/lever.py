@@ -79,8 +79,11 @@ class PlannedStep(Protocol):
     """What a lever may ask about a planned step, to give its reasons."""
 
     graph: JointGraph
-    seconds: Mapping[int, float]
-    """Seconds that each value adds to the step, by id; of several that one op makes again, the first has them."""
+
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """Seconds that each value adds to the step, by id; of several that one op makes again, the first has them."""
+        ...
 
     def is_saved(self, value: int) -> bool:
         """Return whether the value itself is kept between the passes."""
@@ -184,18 +187,18 @@ class Lever(Protocol):
 
     def store(self, graph: JointGraph, form: KeptForm) -> Called:
         """Return the call that makes the kept form of the value."""
-        raise NotImplementedError(f"{self.name} keeps no values")
+        raise AssertionError(f"{self.name} keeps no values")
 
     def fetch(self, graph: JointGraph, form: KeptForm) -> Called:
         """Return the call that makes the value again of the kept form and of ``form.also_reads``."""
-        raise NotImplementedError(f"{self.name} keeps no values")
+        raise AssertionError(f"{self.name} keeps no values")
 
     def read_directly(self, graph: JointGraph, form: KeptForm, op: GraphOp, *, in_place: bool) -> Called:
         """Return the call of one of ``form.direct`` that reads the kept form.
 
         ``in_place``: whether its result goes over its first operand.
         """
-        raise NotImplementedError(f"{self.name} has no kept form that ops read")
+        raise AssertionError(f"{self.name} has no kept form that ops read")
 
     def lowered(self) -> Mapping[Any, Callable[..., Any]]:
         """Return, by op of its calls, a function of torch's own ops: what the engine ``inductor`` can fuse.
