@@ -20,7 +20,7 @@ _DEVICES = ("cpu", "cuda")
 
 @contextlib.contextmanager
 def casts_kept(enabled: bool) -> Iterator[Callable[[], int | None]]:
-    """The cache is on or off, as the traced code is to find it; tracing itself finds no leaf to keep the casts of.
+    """Hold the cache on or off, as the traced code is to find it; tracing itself finds no leaf to keep the casts of.
 
     Yields what says in which region of autocast a cast of a parameter would be kept now in eager mode: it would until
     the outermost autocast ends. None where it would not be.

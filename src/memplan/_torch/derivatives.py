@@ -22,7 +22,7 @@ _MASK = 10
 
 
 def join(of: Traced, pairs: Mapping[int, int]) -> None:
-    """Have one call make what two do, where the first comes. What was taken apart into other ops is left alone.
+    """Make one call of what two do, where the first comes. What was taken apart into other ops is left alone.
 
     Args:
         of: a function; its graph is changed.

@@ -72,7 +72,7 @@ _UNUSED_SET = torch._C.DispatchKeySet(_UNUSED)
 
 @contextlib.contextmanager
 def autocast_like_cuda(kernels: Mapping[str, Kernel]) -> Iterator[Callable[[bool], None]]:
-    """Python kernels above autograd, at the autocast key of a device that torch itself has no kernels for.
+    """Register Python kernels above autograd, at the autocast key of a device that torch itself has no kernels for.
 
     Yields what turns them on and off for the running thread. They are off, and gone, afterwards.
     """
@@ -100,7 +100,8 @@ def below_autocast() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def above_autocast() -> Iterator[None]:
-    """Inside of a dispatch mode, where torch passes by every autocast: not that of `autocast_like_cuda`, where on."""
+    """Restore autocast inside of a dispatch mode, where torch passes by every autocast: not that of
+    `autocast_like_cuda`, where on."""
     before = torch._C._dispatch_tls_is_dispatch_key_excluded(_UNUSED)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_UNUSED, False)
     try:

@@ -250,7 +250,7 @@ class Replacements(Protocol):
         ...
 
     def taking_apart(self) -> contextlib.AbstractContextManager[None]:
-        """Entered around an op that is taken apart, or around what is called instead."""
+        """Enter this around an op that is taken apart, or around what is called instead."""
         ...
 
 
@@ -304,7 +304,7 @@ class FakeMode(FakeTensorMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """The mode, entered for the user's code, with what goes with it. (It enters itself again for inner calls.)"""
+        """Enter the mode for the user's code, with what goes with it. (It enters itself again for inner calls.)"""
         with (
             patched(fake_tensor, CONSTANT_NUMEL_LIMIT=_CONSTANT_NUMEL),
             # it logs a traceback of every error that it raises; whoever records answers them with one message

@@ -321,7 +321,7 @@ def _checkpoints_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensors_replaced(module: nn.Module, replacements: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Every parameter and buffer whose id() is a key has another tensor in its place: tied ones and shared modules',
+    """Put another tensor in the place of every parameter and buffer whose id() is a key: tied ones and shared modules',
     too, which `torch.func.functional_call` would not put back in the right order.
 
     Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters`` and ``._buffers``, which TorchScript's modules have as

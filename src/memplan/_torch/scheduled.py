@@ -69,7 +69,7 @@ class Record:
         return tuple(_without(kernel, called) if kernel.fused else kernel for kernel in self._found)
 
     def give_up(self) -> None:
-        """There is no telling."""
+        """Give up: there is no telling."""
         self._found = None
 
     def wrote(self, name: str, nodes: Iterable[Any]) -> None:
@@ -77,11 +77,11 @@ class Record:
         self._add(lambda: _fused(name, nodes))
 
     def calls(self, node: Any) -> None:
-        """One of torch's is called."""
+        """Note a call of one of torch's kernels."""
         self._add(lambda: _torchs(node))
 
     def sums_up(self, kernel: Any) -> None:
-        """Torch's kernels follow one that was written, for what it reduces along the other dimension."""
+        """Note that torch's kernels follow one that was written, for what it reduces along the other dimension."""
         for partial in getattr(kernel, "saved_partial_accumulate", ()):
             self._add(lambda partial=partial: _second_pass(kernel, partial.reduction_type))
 

@@ -62,7 +62,7 @@ class Device:
         return max(0, self.capacity - self.context[context == "high"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: sizes in bytes, rates per second."""
+        """Return plain data for JSON: sizes in bytes, rates per second."""
         return {
             "name": self.name,
             "title": self.title,

@@ -173,7 +173,7 @@ class Explanation:
     """Of a step for a card: what it takes from it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: every number and text of the explanation, without the events of the timeline."""
+        """Return plain data for JSON: every number and text of the explanation, without the events of the timeline."""
         data = {
             field.name: _plain(getattr(self, field.name))
             for field in dataclasses.fields(self)

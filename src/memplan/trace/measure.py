@@ -21,7 +21,7 @@ from memplan.trace.trace import Trace
 
 
 def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
-    """Really run a step on this machine and return what it allocated.
+    """Run a step on this machine and return what it allocated.
 
     Births, deaths and bytes are the allocator's own events, as torch's profiler records them; ops, layers and causes
     come from a dispatch mode and are joined to them. Memory that was there before the call is not part of it.

@@ -121,7 +121,7 @@ def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float |
 
 
 def as_spec(value: Any) -> Any:
-    """Text becomes a Spec; everything else stays."""
+    """Return text as a Spec, everything else unchanged."""
     return spec(value) if isinstance(value, str) else value
 
 

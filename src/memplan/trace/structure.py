@@ -41,7 +41,7 @@ class Structure:
         return _torch.tree_unflatten([_filled(leaf, left) for leaf in self.leaves], self.spec)
 
     def constants(self) -> Iterator[Any]:
-        """Everything in it that is no tensor and holds none, in order."""
+        """Return everything in it that is no tensor and holds none, in order."""
         for leaf in self.leaves:
             if isinstance(leaf, Holder):
                 yield from leaf.inside.constants()

@@ -17,8 +17,8 @@ BLOCKS = 12
 
 
 def lowered(graph: JointGraph, precision: Precision) -> tuple[Decision, ...]:
-    """One decision for every block of layers that computes in lower precision, in the order in which they run. Its
-    bytes are what its results would take more; none of it comes on top of the step, whose time is another then."""
+    """Return one decision for every block of layers that computes in lower precision, in the order in which they run.
+    Its bytes are what its results would take more; none of it comes on top of the step, whose time is another then."""
     if not precision.compute:
         return ()
     copies = _copies(graph)

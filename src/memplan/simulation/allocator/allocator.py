@@ -137,7 +137,7 @@ class CachingAllocator(BlockTable):
         self._release_unused()
 
     def retire(self, pool: Pool) -> None:
-        """The last user of a private pool is gone: from now on its unused segments may be released, too."""
+        """Note that the last user of a private pool is gone: from now on its unused segments may be released, too."""
         if pool != DEFAULT_POOL and pool not in self._cache.retired:
             self._cache.retired.append(pool)
 

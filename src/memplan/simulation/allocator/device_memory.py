@@ -69,12 +69,12 @@ class Device:
         return self.capacity is None or self.reserved + size <= self.capacity
 
     def take(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
-        """Memory goes to the allocator."""
+        """Take memory for the allocator."""
         self.reserved += size
         self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
 
     def give_back(self, action: Action, address: int, size: int, stream: int, pool: Pool) -> None:
-        """Memory goes back to the card."""
+        """Return memory to the card."""
         self.reserved -= size
         self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
 

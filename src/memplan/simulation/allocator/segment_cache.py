@@ -143,7 +143,7 @@ class SegmentCache:
         return released >= needed
 
     def collect_garbage(self) -> None:
-        """Above the threshold, release unused segments of the large pool, those of more than average age first."""
+        """Release, above the threshold, unused segments of the large pool, those of more than average age first."""
         assert self.limit is not None
         threshold = int(self.settings.garbage_collection_threshold * float(self.limit))
         surplus = self.device.reserved - threshold

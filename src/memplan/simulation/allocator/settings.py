@@ -46,7 +46,7 @@ class AllocatorSettings:
     """Above that share, give up at once instead of releasing unused segments and trying again."""
 
     def divisions(self, size: int) -> int:
-        """Into how many parts the powers of two around ``size`` bytes are divided; 0 or 1: not at all."""
+        """Return into how many parts the powers of two around ``size`` bytes are divided; 0 or 1: not at all."""
         if not self.roundup_power2_divisions:
             return 0
         bucket = min(max(size.bit_length() - 1 - 20, 0), BUCKETS - 1)

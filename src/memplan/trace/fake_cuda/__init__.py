@@ -26,7 +26,7 @@ class Composites:
 
 @contextmanager
 def installed(card: Card, device: Device, chosen: Callable[[str, str], None]) -> Iterator[Composites]:
-    """A step that was written for CUDA runs on fake tensors of the CPU.
+    """Run a step that was written for CUDA on fake tensors of the CPU.
 
     ``chosen(op, reason)`` is told which kernel an op takes that could take several.
     """

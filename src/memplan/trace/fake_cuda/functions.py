@@ -123,7 +123,7 @@ def _streams(card: Card) -> dict[str, Answer]:
 
 @contextmanager
 def installed(card: Card, device: Device) -> Iterator[None]:
-    """What is public in `torch.cuda` and `torch.accelerator` answers without a GPU, or names itself and stops."""
+    """Let what is public in `torch.cuda` and `torch.accelerator` answers without a GPU, or names itself and stops."""
     known = answers(card, device)
     accelerator = known | {
         "current_accelerator": lambda check_available=False: torch.device("cuda"),

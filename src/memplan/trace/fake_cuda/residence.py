@@ -82,7 +82,7 @@ class Card:
 
     @contextmanager
     def going(self, device: torch.device) -> Iterator[None]:
-        """Whatever is made inside lies on ``device``."""
+        """Put whatever is made inside on ``device``."""
         before = self._destination
         self._destination = ON_CARD if self.everything or device.type == "cuda" else HOST
         try:

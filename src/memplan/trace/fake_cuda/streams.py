@@ -58,7 +58,7 @@ class Event:
         return True
 
     def elapsed_time(self, other: Any) -> float:
-        """Milliseconds; none are known, and 1 divides safely."""
+        """Return milliseconds; none are known, and 1 divides safely."""
         return 1.0
 
     def synchronize(self) -> None:

@@ -16,7 +16,7 @@ _METHODS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "new
 
 @contextmanager
 def installed(card: Card) -> Iterator[None]:
-    """Methods and factories that take a device put what they make on the card, or take it from there."""
+    """Let methods and factories that take a device put what they make on the card, or take it from there."""
     emulated = _Tensors(card)
     with ExitStack() as stack:
         stack.enter_context(_torch.tensors_that_tell(emulated.device, card.inside))

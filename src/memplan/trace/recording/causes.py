@@ -59,7 +59,7 @@ def finish(observer: Observer, first_step: int) -> Finished:
 
 
 def module_names(place: Place) -> dict[int, str]:
-    """id of a module -> its path. Modules of the only model have the path that `named_modules` gives.
+    """Return the path of each module by its id. Modules of the only model have the path that `named_modules` gives.
 
     The root itself goes by its class name. Where there are several models (or losses that are modules), the paths
     of each begin with its class name.

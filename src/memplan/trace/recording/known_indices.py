@@ -32,7 +32,7 @@ class Positions:
         self._first_and_step: dict[int, tuple[int, int]] = {}
 
     def before(self, name: str, args: tuple[object, ...]) -> None:
-        """An op is about to run.
+        """Note that an op is about to run.
 
         Raises:
             NoSuchRow: it looks up a row that the table does not have, as torch says it on the CPU.
@@ -46,7 +46,7 @@ class Positions:
     def after(
         self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object], result: object, *, written: bool
     ) -> None:
-        """An op has run; ``written``: it changed its first argument."""
+        """Note that an op has run; ``written``: it changed its first argument."""
         if written and isinstance(args[0], torch.Tensor):
             self._first_and_step.pop(self._ledger.entry(args[0], None).id, None)
         if not isinstance(result, torch.Tensor) or result.is_floating_point():

@@ -102,7 +102,8 @@ class Ledger:
         return entry if entry is not None else self._born(storage, key, tensor, op)
 
     def resized(self, tensor: torch.Tensor, op: int) -> None:
-        """A storage that was resized in place is another allocation: the new one is made, then the old one freed."""
+        """Note a storage that was resized in place as another allocation: the new one is made, then the old one
+        freed."""
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -114,12 +115,12 @@ class Ledger:
         self.end(entry)
 
     def foreign(self, tensor: torch.Tensor, op: int | None) -> None:
-        """A tensor over memory that torch's allocator did not give."""
+        """Note a tensor over memory that torch's allocator did not give."""
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
     def take_to(self, device: str) -> None:
-        """Every storage there is lies on a device, and every one to come."""
+        """Put every storage on a device, and every one to come."""
         self.device = device
         for entry in self.entries:
             if entry.died is None and entry.device == HOST:
@@ -136,7 +137,7 @@ class Ledger:
         return entry
 
     def end(self, entry: Entry) -> None:
-        """A hidden storage is freed."""
+        """Free a hidden storage."""
         if entry.device != HOST:
             self._changed(-entry.bytes)
         self.clock += 1

@@ -273,7 +273,7 @@ class Observer:
         return "optimizer" if any(entry in self.marks.updating for _, entry in reads) else "forward"
 
     def leave_backward(self) -> None:
-        """A backward pass may have ended: see which storages are held as gradients now."""
+        """Note that a backward pass may have ended: see which storages are held as gradients now."""
         if not self._after_backward or _torch.in_backward():
             return
         self.marks.mark_gradients()
@@ -282,7 +282,7 @@ class Observer:
             self.marks.updating.clear()
 
     def end_step(self) -> None:
-        """A step is over: what do modules and gradients hold now?"""
+        """Note that a step is over: what do modules and gradients hold now?"""
         self.marks.mark_modules()
         self.marks.mark_gradients()
         self._after_backward = False

@@ -42,7 +42,7 @@ def is_users(filename: str) -> bool:
 
 
 def user_frame() -> tuple[str, int] | None:
-    """File and line of the innermost frame that is neither torch's nor ours.
+    """Return file and line of the innermost frame that is neither torch's nor ours.
 
     Whoever called `record_for` or `measure` (a test, the command line) runs no op of the step and does not count.
     """
@@ -101,7 +101,8 @@ class Place:
         return self._stack[-1] if self._stack else 0
 
     def phase(self) -> Phase:
-        """Phase by what is running; whether an op outside all of them updates weights is the observer's to say."""
+        """Return the phase by what is running; whether an op outside all of them updates weights is the observer's
+        to say."""
         if self.building:
             return "build"
         if _torch.in_backward():
@@ -195,7 +196,7 @@ def _nothing() -> None:
 
 
 def frame_of_error(error: BaseException) -> tuple[str, int] | None:
-    """File and line of the innermost frame of a traceback that is neither torch's nor ours."""
+    """Return file and line of the innermost frame of a traceback that is neither torch's nor ours."""
     found = None
     trace = error.__traceback__
     while trace is not None:

@@ -83,7 +83,7 @@ def check_steps(steps: int) -> None:
 
 @contextmanager
 def undisturbed(*, cuda: bool = False) -> Iterator[None]:
-    """Random state as it was afterwards; cyclic garbage collected between steps only.
+    """Leave the random state as it was; cyclic garbage collected between steps only.
 
     When Python's collector would free a cycle inside a step depends on everything else that the process did before,
     so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
@@ -114,7 +114,7 @@ _holding = ContextVar("_holding", default=False)
 
 @contextmanager
 def collector_held() -> Iterator[None]:
-    """Cyclic garbage is collected where that is asked for alone, and only of what was made in here.
+    """Collect cyclic garbage only where that is asked for alone, and only of what was made in here.
 
     Tracing and compiling make and hold so many objects that Python's collector takes a fifth of their time. What was
     there before is none of our business, and walking it at every step would cost a third of a second each time.

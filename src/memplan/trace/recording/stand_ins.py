@@ -189,11 +189,11 @@ class Standins:
         return tuple(sorted(rows, key=lambda row: row.kind != "branch"))
 
     def chosen(self, op: str, reason: str) -> None:
-        """An op takes one of several kernels on the card, for a reason."""
+        """Note that an op takes one of several kernels on the card, for a reason."""
         self._add("kernel", f"{op}: {reason}")
 
     def apart(self, op: str) -> None:
-        """An op reads tensors on the card and of the host."""
+        """Note that an op reads tensors on the card and of the host."""
         name = op.removeprefix("aten.").split(".")[0]
         self._add("host", f"{name} READS A TENSOR OF THE HOST beside one on the card: on CUDA it raises an error")
 

@@ -17,7 +17,8 @@ def _rows(length: int) -> int:
 
 
 def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Scores, sums and an output block in float32 a thread; packed keys and values in reduced precision."""
+    """Return bytes of scores, sums and an output block in float32 a thread; packed keys and values in reduced
+    precision."""
     q, k, v = args[:3]
     threads, head = torch.get_num_threads(), q.shape[-1]
     rows, columns = _rows(q.shape[2]), min(512, k.shape[2])
@@ -32,8 +33,8 @@ def forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Scores and their gradient a thread, sums of rows; the output's gradient where its heads are not inside its
-    rows."""
+    """Return bytes of scores and their gradient a thread, sums of rows; the output's gradient where its heads are not
+    inside its rows."""
     gradient, q, k = args[:3]
     threads = torch.get_num_threads()
     rows, columns = _rows(q.shape[2]), min(512, k.shape[2])

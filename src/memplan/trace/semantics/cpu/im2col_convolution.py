@@ -70,7 +70,8 @@ def backward(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Columns are live while the last result is computed; the results of a group are slices first."""
+    """Return the bytes of columns, which are live while the last result is computed; the results of a group are
+    slices first."""
     batch, size = x.shape[0], x.element_size()
     copies = _copied(x, weight, gradient)
     turned = copied_to(x, False) if x.dim() == 5 else 0  # of volumes, and for the weight's gradient alone

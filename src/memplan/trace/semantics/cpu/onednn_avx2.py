@@ -42,7 +42,7 @@ def goes_by_columns(s: Shape) -> bool:
 
 
 def weight_gradient(s: Shape, last: bool = False) -> Work:
-    """Of any layers but those of which every channel stays by itself."""
+    """Return the bytes of the weight's gradient, of any layers but those of which every channel stays by itself."""
     if s.dilated or s.kernel[-1] > _WIDEST_KERNEL or _padded_beyond(s) or _is_larger(s) or _pads_depth(s):
         return plain_weight_gradient(s, last)
     scratch = _threads_sums(s) + weight_gradient_to_unit_stride(s, _BLOCK)

@@ -32,7 +32,7 @@ def _by_length(tensor: torch.Tensor, heads_first: bool) -> torch.Tensor:
 
 
 def flash_splits(blocks: int, multiprocessors: int, columns: int) -> int:
-    """Into how many parts the keys are split where there are too few queries to fill the card.
+    """Return into how many parts the keys are split where there are too few queries to fill the card.
 
     Source: transformers/cuda/flash_attn/flash_api.cpp, num_splits_heuristic: the fewest parts that reach 85 % of the
     best occupancy. ``blocks`` are the blocks of queries, ``columns`` those of keys.

@@ -86,7 +86,7 @@ class Autocast:
 
     @contextmanager
     def taking_apart(self) -> Iterator[None]:
-        """For a dispatch mode that takes an op apart, as one has to in inference mode: its parts are cast as on CUDA.
+        """Serve a dispatch mode that takes an op apart, as one has to in inference mode: its parts are cast as on CUDA.
 
         Inside of a dispatch mode nothing is cast. Here the parts are, unless the op is itself on the lists.
         """

@@ -29,7 +29,7 @@ _LT = 1 << 20
 
 
 def torch_version() -> Version:
-    """(major, minor) of the torch in use: the default of every ``version`` here."""
+    """Return (major, minor) of the torch in use: the default of every ``version`` here."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
@@ -111,7 +111,7 @@ native/cuda/Blas.cpp and native/cuda/linalg. Ops without elements take none.
 def taken(
     library: Library, capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None
 ) -> dict[Library, int]:
-    """Whose workspaces one call takes, and bytes of each; a `kept` one is taken only once per thread and stream.
+    """Return whose workspaces one call takes, and bytes of each; a `kept` one is taken only once per thread and stream.
 
     2.11 fetches a cuBLAS handle, with its workspace, also for a call of cuBLASLt; later releases do not.
     """
@@ -129,7 +129,7 @@ _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def library(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Library | None:
-    """Whose workspace the op takes: cuBLAS, cuBLASLt or none.
+    """Return whose workspace the op takes: cuBLAS, cuBLASLt or none.
 
     Args:
         name: overload name, e.g. ``aten.addmm.default``.

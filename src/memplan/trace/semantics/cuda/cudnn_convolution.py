@@ -131,7 +131,8 @@ def backing(
     arch: Arch,
     enabled: bool = True,
 ) -> Backing:
-    """Whose kernel takes a convolution on CUDA. Source: native/Convolution.cpp, use_cudnn and _select_conv_backend.
+    """Return whose kernel takes a convolution on CUDA. Source: native/Convolution.cpp, use_cudnn and
+    _select_conv_backend.
 
     ``enabled`` is ``torch.backends.cudnn.enabled``.
     """

@@ -26,7 +26,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wide_statistics(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Mean and reciprocal deviation in the type that CUDA accumulates in: layer_norm_kernel.cu, Normalization.cu."""
+    """Return mean and reciprocal deviation in the type that CUDA accumulates in: layer_norm_kernel.cu,
+    Normalization.cu."""
     output, *statistics = result
     return (output, *(_wide(s) for s in statistics))
 
