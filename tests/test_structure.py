@@ -19,7 +19,7 @@ import grimp
 import networkx as nx
 import pytest
 from source_files import FILES, ROOT, SRC, module_name
-from wording import NOUNS, VERBS
+from wording import NO_OPENINGS, NOUNS, VERBS
 
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
@@ -208,6 +208,18 @@ def test_docstrings_open_with_a_verb() -> None:
         for path in FILES
         for node in public_functions(tree_of(path))
         if (docstring := ast.get_docstring(node)) and not opens_well(docstring)
+    ]
+    assert not offenders, f"{len(offenders)} docstrings:\n" + "\n".join(offenders)
+
+
+def test_no_docstring_opens_with_an_article_or_a_question() -> None:
+    """Neither of a function nor of a value: "Whether it fits" says less well what "Return whether it fits" says."""
+    offenders = [
+        f"{shown(path)}:{node.lineno}: {node.name}: {docstring.splitlines()[0]}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
+        if (docstring := ast.get_docstring(node)) and docstring.split()[0] in NO_OPENINGS
     ]
     assert not offenders, f"{len(offenders)} docstrings:\n" + "\n".join(offenders)
 

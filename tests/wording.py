@@ -34,3 +34,7 @@ VERBS = frozenset(_VERBS.split())
 
 # For a function that only gives a value, the noun that names it.
 NOUNS = frozenset({"Bytes", "Seconds"})
+
+NO_OPENINGS = frozenset(
+    {"A", "An", "All", "Every", "How", "New", "One", "The", "Those", "What", "Where", "Whether", "Which", "Whose"}
+)

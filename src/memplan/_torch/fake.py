@@ -191,7 +191,7 @@ class _Memo:
             return None
 
     def recall(self, key: Any, mode: FakeTensorMode) -> Any:
-        """New fake tensors like those of the call remembered, or NotImplemented."""
+        """Return new fake tensors like those of the call remembered, or NotImplemented."""
         found = self._results.get(key)
         if found is None:
             return NotImplemented
@@ -299,7 +299,7 @@ class FakeMode(FakeTensorMode):
 
     @property
     def inside(self) -> bool:
-        """Whether an op is being dispatched."""
+        """Return whether an op is being dispatched."""
         return self._inside
 
     @contextlib.contextmanager

@@ -131,7 +131,7 @@ class Described:
 
     @property
     def what(self) -> Callable[[], Any]:
-        """The target without arguments: a callable that makes a module, or a step."""
+        """Return the target without arguments: a callable that makes a module, or a step."""
         return _maker(self.target, self.arguments, self.options)
 
     def build(self, *, on_card: bool = False) -> Build:

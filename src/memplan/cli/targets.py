@@ -34,7 +34,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The part after the colon."""
+        """Return the part after the colon."""
         return self.text.rpartition(":")[2]
 
     @property

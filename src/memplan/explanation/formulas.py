@@ -45,7 +45,7 @@ class Formula:
 
     @property
     def function(self) -> str:
-        """The function that the formula calls: ``convolution_backward``, ``threshold_backward``."""
+        """Return the function that the formula calls: ``convolution_backward``, ``threshold_backward``."""
         calls = [name for name in re.findall(r"([A-Za-z_]\w*)\(", self.text) if name.endswith("_backward")]
         calls = calls or [name for name in re.findall(r"([A-Za-z_]\w*)\(", self.text) if "backward" in name]
         return calls[0].removesuffix("_symint") if calls else self.text

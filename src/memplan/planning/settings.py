@@ -77,7 +77,7 @@ class Settings:
 
     @property
     def undecided(self) -> bool:
-        """Whether a precision is still to be chosen."""
+        """Return whether a precision is still to be chosen."""
         return self.allow == "lossy" and self.precision is None and self.plan is None
 
     @property

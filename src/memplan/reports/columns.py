@@ -31,7 +31,7 @@ class Column:
 
     @property
     def least(self) -> int:
-        """The narrowest that it can be."""
+        """Return the narrowest that it can be."""
         if self.shrinks_to is None:
             return self.width
         return min(self.width, max(self.shrinks_to, *map(cell_len, self.header.split("\n"))))

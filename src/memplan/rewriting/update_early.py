@@ -116,7 +116,7 @@ class Early:
 
     @property
     def name(self) -> str:
-        """What to call the optimizer in a message."""
+        """Return what to call the optimizer in a message."""
         return f"{type(self._optimizer).__name__} (fitted.optimizer, where memplan.fit made it)"
 
     def _before(self, parameter: torch.Tensor) -> Any:

@@ -111,7 +111,7 @@ class _Recording:
 
     @property
     def named_late(self) -> bool:
-        """Whether a step named CUDA first after building had named it nowhere."""
+        """Return whether a step named CUDA first after building had named it nowhere."""
         return self._card is not None and self._card.named_late
 
     def run(self, build: Build, steps: int) -> Trace | None:

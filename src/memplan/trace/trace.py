@@ -57,7 +57,7 @@ class Trace:
 
     @property
     def counted(self) -> tuple[Storage, ...]:
-        """The storages that count: all of a step on the CPU, those on the card of a step for one."""
+        """Return the storages that count: all of a step on the CPU, those on the card of a step for one."""
         if self.device == HOST:
             return self.storages
         return tuple(storage for storage in self.storages if storage.device != HOST)

@@ -29,7 +29,7 @@ class Pair:
 
     @property
     def flipped(self) -> Pair:
-        """The same with the operands exchanged."""
+        """Return the same with the operands exchanged."""
         rank = len(self.order)
         turned = {rank - 2: rank - 1, rank - 1: rank - 2}
         order = tuple(turned.get(place, place) for place in self.order)

@@ -53,12 +53,12 @@ class Span:
 
     @property
     def first_low(self) -> Fraction:
-        """Where the line through the lows is at position 0."""
+        """Return where the line through the lows is at position 0."""
         return self._line(self.lows)
 
     @property
     def first_high(self) -> Fraction:
-        """Where the line through the highs is at position 0."""
+        """Return where the line through the highs is at position 0."""
         return self._line(self.highs)
 
     def _line(self, values: tuple[int, ...]) -> Fraction:
@@ -67,7 +67,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        """How many positions of the input the widest field covers."""
+        """Return how many positions of the input the widest field covers."""
         return max(high - low + 1 for low, high in zip(self.lows, self.highs, strict=True))
 
     def through(self, period: int, advance: int, seen: Callable[[int], Sequence[int]]) -> Span | None:

@@ -53,7 +53,7 @@ class Field:
 
     @property
     def width(self) -> int:
-        """The size of the receptive field."""
+        """Return the size of the receptive field."""
         return max(span.size for span in self.spans)
 
     def lost(self, size: int) -> tuple[Fraction, Fraction]:

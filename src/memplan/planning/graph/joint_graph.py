@@ -63,13 +63,13 @@ class Value:
 
     @property
     def is_view(self) -> bool:
-        """Whether another value owns its memory."""
+        """Return whether another value owns its memory."""
         return self.base != self.id
 
     @property
     def held(self) -> bool:
-        """Whether its bytes stay when a schedule frees it: of a single number, as a loss, ``backward()`` itself holds
-        the gradient until it returns."""
+        """Return whether its bytes stay when a schedule frees it: of a single number, as a loss, ``backward()`` itself
+        holds the gradient until it returns."""
         return self.kind == "tangent" and not self.shape
 
     @property
@@ -125,7 +125,7 @@ class GraphOp:
 
     @property
     def rerun(self) -> GraphOp:
-        """The op that runs where its results are made again: mostly itself."""
+        """Return the op that runs where its results are made again: mostly itself."""
         return self if self.again is None else self.again
 
     @property
@@ -135,7 +135,7 @@ class GraphOp:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only looks into memory that is there: it costs nothing and is not scheduled.
+        """Return whether it only looks into memory that is there: it costs nothing and is not scheduled.
 
         What has an effect and no result (a check of a matrix) is none.
         """
@@ -179,7 +179,7 @@ class KeptForm:
 
     @property
     def is_copied(self) -> bool:
-        """Whether copies that run beside the ops store and fetch it."""
+        """Return whether copies that run beside the ops store and fetch it."""
         return self.copy_seconds is not None
 
     @property
@@ -216,7 +216,7 @@ class JointGraph:
 
     @cached_property
     def maker(self) -> dict[int, GraphOp]:
-        """The op that makes each value that owns memory."""
+        """Return the op that makes each value that owns memory."""
         return {value: op for op in self.ops for value in op.makes}
 
     @cached_property
@@ -241,7 +241,7 @@ class JointGraph:
 
     @cached_property
     def is_on_card(self) -> bool:
-        """Whether the step runs on a CUDA card: then what is in host memory takes no bytes."""
+        """Return whether the step runs on a CUDA card: then what is in host memory takes no bytes."""
         return any(value.place != HOST for value in self.values)
 
     @cached_property

@@ -29,7 +29,7 @@ class Precision:
 
     @property
     def lossy(self) -> bool:
-        """Whether anything differs from the step as it is written."""
+        """Return whether anything differs from the step as it is written."""
         return bool(self.compute) or self.save != "exact"
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ class GradientUse:
 
     @property
     def frees(self) -> bool:
-        """Whether it is used up at once, and freed."""
+        """Return whether it is used up at once, and freed."""
         return self.updates or self.adds
 
     def held(self, held: bool) -> GradientUse:
@@ -119,12 +119,12 @@ class PlannedStep(Protocol):
 
     @property
     def reuses(self) -> Sequence[tuple[str, str, int]]:
-        """(value whose memory is taken over, result that lies there, bytes)."""
+        """Return (value whose memory is taken over, result that lies there, bytes)."""
         ...
 
     @property
     def gradients(self) -> GradientUse:
-        """What becomes of the parameters' gradients."""
+        """Return what becomes of the parameters' gradients."""
         ...
 
     @property

@@ -82,7 +82,7 @@ class _Decider:
     # -- values
 
     def values(self) -> list[Decision]:
-        """Those about single values."""
+        """Return the decisions about single values."""
         kept = set(self._kept())
         found = list[Decision]()
         for op in self.graph.forward_ops:
@@ -151,7 +151,7 @@ class _Decider:
 
     @property
     def reuses(self) -> Sequence[tuple[str, str, int]]:
-        """(value whose memory is taken over, result that lies there, bytes)."""
+        """Return (value whose memory is taken over, result that lies there, bytes)."""
         return [
             (self._name(action.into), self._name(action.makes[0]), self.graph.values[action.makes[0]].bytes)
             for action in (*self.schedule.forward, *self.schedule.backward)
@@ -160,7 +160,7 @@ class _Decider:
 
     @property
     def gradients(self) -> GradientUse:
-        """What becomes of the parameters' gradients."""
+        """Return what becomes of the parameters' gradients."""
         return self.schedule.choices.gradients
 
     @property
@@ -172,7 +172,7 @@ class _Decider:
     # -- reasons
 
     def needed(self, value: int) -> str:
-        """What reads a value in the backward pass: gradients before what is made again."""
+        """Return what reads a value in the backward pass: gradients before what is made again."""
         readers = self.readers[value]
         plain = [action for action in readers if not action.recomputed]
         if plain:
@@ -203,7 +203,7 @@ class _Decider:
     # -- the step
 
     def step(self) -> list[Decision]:
-        """Those about all of the step."""
+        """Return the decisions about the whole step."""
         made = ((lever.name, lever.decide(self)) for lever in registry.LEVERS)
         return [
             Decision(name, _STEP, one.grade, one.bytes, 0.0, reason=one.text, details=one.details)

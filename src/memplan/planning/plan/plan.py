@@ -134,7 +134,8 @@ class Plan:
 
     @property
     def grade(self) -> Grade:
-        """How close the result is to the unplanned step's. Fused kernels of an exact plan add in another order."""
+        """Return how close the result is to the unplanned step's. Fused kernels of an exact plan add in another
+        order."""
         return "lossy" if self.lost.lossy else "reordered" if self.choices.fused else "exact"
 
     @property
@@ -156,7 +157,7 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
+        """Return whether the step fits as it stands, every value is kept as it is, and nothing is compiled."""
         choices = self.choices
         chosen = choices.recompute or choices.kept_as or choices.gradients.updates or choices.fused
         chosen = bool(chosen or self.precision.compute)

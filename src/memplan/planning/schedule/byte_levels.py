@@ -26,7 +26,7 @@ class Levels:
 
     @property
     def peak(self) -> int:
-        """The most of all."""
+        """Return the highest level of both passes."""
         return max(*self.forward, *self.backward, self.update, self.boundary)
 
     @property

@@ -132,7 +132,7 @@ class _Writer:
     # -- the two functions
 
     def forward(self) -> list[str]:
-        """The body of the forward pass."""
+        """Return the body of the forward pass."""
         self.lines = []
         self.section("what is handed in")
         self.unpack([v.id for v in self.graph.values if v.kind in RESIDENT], "inputs", self.read(self.schedule.forward))
@@ -148,7 +148,7 @@ class _Writer:
         return self.lines
 
     def backward(self) -> list[str]:
-        """The body of the backward pass."""
+        """Return the body of the backward pass."""
         self.lines = []
         values = self.graph.values
         self.section("what is handed in, what was saved, and the gradients of the outputs")
@@ -166,7 +166,7 @@ class _Writer:
         return self.lines
 
     def read(self, actions: Iterable[Action]) -> set[int]:
-        """What is handed in and read, or written, by any of these actions, or returned."""
+        """Return what is handed in and read, or written, by any of these actions, or returned."""
         found = {value for action in actions for value in _needed(self.graph, action)}
         found |= {_of(action) for action in actions if action.kind == "write"}
         return found | {self.graph.base(value) for value in self.graph.outputs}
@@ -183,7 +183,7 @@ class _Writer:
     # -- actions
 
     def action(self, action: Action) -> None:
-        """One action, and what it frees."""
+        """Return one action, and what it frees."""
         self.mark(1)
         if action.kind == "run":
             self.run(action)
@@ -206,7 +206,7 @@ class _Writer:
         self.lay_out(action.makes)
 
     def called(self, op: GraphOp, action: Action) -> Called:
-        """The call that really runs: with a kept form in place of a value, or in the memory of one."""
+        """Return the call that really runs: with a kept form in place of a value, or in the memory of one."""
         if action.form is not None:
             form = self.graph.form[action.form]
             return registry.find(form.lever).read_directly(self.graph, form, op, in_place=action.into is not None)
@@ -241,7 +241,7 @@ class _Writer:
         self.wrapped(f"{left} = {_qualified(target, op)}(", self.arguments(args, kwargs, op), ")", note)
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any], op: GraphOp | None) -> list[str]:
-        """What an op is called with, as text."""
+        """Return what an op is called with, as text."""
         named = [f"{_identifier(name, op)}={self.argument(part, op)}" for name, part in kwargs.items()]
         return [self.argument(part, op) for part in args] + named
 
@@ -277,7 +277,7 @@ class _Writer:
     # -- text
 
     def expression(self, value: int) -> str:
-        """A value that owns memory by its name, a view by the calls that look into it."""
+        """Return a value that owns memory by its name, a view by the calls that look into it."""
         value = self.simplest(value)
         found = self.graph.values[value]
         if not found.is_view:
@@ -288,8 +288,8 @@ class _Writer:
         return f"{call}[{op.outputs.index(value)}]" if op.multiple else call
 
     def simplest(self, value: int) -> int:
-        """The first value of a chain of views that looks at all of the memory just as this one does: a matrix that was
-        transposed twice is the matrix."""
+        """Return the first value of a chain of views that looks at all of the memory just as this one does: a matrix
+        that was transposed twice is the matrix."""
         values = self.graph.values
         last = found = values[value]
         whole = math.prod(last.shape) * op_schema.itemsize(last.dtype) == values[last.base].bytes
@@ -305,7 +305,7 @@ class _Writer:
         return value
 
     def argument(self, part: Any, op: GraphOp | None) -> str:
-        """An argument as text.
+        """Return an argument as text.
 
         Raises:
             RecordingError: it is neither a value nor plain data.
@@ -328,7 +328,7 @@ class _Writer:
         )
 
     def note(self, op: GraphOp, action: Action) -> str:
-        """Where an op comes from."""
+        """Return where an op comes from."""
         made = sum(self.graph.values[value].bytes for value in action.makes)
         parts = [op.layer, op.where or "", format_bytes(made) if made and action.into is None else ""]
         if action.into is not None:
@@ -348,7 +348,7 @@ class _Writer:
         self.lines.append(f"    {text}" + (f"  # {note}" if note else ""))
 
     def wrapped(self, before: str, parts: Sequence[str], after: str, note: str = "") -> None:
-        """A line with a list in it, over several lines where it is too long."""
+        """Return a line with a list in it, over several lines where it is too long."""
         line = before + ", ".join(parts) + after
         if len(line) + 4 <= WIDTH:
             return self.write(line, note)

@@ -41,7 +41,7 @@ class State:
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the budget."""
+        """Return whether it is within the budget."""
         return self.excess == 0
 
     def better(self, other: State) -> bool:

@@ -81,7 +81,7 @@ class Unavoidable:
 
     @property
     def peak(self) -> int:
-        """The most of all positions."""
+        """Return the highest level of all positions."""
         return int(max(self.forward.max(initial=0), self.slots.max(), self.end))
 
     def _reads(self) -> None:

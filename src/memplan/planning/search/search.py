@@ -208,7 +208,7 @@ class Search:
 
     @cached_property
     def same_everywhere(self) -> Search:
-        """The same by ``steady``, whatever was searched for here before."""
+        """Return the same by ``steady``, whatever was searched for here before."""
         if self.steady is None:
             return self
         return Search(self.steady, self.surroundings, gradients=self.gradients, heuristics=self.heuristics)
@@ -303,7 +303,7 @@ class Search:
 
     @property
     def floor_peak(self) -> int:
-        """The smallest peak that the search can reach."""
+        """Return the smallest peak that the search can reach."""
         return self._lowest.peak
 
     @cached_property

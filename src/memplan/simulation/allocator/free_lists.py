@@ -80,7 +80,7 @@ class Chunk:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Return whether it is all of its segment."""
         return self.left is None and self.right is None
 
 

@@ -94,7 +94,7 @@ class OomExplanation:
 
     @property
     def frame(self) -> Frame | None:
-        """The innermost line of the stack that is not torch's own."""
+        """Return the innermost line of the stack that is not torch's own."""
         return innermost(self.stack)
 
 

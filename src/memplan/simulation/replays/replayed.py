@@ -46,17 +46,18 @@ class Replay:
 
     @property
     def peak_allocated(self) -> int:
-        """The most in blocks, as `torch.cuda.max_memory_allocated` counts."""
+        """Return the most in blocks, as `torch.cuda.max_memory_allocated` counts."""
         return self.timeline.peak_allocated
 
     @property
     def peak_reserved(self) -> int:
-        """The most held from the card, as `torch.cuda.max_memory_reserved` counts."""
+        """Return the most held from the card, as `torch.cuda.max_memory_reserved` counts."""
         return self.timeline.peak_reserved
 
     @property
     def fragmentation(self) -> int:
-        """What was held and in no block at ``peak_reserved``; where that lasted, when the most of it was in blocks."""
+        """Return what was held and in no block at ``peak_reserved``; where that lasted, when the most of it was in
+        blocks."""
         tick = self.timeline.reserved_tick
         return self.peak_reserved - max(
             (
@@ -74,17 +75,17 @@ class Replay:
 
     @property
     def recorded_settings(self) -> AllocatorSettings:
-        """The settings that the snapshot was recorded under."""
+        """Return the settings that the snapshot was recorded under."""
         return self.snapshot.settings
 
     @property
     def has_history(self) -> bool:
-        """Whether the snapshot says what happened; without, only what was held in the end is known."""
+        """Return whether the snapshot says what happened; without, only what was held in the end is known."""
         return bool(self.snapshot.entries)
 
     @property
     def fits(self) -> bool:
-        """Whether every request was served."""
+        """Return whether every request was served."""
         return not self.ooms
 
     def stack_of(self, owner: int | None) -> Sequence[Frame]:

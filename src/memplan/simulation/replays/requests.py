@@ -131,7 +131,7 @@ class _PrivatePools:
         return DEFAULT_POOL
 
     def follow(self, index: int, entry: Entry) -> None:
-        """A segment comes or goes."""
+        """Note that a segment comes or goes."""
         if index in self.to_come:
             self._add(entry.address, entry.size, self.to_come[index].pool)
         elif entry.action == "segment_free" and entry.address in self.ends:

@@ -30,7 +30,7 @@ class SegmentGroup:
 
     @property
     def free(self) -> int:
-        """What is in no block in use."""
+        """Return what is in no block in use."""
         return self.reserved - self.allocated
 
 
@@ -49,7 +49,8 @@ class Cases:
 
     @property
     def all_fit(self) -> bool | None:
-        """Whether everything is served: by one of the other settings, if any were asked for. None: nobody can say.
+        """Return whether everything is served: by one of the other settings, if any were asked for. None: nobody can
+        say.
 
         What the card had is not known where an old recording ran out of memory without writing it down.
         """

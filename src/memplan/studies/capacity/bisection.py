@@ -32,7 +32,7 @@ class Found:
 
     @property
     def last(self) -> int:
-        """The last place that was recorded to fit; 0 where none was."""
+        """Return the last place that was recorded to fit; 0 where none was."""
         return max((one.place for one in self.samples if one.fits), default=0)
 
     @property
@@ -44,8 +44,8 @@ class Found:
 
     @property
     def following(self) -> int | None:
-        """The first place above that which was recorded not to fit, or failed though it is a multiple of the step; None
-        where there is none."""
+        """Return the first place above that which was recorded not to fit, or failed though it is a multiple of the
+        step; None where there is none."""
         over = [one.place for one in self.samples if not one.fits]
         return min((place for place in (*over, *self._ends()) if place > self.floor), default=None)
 
@@ -157,7 +157,7 @@ class _Search:
 
     @property
     def found(self) -> Found:
-        """The recordings so far."""
+        """Return the recordings so far."""
         samples = tuple(one for one in self.seen.values() if one is not None)
         return Found(samples, tuple(place for place, one in self.seen.items() if one is None), self.step or 1)
 

@@ -78,17 +78,17 @@ class Largest:
 
     @property
     def recorded(self) -> tuple[Tried, ...]:
-        """Those whose recording did not fail."""
+        """Return those whose recording did not fail."""
         return tuple(one for one in self.tried if not one.reason)
 
     @property
     def failed(self) -> tuple[Tried, ...]:
-        """Those whose recording failed."""
+        """Return those whose recording failed."""
         return tuple(one for one in self.tried if one.reason)
 
     @property
     def answer(self) -> Tried | None:
-        """The value's own."""
+        """Return the value's own."""
         return self.at(self.value)
 
     @property
@@ -98,7 +98,7 @@ class Largest:
 
     @property
     def least(self) -> Tried:
-        """The smallest value that was recorded."""
+        """Return the smallest value that was recorded."""
         return min(self.recorded, key=lambda one: one.value)
 
     @property

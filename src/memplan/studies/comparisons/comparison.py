@@ -54,7 +54,7 @@ class Zeros:
 
     @property
     def fewer_channels(self) -> int:
-        """How many output channels hold as many weights as there are zeros."""
+        """Return how many output channels hold as many weights as there are zeros."""
         return (self.zeros or 0) * self.channels // self.elements
 
     @property
@@ -177,7 +177,7 @@ class Comparison:
 
     @property
     def by_cause(self) -> tuple[CauseRow, ...]:
-        """A row for each cause that either holds at its peak."""
+        """Return a row for each cause that either holds at its peak."""
         one, other = self.a.by_cause, self.b.by_cause
         names = [*(name for name in _ORDER if name in one or name in other)]
         names += [name for name in (*one, *other) if name not in names]
@@ -186,7 +186,7 @@ class Comparison:
 
     @property
     def layers(self) -> tuple[LayerPair, ...]:
-        """A row for each layer of either, in the order of the first, then those that only the second has."""
+        """Return a row for each layer of either, in the order of the first, then those that only the second has."""
         one, other = _by_name(self.a.layers), _by_name(self.b.layers)
         if WHOLE not in one or WHOLE not in other:  # nothing to join: by the names that they have
             one, other = ({part.name: part for part in side.layers} for side in (self.a, self.b))

@@ -83,7 +83,7 @@ class Fit:
 
     @property
     def fixed(self) -> float:
-        """The part of the peak that does not move with the axis, in bytes."""
+        """Return the part of the peak that does not move with the axis, in bytes."""
         return self.lines["peak"].fixed
 
     @property

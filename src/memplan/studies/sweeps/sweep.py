@@ -42,7 +42,7 @@ class Point:
 
     @property
     def place(self) -> str:
-        """Where it stands: ``batch 8, precision bf16``."""
+        """Return where it stands: ``batch 8, precision bf16``."""
         return place_of_all(self.values)
 
     @property

@@ -45,7 +45,7 @@ class Card:
 
     @property
     def destination(self) -> str | None:
-        """Where the results of the running op go, if that was said."""
+        """Return where the results of the running op go, if that was said."""
         return self._destination
 
     def inside(self) -> bool:
@@ -66,7 +66,7 @@ class Card:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known that the step names CUDA, or that everything lies on the card."""
+        """Return whether it is known that the step names CUDA, or that everything lies on the card."""
         return self.named or self.everything
 
     def end_build(self) -> None:

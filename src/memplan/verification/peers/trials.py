@@ -53,7 +53,7 @@ class PeerResult:
 
     @property
     def compared(self) -> bool:
-        """Whether the gradients were compared with float64."""
+        """Return whether the gradients were compared with float64."""
         return self.error is not None
 
     @property

@@ -45,7 +45,7 @@ class Compared:
 
     @property
     def equal(self) -> bool:
-        """Whether all were the same, bit for bit."""
+        """Return whether all were the same, bit for bit."""
         return not self.differences
 
 

@@ -35,7 +35,7 @@ class GradientErrors:
 
     @property
     def sane(self) -> bool:
-        """Whether it can serve as a yardstick for other steps."""
+        """Return whether it can serve as a yardstick for other steps."""
         return all(error <= SANE for error in self.errors.values())
 
     def over(self, *beside: GradientErrors, lossy: bool = False) -> dict[str, float]:

@@ -81,7 +81,7 @@ class Proof:
 
     @property
     def measured(self) -> bool:
-        """Whether the peak was measured."""
+        """Return whether the peak was measured."""
         return self.cut is None or self.cut.measured
 
     @property
@@ -91,7 +91,7 @@ class Proof:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differed, or nothing by more than the grade allows."""
+        """Return whether nothing differed, or nothing by more than the grade allows."""
         return all(getattr(self, kind).equal for kind in KINDS) and not self.random_streams
 
     @property
@@ -102,17 +102,17 @@ class Proof:
 
     @property
     def exact(self) -> bool:
-        """Whether everything was compared bit for bit and is the same."""
+        """Return whether everything was compared bit for bit and is the same."""
         return self.same and self.grade == "exact"
 
     @property
     def within_budget(self) -> bool:
-        """Whether the measured peak is within the budget, if any."""
+        """Return whether the measured peak is within the budget, if any."""
         return self.budget is None or self.peak <= self.budget
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs and the budget is kept."""
+        """Return whether nothing differs and the budget is kept."""
         return not self.failures
 
     @property

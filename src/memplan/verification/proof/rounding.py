@@ -100,7 +100,7 @@ class Rounded:
 
     @property
     def within(self) -> bool:
-        """Whether the error is allowed; False for a nan."""
+        """Return whether the error is allowed; False for a nan."""
         return self.error <= self.allowed
 
     @property

@@ -37,27 +37,28 @@ class Shape:
 
     @property
     def strided(self) -> bool:
-        """Whether it skips positions."""
+        """Return whether it skips positions."""
         return self.steps > 1
 
     @property
     def depthwise(self) -> bool:
-        """Whether every channel stays by itself."""
+        """Return whether every channel stays by itself."""
         return self.groups > 1 and self.groups == self.wide == self.narrow
 
     @property
     def volumetric(self) -> bool:
-        """Whether it is a 3-d convolution."""
+        """Return whether it is a 3-d convolution."""
         return len(self.kernel) == 3
 
     @property
     def pointwise(self) -> bool:
-        """Whether it is a matrix product over the channels."""
+        """Return whether it is a matrix product over the channels."""
         return prod(self.kernel) == 1 and not any(self.padding)
 
     @property
     def simple(self) -> bool:
-        """Whether the kernels for 1x1 take it: unpadded, of images also strided ones whose size the stride divides."""
+        """Return whether the kernels for 1x1 take it: unpadded, of images also strided ones whose size the stride
+        divides."""
         divided = not self.volumetric and prod(self.narrow_space) * self.steps == prod(self.wide_space)
         return self.pointwise and (not self.strided or divided)
 
