@@ -24,4 +24,6 @@ READERS: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_saved_file_is_read_and_written_again(name: str) -> None:
     text = (DATA / name).read_text()
-    assert json.loads(READERS[name](text).to_json()) == json.loads(text)
+    again = READERS[name](text).to_json()
+    assert json.loads(again) == json.loads(text)
+    assert again == text or name == "mlp.plan.json"  # choices stood in another order

@@ -29,10 +29,9 @@ LEVERS: list[Lever] = [
 
 def find(name: str) -> Lever:
     """Return the lever of a name. Raises KeyError for one that is not registered."""
-    return next((lever for lever in LEVERS if lever.name == name), None) or _unknown(name)
-
-
-def _unknown(name: str) -> Lever:
+    for lever in LEVERS:
+        if lever.name == name:
+            return lever
     raise KeyError(f"{name!r} is no lever: there are {', '.join(lever.name for lever in LEVERS)}")
 
 

@@ -76,7 +76,7 @@ def last_fitting(
         limit: bytes.
         start: the place to begin with; where it fails, the powers of two around it.
         most: the last place to look at; it is the answer where it fits.
-        fits: whether a step does, where guesses are to be made from whole steps (see `guess`).
+        fits: whether a step does, where guesses are to be made from whole steps (see `by_steps`).
     """
     search = _Search(probe, measure, limit, most, fits)
     first = next((place for place in _beginnings(min(start, most), most) if search.works(place)), None)
