@@ -27,7 +27,7 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	$(PYTEST) $(PYTEST_FLAGS)
 
-# branches, too; fails below the figure in pyproject.toml
+# branches, too
 coverage: $(VENV)/.test
 	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered $(PYTEST_FLAGS)
 
