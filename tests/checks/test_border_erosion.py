@@ -28,7 +28,13 @@ def lost(model: Any, shape: tuple[int, ...], **more: Any) -> list[tuple[float, f
     return found[0].details["lost"] if found else [(0, 0)] * (len(shape) - 2)
 
 
-@pytest.mark.parametrize(("dims", "most", "examples", "least"), [(1, 6, 140, 120), (2, 4, 70, 60), (3, 2, 60, 30)])
+@pytest.mark.parametrize(
+    ("dims", "most", "examples", "least"),
+    [
+        *[(1, 6, 50, 40), (2, 4, 50, 40), (3, 2, 20, 10)],
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 6, 140, 120), (3, 2, 60, 30))),
+    ],
+)
 def test_as_the_probe(dims: int, most: int, examples: int, least: int) -> None:
     tried = 0
 

@@ -25,7 +25,7 @@ card = emulated.load(Path({library!r}))
 import pytest
 
 emulated.install(card)
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", {config!r}, *{cases!r}]))
+sys.exit(pytest.main(["-q", "-m", {which!r}, "-p", "no:cacheprovider", "-p", "no:xdist", "-c", {config!r}, *{cases!r}]))
 """
 
 needs_emulation = pytest.mark.skipif(
@@ -34,18 +34,19 @@ needs_emulation = pytest.mark.skipif(
 )
 
 
-def run(cases: Path, folder: Path) -> None:
+def run(cases: Path, which: str, folder: Path) -> None:
     """Run a file of test functions with the emulated card; fails with what the process says.
 
     Args:
         cases: the file.
+        which: marks of those to run, as for ``pytest -m``.
         folder: for what is compiled.
     """
     library = folder / "card.so"
     if not library.exists():
         _compile(library)
     text = _CHILD.format(
-        here=str(HERE), root=str(HERE.parents[1]), library=str(library), cases=[str(cases)],
+        here=str(HERE), root=str(HERE.parents[1]), library=str(library), cases=[str(cases)], which=which,
         config=str(HERE.parents[1] / "pyproject.toml"),
     )  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}  # MONAI sets it

@@ -138,6 +138,7 @@ def test_values_wait_in_host_memory_where_that_is_cheaper() -> None:
     assert fitted.proof.peak <= budget
 
 
+@pytest.mark.slow
 def test_lower_precision_is_held_against_float64() -> None:
     model, (x, y) = language_model(), words()
     budget = between(model, x, y, 0.3)
@@ -146,6 +147,7 @@ def test_lower_precision_is_held_against_float64() -> None:
     assert fitted.proof.peak <= budget
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not() -> None:
     model, (x, y) = language_model(), words()
     with pytest.raises(BudgetError) as error:

@@ -60,7 +60,7 @@ def test_a_step_fits_as_fused_kernels() -> None:
 
 def test_what_is_allocated_is_what_the_code_says() -> None:
     model, (x, y) = language_model(), words()
-    budget = between(model, x, y, 0.2)
+    budget = between(model, x, y, 0.3)
     fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, engine="inductor", pairs=0)
     assert fitted.loss is not None
     model.zero_grad(set_to_none=True)
@@ -72,6 +72,7 @@ def test_what_is_allocated_is_what_the_code_says() -> None:
     assert abs(predicted - taken) <= 0.01 * taken
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_part_of_it() -> None:
     model, x = chain(), rows()
     options: dict[str, Any] = {"optimizer": torch.optim.AdamW, "early": True}
@@ -97,6 +98,7 @@ class Images(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_statistics_of_norms_are_updated_once() -> None:
     torch.manual_seed(0)
     model, x, y = Images().cuda(), torch.randn(16, 3, 64, 64, device="cuda"), torch.randint(10, (16,), device="cuda")
@@ -114,6 +116,7 @@ def test_statistics_of_norms_are_updated_once() -> None:
     assert int(statistics["norms.0.num_batches_tracked"]) == 1
 
 
+@pytest.mark.slow
 def test_in_fewer_bits() -> None:
     model, (x, y) = language_model(), words()
     budget = between(model, x, y, 0.3)
@@ -124,6 +127,7 @@ def test_in_fewer_bits() -> None:
     assert fitted.proof.peak <= budget
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not() -> None:
     model, x = chain(), rows()
     with pytest.raises(BudgetError) as error:
@@ -133,6 +137,7 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not() -> None:
     assert fitted.proof.peak <= least
 
 
+@pytest.mark.slow
 def test_a_smaller_call_runs_by_the_same_decisions() -> None:
     model, x = chain(), rows()
     budget = memplan.plan(model, x, budget="20 GiB").floor * 5 // 4
@@ -199,6 +204,7 @@ class Noisy(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_what_is_drawn_on_the_card_is_the_same() -> None:
     torch.manual_seed(0)
     model, x = Noisy().cuda(), torch.randn(8192, 64, device="cuda")

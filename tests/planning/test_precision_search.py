@@ -48,6 +48,7 @@ def planned(budget: int | str, **options: Any) -> memplan.Plan:
     return memplan.plan(net(), x, targets=y, loss=F.cross_entropy, budget=budget, **options)
 
 
+@pytest.mark.slow
 @needs_avx512
 def test_the_fastest_of_all_kinds_is_taken() -> None:
     x, _ = given()
@@ -188,7 +189,7 @@ def test_fused_kernels_have_the_same_kinds_to_choose_from() -> None:
 
 
 @needs_avx512
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["graph", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_stem_runs_in_one_go_where_the_budget_allows_and_in_pieces_where_it_does_not(engine: Engine) -> None:
     torch.manual_seed(0)
     stem = nn.Conv2d(3, 64, 7, 2, 3, bias=False).requires_grad_(False)  # in bfloat16 it holds more than its result
@@ -259,7 +260,7 @@ def smallest(planner: Planner, call: Call, settings: Settings, budget: int) -> i
     return caught.value.smallest_budget
 
 
-@pytest.mark.parametrize("save", ["bfloat16", "int8"])
+@pytest.mark.parametrize("save", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_fused_kernels_save_in_fewer_bits(save: Save) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(2048, 32)

@@ -75,7 +75,10 @@ parts = st.lists(
 )
 
 
-@pytest.mark.parametrize(("dims", "size", "examples", "least"), [(1, 120, 60, 40), (2, 50, 40, 30), (3, 30, 20, 15)])
+@pytest.mark.parametrize(
+    ("dims", "size", "examples", "least"),
+    [pytest.param(1, 120, 60, 40, marks=pytest.mark.slow), (2, 50, 40, 30), (3, 30, 20, 15)],
+)
 def test_with_padding_it_is_as_the_padded_model(dims: int, size: int, examples: int, least: int) -> None:
     tried = 0
 

@@ -69,7 +69,9 @@ def room(search: Search) -> float:
     return candidate_search._CLOSE * (search.kept.peak - search.lower_bound)  # pyright: ignore[reportPrivateUsage]
 
 
-@pytest.mark.parametrize("share", [-0.3, -0.1, -0.03, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize(
+    "share", [-0.3, 0.1, *(pytest.param(one, marks=pytest.mark.slow) for one in (-0.1, -0.03, 0.03, 0.3))]
+)
 @pytest.mark.parametrize("graph", [fusible(residual(6)), fusible(transformer(3))], ids=["residual", "transformer"])
 def test_two_where_the_code_takes_so_much_more_or_less_everywhere(
     monkeypatch: pytest.MonkeyPatch, graph: JointGraph, share: float

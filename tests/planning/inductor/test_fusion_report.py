@@ -75,8 +75,16 @@ CHOICES: dict[str, Callable[[Any], Choices]] = {
     "encoded": lambda graph: Choices(kept_as=all_kept(graph, "encode")),
     "held": lambda graph: Choices(gradients=HELD),
 }
-each_model = pytest.mark.parametrize("model", MODELS)
-each_choice = pytest.mark.parametrize("choice", CHOICES)
+QUICK = [("norms", "all kept"), ("norms", "encoded"), ("mlp", "held"), ("resnet", "recomputed"), ("gpt", "held")]
+
+
+def each_of(*models: str) -> pytest.MarkDecorator:
+    """Each model with each choice: those that are not in ``QUICK`` are lowered for the slow tests only."""
+    pairs = [(model, choice) for model in models for choice in CHOICES]
+    cases = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in pairs]
+    return pytest.mark.parametrize(("model", "choice"), cases)
+
+
 Made = tuple[Captured, Fused, dict[str, inductor.Code]]
 
 
@@ -186,8 +194,7 @@ def calls_of(part: Any, code: str) -> list[tuple[str, int]]:
     return calls.found
 
 
-@each_choice
-@each_model
+@each_of(*MODELS)
 def test_kernels_and_their_bytes_are_those_of_the_code(made: Callable[..., Made], model: str, choice: str) -> None:
     """At best: a tensor that several blocks of the C++ go over, which were fused, may still be in a cache. Of a slice,
     as attention takes three of one tensor, what is read counts, where the code has the whole as an operand."""
@@ -251,8 +258,7 @@ def graph_engine(captured: Captured, choice: str) -> Schedule:
 VIEWS = ("view", "t", "transpose", "permute", "expand", "detach", "squeeze", "unsqueeze", "as_strided", "slice")
 
 
-@each_choice
-@pytest.mark.parametrize("model", ["norms", "mlp", "resnet"])
+@each_of("norms", "mlp", "resnet")
 def test_before_each_op_that_the_profiler_sees_is_a_kernel(made: Callable[..., Made], model: str, choice: str) -> None:
     captured, of, codes = made(model, choice)
     torch.manual_seed(0)
@@ -269,8 +275,7 @@ def test_before_each_op_that_the_profiler_sees_is_a_kernel(made: Callable[..., M
     assert told(of, codes).kernels_before == len(kernels), seen
 
 
-@each_choice
-@pytest.mark.parametrize("model", ["norms", "mlp", "resnet"])
+@each_of("norms", "mlp", "resnet")
 def test_before_the_bytes_are_those_of_the_tensors_that_ops_take_and_give(
     made: Callable[..., Made], model: str, choice: str
 ) -> None:
@@ -294,8 +299,7 @@ def test_before_the_bytes_are_those_of_the_tensors_that_ops_take_and_give(
 # -- FLOPs
 
 
-@each_choice
-@pytest.mark.parametrize("model", ["norms", "mlp", "resnet"])
+@each_of("norms", "mlp", "resnet")
 def test_flops_are_those_that_torch_counts(made: Callable[..., Made], model: str, choice: str) -> None:
     captured, of, codes = made(model, choice)
     torch.manual_seed(0)

@@ -51,8 +51,11 @@ def test_without_data_as_with(dims: int) -> None:
 @pytest.mark.parametrize(
     ("dims", "kernel", "last", "ours"),
     [
-        *[(2, 2, False, False), (2, 3, False, False), (2, 5, False, True), (2, 3, True, True)],
-        *[(3, 2, False, False), (3, 3, False, True), (3, 2, True, True)],
+        *[(2, 3, False, False), (2, 5, False, True), (2, 3, True, True)],
+        *[
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((2, 2, False, False), (3, 2, False, False), (3, 3, False, True), (3, 2, True, True))
+        ],
     ],
 )
 def test_inductor_writes_small_windows_in_the_order_of_dimensions(

@@ -208,7 +208,10 @@ def test_a_step_that_fits_is_left_alone_and_that_is_said() -> None:
     assert torch.equal(fitted.loss.eval()(x, y), loss(model(x), y))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer",
+    [torch.optim.AdamW, pytest.param(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), marks=pytest.mark.slow)],
+)
 def test_with_the_optimizer_in_the_budget_which_early_updates_lower(optimizer: Any) -> None:
     floors = [floor_with(optimizer, early) for early in (False, True)]
     assert floors[1] < floors[0]

@@ -14,6 +14,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_emulation
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cases", ["fit_cases.py", "fused_cases.py"])
-def test_steps_on_a_card(cases: str, folder: Path) -> None:
-    run(HERE / cases, folder)
+def test_steps_on_a_card(cases: str, which: str, folder: Path) -> None:
+    run(HERE / cases, which, folder)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +73,7 @@ def ran(call: Any, model: nn.Module, *given: torch.Tensor) -> list[torch.Tensor]
     return [output.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(control_dependencies, "control_deps_autograd"),
     reason="this torch draws random numbers otherwise in layouts of its choice",
@@ -134,7 +135,13 @@ def holds(fitted: Fitted) -> None:
 
 
 # of all kinds, budgets and modes benchmarks/fit_cells.py makes a table; these take no part in another one
-@pytest.mark.parametrize("cell", ["batch norm and dropout", "attention dropout", "weight tying", "channels last"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "batch norm and dropout",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("attention dropout", "weight tying", "channels last")),
+    ],
+)
 def test_every_cell(cell: str) -> None:
     torch.manual_seed(0)
     model = Twice(CELLS[cell].make(), CELLS[cell].make())
@@ -156,6 +163,7 @@ class OfVectors(nn.Module):
         return [part(x) for part in self.parts.values()], self.keywords(x, **named)
 
 
+@pytest.mark.slow
 def test_the_cells_of_vectors() -> None:
     torch.manual_seed(0)
     arguments, kwargs = CELLS["keyword inputs"].arguments(BATCH)
@@ -187,7 +195,11 @@ def test_gradients_and_random_state_are_those_of_a_plain_step() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate": 2}, {"optimizer": torch.optim.AdamW, "early": True}], ids=["held", "early"]
+    "options",
+    [
+        pytest.param({"accumulate": 2}, marks=pytest.mark.slow, id="held"),
+        pytest.param({"optimizer": torch.optim.AdamW, "early": True}, id="early"),
+    ],
 )
 def test_gradients_that_are_used_up_as_they_come(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -220,6 +232,7 @@ def test_an_update_waits_for_all_that_reads_its_parameter() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_under_autocast_it_is_as_near_to_float64_as_autocast_is() -> None:
     torch.manual_seed(0)
     model, (x, y) = Net(), inputs()
@@ -238,7 +251,7 @@ def test_under_autocast_it_is_as_near_to_float64_as_autocast_is() -> None:
     assert 1e-4 < errors[0] < 2 * errors[1]
 
 
-@pytest.mark.parametrize("engine", get_args(Engine))
+@pytest.mark.parametrize("engine", ["graph", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_autocast_around_the_call_is_as_good_as_asking_for_one(engine: Engine) -> None:
     """Its casts of parameters must not outlive an update, as they do until an outermost autocast ends."""
     torch.manual_seed(0)
@@ -267,7 +280,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", [pytest.param(one, marks=[pytest.mark.slow] * (one != "batch")) for one in NORMS])
 def test_under_autocast_what_surrounds_a_norm_stays_in_bfloat16(norm: str) -> None:
     """Were its gradient in float32, so would be all of the backward pass before it, and nothing would be saved."""
     torch.manual_seed(0)
@@ -292,6 +305,7 @@ class Island(nn.Module):
             return torch.tanh(x.float() @ self.second.weight)
 
 
+@pytest.mark.slow
 def test_what_autocast_leaves_alone_is_computed_as_it_is_written() -> None:
     torch.manual_seed(0)
     fitted = at_share(Island(), 2.0, torch.randn(256, 64), loss=total, autocast="bfloat16")
@@ -337,6 +351,7 @@ def test_where_the_plain_layout_takes_more_the_budget_is_refused(monkeypatch: py
     assert caught.value.smallest_budget == 17
 
 
+@pytest.mark.slow
 def test_the_budget_that_is_refused_is_the_one_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, (x, y), right = Net(), inputs(), prover.compare
@@ -362,6 +377,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_the_graph_does_not_hang_on_changes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of this model notes in its config which problem it solves."""
     transformers = pytest.importorskip("transformers")
@@ -405,7 +421,7 @@ def test_what_was_lowered_for_the_plan_is_not_lowered_again(monkeypatch: pytest.
     assert len(compiled) >= 2
 
 
-@pytest.mark.parametrize("drawn", ["as eager", "otherwise"])
+@pytest.mark.parametrize("drawn", [pytest.param("as eager", marks=pytest.mark.slow), "otherwise"])
 def test_a_wrong_kernel_is_found(drawn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where `torch.compile` draws other numbers than eager mode, and is far off by that."""
     compiled = inductor.kernels_of
@@ -483,6 +499,7 @@ assert fitted.proof.ok
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = list[dict[Path, int]]()
@@ -540,6 +557,7 @@ def test_an_early_update_by_a_wrong_gradient_is_found(rate: float, monkeypatch: 
         early()
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_the_step_as_it_is_keeps_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused kernels were asked for, also where they take more than torch's own one after the other."""
     torch.manual_seed(0)

@@ -180,7 +180,7 @@ def test_a_hook_on_a_layer_is_refused_by_the_layers_name() -> None:
         fit(model, x, loss=lambda output: output.sum(), budget="1 MiB")
 
 
-@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("called_before", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_of_transformers_that_collects_hidden_states_by_hooks(called_before: bool) -> None:
     config = SegformerConfig(
         hidden_sizes=[8, 8, 16, 16], depths=[1] * 4, num_attention_heads=[1] * 4, decoder_hidden_size=8,

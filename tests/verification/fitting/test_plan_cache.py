@@ -64,6 +64,7 @@ def test_smaller_calls_take_over_the_decisions_keep_the_budget_and_are_the_step(
     assert [torch.equal(*pair) for pair in zip(*gradients, strict=True)] == [True] * len(gradients[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
 def test_of_fused_steps_the_code_for_the_smaller_call_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Op by op a step may take more than the budget that it keeps as fused kernels."""

@@ -86,6 +86,7 @@ def test_checkpoints_keep_less_and_change_nothing() -> None:
     assert kept[1] < kept[0] / 2
 
 
+@pytest.mark.slow
 @compiles
 def test_memory_budgets_below_1_are_wrong_with_dropout_and_right_without() -> None:
     budget = Peer("torch.compile, memory budget 0.3", compiled=True, memory_budget=0.3)

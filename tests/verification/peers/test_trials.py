@@ -113,6 +113,7 @@ def test_autocast_with_lost_gradients_is_wrong(monkeypatch: pytest.MonkeyPatch) 
     assert (right.gradients, wrong.gradients) == ("lossy", "wrong")
 
 
+@pytest.mark.slow
 @compiles
 def test_the_trap_of_memory_budgets_with_dropout_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, EAGER, trials.COMPILED, Peer("budget", compiled=True, memory_budget=0.3))

@@ -23,10 +23,6 @@ def validate(
     return _Walk(graph, schedule, float("inf") if budget is None else budget, surroundings or Surroundings()).walk()
 
 
-_Key = tuple[str, int | None, int | None]
-"""Kind of an action, its form and its value."""
-
-
 class _Walk:
     def __init__(self, graph: JointGraph, plan: Schedule, budget: float, around: Surroundings) -> None:
         self.graph, self.values, self.plan, self.budget, self.around = graph, graph.values, plan, budget, around
@@ -36,7 +32,8 @@ class _Walk:
         trained = [graph.values[of].own_bytes for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
         self.live, self.changed, self.theirs = {*self.resident}, set[int](), set[int]()  # theirs left with a gradient
         self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
-        can = self.can = dict[_Key, tuple[set[int], set[int], int]]()  # what is read, made, and scratch
+        # by kind of action, form and value: what is read, what is made, and scratch
+        can = self.can = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
         can["receive", None, None] = set[int](), self.tangents, 0
         for f in graph.forms:
             can["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch

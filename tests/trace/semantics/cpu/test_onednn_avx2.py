@@ -51,7 +51,7 @@ print("all agree")
     reason="where AVX2 is all that there is, a 3D convolution was measured 111,974 bytes above its formula",
     strict=False,
 )
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_convolutions_take_what_they_take_on_avx2(threads: int) -> None:
     paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | AVX2 | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
