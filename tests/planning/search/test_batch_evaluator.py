@@ -39,7 +39,6 @@ def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, h
         expected = levels(made, around)
         assert found.peak[at] == expected.peak
         assert found.seconds[at] == pytest.approx(made.seconds, rel=1e-9, abs=1e-12)
-        assert profiles[at].boundary == expected.boundary
         assert profiles[at].update == expected.update
         assert np.array_equal(evaluator.column(choices), columns[:, at])
         again = evaluator.choices(columns[:, at])

@@ -10,7 +10,7 @@ from memplan.planning.search.search import Heuristics
 from memplan.verification.fitting import fit as fit_module
 from memplan.verification.fitting.fit import Fitted
 
-QUICK = Heuristics(relaxation=False, scatter=0, shakes=0, rounds=4)
+QUICK = Heuristics(relaxation=False, shakes=0, rounds=4)
 
 
 def fit(model: Any, *inputs: Any, **options: Any) -> Fitted:

@@ -81,7 +81,7 @@ class Evaluator:
     def profiles(self, columns: Columns) -> list[Profile]:
         """Return the bytes at every position of every candidate."""
         return [
-            Profile(batch.forward[:, at], batch.slots[:, at], int(batch.update[at]), int(batch.boundary[at]))
+            Profile(batch.forward[:, at], batch.slots[:, at], int(batch.update[at]))
             for start in range(0, columns.shape[1], CHUNK)
             for batch in [self._batch(columns[:, start : start + CHUNK])]
             for at in range(len(batch.seconds))
@@ -109,8 +109,8 @@ def _one_by_one(evaluator: Evaluator, columns: Columns) -> Levels:
                 slot, ended = slot + 1, False
             slots[slot] = max(slots[slot], level)
             ended = ended or action.kind == "receive" or (action.kind == "run" and not action.recomputed)
-        parts.append((forward, slots, np.array(found.update), np.array(found.boundary)))
+        parts.append((forward, slots, np.array(found.update)))
         seconds.append(made.seconds)
-    forward, slots, update, boundary = (np.stack([part[k] for part in parts], axis=-1) for k in range(4))
+    forward, slots, update = (np.stack([part[k] for part in parts], axis=-1) for k in range(3))
     everything = np.ones((len(flat.values), columns.shape[1]), dtype=bool)
-    return Levels(forward, slots, update, boundary, np.array(seconds), everything)
+    return Levels(forward, slots, update, np.array(seconds), everything)

@@ -41,7 +41,7 @@ class Batch(Needs):
         update = end if flat.gradients.updates else end + flat.around.update
         if self.copies is not None:
             self.seconds += self.copies.use_seconds + self.copies.waits(self.storing, self.spent)
-        return Levels(forward, slots, update, boundary, self.seconds, self.needed)
+        return Levels(forward, slots, update, self.seconds, self.needed)
 
     # -- forward pass
 

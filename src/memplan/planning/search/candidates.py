@@ -37,14 +37,10 @@ class Profile:
     slots: Ints
     """The most during each slot of the backward pass."""
     update: int
-    boundary: int
 
     def at_least(self, level: int) -> Profile:
         """Return the profile raised to so many bytes at every position."""
-        return Profile(
-            np.maximum(self.forward, level), np.maximum(self.slots, level), max(self.update, level),
-            max(self.boundary, level),
-        )  # fmt: skip
+        return Profile(np.maximum(self.forward, level), np.maximum(self.slots, level), max(self.update, level))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,6 @@ class Levels:
     forward: Ints
     slots: Ints
     update: Ints
-    boundary: Ints
     seconds: npt.NDArray[np.float64]
     needed: npt.NDArray[np.bool_]
 

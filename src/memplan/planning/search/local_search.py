@@ -58,19 +58,17 @@ class Local:
         self,
         evaluator: Evaluator,
         budget: int | Profile,
-        groups: Sequence[Sequence[int]] = (),
         *,
         small: int = 0,
         squared: int = 0,
     ) -> None:
-        """``groups`` are rows of values that may be turned together; what has at most ``small`` bytes is left alone.
-        ``budget`` and ``squared``: see `Evaluator.evaluate`."""
+        """What has at most ``small`` bytes is left alone. ``budget`` and ``squared``: see `Evaluator.evaluate`."""
         self.squared = squared
         self.evaluator, self.budget, self.flat = evaluator, budget, evaluator.flat
         self.drops = len(self.flat.droppable)
         self.row = {int(row): at for at, row in enumerate(self.flat.drop_rows)}
         self.large = self.flat.bytes[self.flat.drop_rows] > small
-        self.fixed = self._moves(groups)
+        self.fixed = self._moves()
 
     def state(self, column: Column) -> State:
         """Evaluate a candidate."""
@@ -81,7 +79,7 @@ class Local:
 
     # -- moves
 
-    def _moves(self, groups: Sequence[Sequence[int]]) -> list[Move]:
+    def _moves(self) -> list[Move]:
         """Moves that do not depend on where the search is: those that change nothing there are left out later."""
         flat, moves = self.flat, list[Move]()
         for at in np.flatnonzero(self.large).tolist():
@@ -102,12 +100,6 @@ class Local:
                 moves.append(((at, drop), (False, True)))
             elif drop is not None:
                 moves += [((at, drop), (formed, dropped)) for formed in (True, False) for dropped in (True, False)]
-        for group in groups:
-            rows = tuple(self.row[row] for row in group if row in self.row and self.large[self.row[row]])
-            half = len(rows) // 2
-            for part in {rows, rows[:half], rows[half:]}:
-                if len(part) > 1:
-                    moves += [(part, (True,) * len(part)), (part, (False,) * len(part))]
         return moves
 
     def settled(self, state: State) -> State:

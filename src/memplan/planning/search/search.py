@@ -17,11 +17,7 @@ from memplan.planning.search.batch_evaluator import Evaluator
 from memplan.planning.search.candidates import Profile
 from memplan.planning.search.local_search import Column, Local, State
 from memplan.planning.search.lower_bound import Fractions, Relaxation
-from memplan.planning.search.segment_dp import choose
-from memplan.planning.search.segments import Variant, Variants, repeated, segments
 
-SMALL = 64
-"""Decisions that a small graph has at most."""
 STEEP = 3
 """So many times bytes over a budget that is out of reach are squared, to get the highest position down."""
 EVEN = 1
@@ -34,12 +30,8 @@ CLOSE = 1.005
 class Heuristics:
     """Switches of the search. Each makes it faster or better; none is needed for a right answer."""
 
-    segments: bool = True
-    """Start from the dynamic program over segments."""
     relaxation: bool = True
     """Start from the linear relaxation (bound.Relaxation), rounded."""
-    repeated: bool = True
-    """Turn the values in the same place of repeated segments together, all or half of them."""
     encodings: bool = True
     """Keep values in smaller forms. Off: they are kept or made again."""
     offload: bool = True
@@ -50,8 +42,6 @@ class Heuristics:
     """Local search on single values for fewer seconds, once the budget is met."""
     pairs: bool = True
     """And on pairs: a value kept again, and another that makes room for it."""
-    scatter: int = 512
-    """Of so many random choices, start also from the best few; in small graphs only, where that covers something."""
     shakes: int = 6
     """How often the search keeps a value against the budget, repairs, and improves from there."""
     rounds: int = 60
@@ -163,7 +153,6 @@ class Search:
         self.small = small if self.use.small_values else 0
         self.relaxation = Relaxation(self.flat, small=small)
         self.lower_bound = self.relaxation.least.peak
-        self.groups = repeated(self.flat, segments(self.flat, self.small)) if self.use.repeated else []
         self.kept = self._local(0).state(np.zeros(self.evaluator.rows, dtype=bool))
         self.known: list[State] = []
         """Good states of earlier searches: starts for the next."""
@@ -228,16 +217,12 @@ class Search:
     # -- one budget
 
     def _local(self, budget: int | Profile, squared: int = 0) -> Local:
-        return Local(self.evaluator, budget, self.groups, small=self.small, squared=squared)
+        return Local(self.evaluator, budget, small=self.small, squared=squared)
 
     def _best(self, budget: int, *more: Column, known: Sequence[State] = ()) -> State | None:
         starts = [*more, self.kept.column]
         if self.use.relaxation:
             starts += self._relaxed(budget)
-        if self.use.segments:
-            starts += self._dynamic(budget)
-        if self.evaluator.rows <= SMALL:
-            starts += self._scattered(budget)
         near = sorted(known, key=lambda state: abs(state.peak - budget))[:2]
         return self._polished(budget, [*starts, *(state.column for state in near)])
 
@@ -251,29 +236,6 @@ class Search:
         column[: self.drops] = (fractions.keep[rows] < 0.5) & (self.flat.bytes[rows] > self.small)
         column[self.drops :] = fractions.forms > 0.5
         return [column]
-
-    def _dynamic(self, budget: int) -> list[Column]:
-        """What dynamic programming over segments chooses."""
-        chosen = choose(self._variants, max(variant.stop for variant in self._variants), budget)
-        if chosen is None:
-            return []
-        column = np.zeros(self.evaluator.rows, dtype=bool)
-        for variant in chosen:
-            column[variant.rows] = variant.bits
-        return [column]
-
-    def _scattered(self, budget: int, few: int = 6) -> list[Column]:
-        """The best of some random choices, which make more and more again."""
-        draw = np.random.default_rng(0)
-        count = self.use.scatter
-        columns = draw.random((self.evaluator.rows, count)) < np.linspace(0, 1, count)
-        found = self.evaluator.evaluate(columns, budget)
-        best = np.lexsort((found.seconds, found.excess))[:few]
-        return [columns[:, int(at)] for at in best]
-
-    @cached_property
-    def _variants(self) -> list[Variant]:
-        return Variants(self.evaluator, small=self.small).all()
 
     def _polished(self, budget: int, starts: Iterable[Column]) -> State | None:
         """The best of what repair and improvement make of the starts; None if none fits."""
@@ -340,7 +302,7 @@ class Search:
         best = min((zero.state(column) for column in (*starts, *near)), key=_by_peak)
         while best.peak - low > best.peak // 400:  # the last steps take as long as the first, and bring next to nothing
             budget = low + (best.peak - low) // 2
-            tried = self._lower(budget, [best.column, *self._dynamic(budget)], starts)
+            tried = self._lower(budget, [best.column], starts)
             best = min(best, tried, key=_by_peak)
             if best.peak > budget:
                 low = budget + 1
