@@ -613,6 +613,7 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Mo
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_later_leaves_the_call_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hours of training are not lost to the last batch, which is smaller, and a disk that is full by then."""
     torch.manual_seed(0)

@@ -130,14 +130,8 @@ def test_a_lossy_plan_keeps_its_budget_and_is_as_near_as_it_has_to_be(
 
 
 @pytest.mark.skipif(_torch.cpp_compiler() is None, reason="Inductor needs a C++ compiler, and none is here")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("conv", marks=[needs_avx512, pytest.mark.slow]),
-        pytest.param("transformer", marks=pytest.mark.slow),
-        "unet",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("conv", marks=needs_avx512), "transformer", "unet"])
 def test_fused_kernels_in_bfloat16_are_no_farther_off_than_autocast(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, Precision("bfloat16"))
     fitted = fitted_at(0.5, name, engine="inductor")
