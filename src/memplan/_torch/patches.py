@@ -69,6 +69,20 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Show the tensors that `torch.get_rng_state` makes (checkpoints of activations call it): no dispatch mode does."""
+    read = torch.random.get_rng_state
+
+    def read_and_show() -> torch.Tensor:
+        state = read()
+        seen(state)
+        return state
+
+    with patched(torch, get_rng_state=read_and_show), patched(torch.random, get_rng_state=read_and_show):
+        yield
+
+
+@contextlib.contextmanager
 def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Tell how often `torch.nn.init.trunc_normal_` draws again: it does until no value is out of range.
 

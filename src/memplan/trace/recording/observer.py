@@ -31,6 +31,7 @@ _ONES = "aten.ones_like.default"
 _ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
+_EMPTY = torch.ops.aten.empty.memory_format
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
 
@@ -169,6 +170,11 @@ class Observer:
         if note.phase == "optimizer":
             self.marks.updating.update(note.writes)
         return result
+
+    def random_state(self, state: torch.Tensor) -> None:
+        """Note the CPU's random state, which `torch.get_rng_state` copies into a tensor without any op."""
+        if self.card is None:
+            self._note(self._signatures.setdefault(_EMPTY, _Signature(_EMPTY)), (), {}, state)
 
     def _returned(self, module: int, result: Any) -> None:
         if self.place.step == 0 and not _torch.in_backward():
