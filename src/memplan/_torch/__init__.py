@@ -192,7 +192,6 @@ __all__ = [
     "place_of",
     "pre_hooks",
     "random_states_seen",
-    "random_states_seen",
     "rejections_counted",
     "say_place",
     "scaling_seen",
