@@ -101,7 +101,7 @@ class Observer:
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
-        if func is _ADD and self.engine.is_engine_sum(args):
+        if func is _ADD and self.engine.is_in_place(args):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
         if in_place is not None and self.engine.is_on_zeros(args[0], self.notes):
@@ -129,7 +129,10 @@ class Observer:
     ) -> Any:
         index = len(self.notes)
         ledger = self.ledger
-        reads, needs, on_card = self._operands(signature, args, kwargs)
+        if signature.name == _LIFT and self.card is None:  # `torch.tensor`: what it lifts is the result
+            reads, needs, on_card = [], (), False
+        else:
+            reads, needs, on_card = self._operands(signature, args, kwargs)
         if signature.name == _UNSCALE:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
         note = self._place_of(signature, reads, needs, index)
