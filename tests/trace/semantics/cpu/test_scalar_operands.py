@@ -1,4 +1,4 @@
-"""Steps of single ops with numbers as operands: their predicted peak beside what torch's profiler saw without a mode."""
+"""Single ops with numbers as operands: the predicted peak beside what torch's profiler saw without a mode."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import nn
 
 import memplan
 
-X, I, H, D, C = "float", "int", "bfloat16", "double", "complex"
 MADE: dict[str, Callable[[], torch.Tensor]] = {
-    X: lambda: torch.ones(100),
-    I: lambda: torch.ones(100, dtype=torch.int64),
-    H: lambda: torch.ones(100, dtype=torch.bfloat16),
-    D: lambda: torch.ones(100, dtype=torch.float64),
-    C: lambda: torch.ones(100, dtype=torch.complex64),
+    "float": lambda: torch.ones(100),
+    "int": lambda: torch.ones(100, dtype=torch.int64),
+    "bfloat16": lambda: torch.ones(100, dtype=torch.bfloat16),
+    "double": lambda: torch.ones(100, dtype=torch.float64),
+    "complex": lambda: torch.ones(100, dtype=torch.complex64),
 }
 OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "times a fraction": lambda x: x * 2.0,
