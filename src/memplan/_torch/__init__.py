@@ -75,7 +75,13 @@ from memplan._torch.opaque import (
     untraced,
 )
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
-from memplan._torch.patches import eager_instead_of_compiled, patched, rejections_counted
+from memplan._torch.patches import (
+    eager_instead_of_compiled,
+    linear_seen,
+    patched,
+    random_states_seen,
+    rejections_counted,
+)
 from memplan._torch.peers import memory_budget
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
@@ -172,6 +178,7 @@ __all__ = [
     "joint_graph",
     "keeps_graph",
     "leaves_of",
+    "linear_seen",
     "marker",
     "memory_budget",
     "memory_profile",
@@ -191,6 +198,7 @@ __all__ = [
     "peculiarity",
     "place_of",
     "pre_hooks",
+    "random_states_seen",
     "rejections_counted",
     "say_place",
     "scaling_seen",

@@ -69,6 +69,40 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
+    """Tell when `torch.nn.functional.linear` begins and ends.
+
+    Without a dispatch mode it adds the bias in place where its input is not contiguous, under one out of place
+    (ATen/native/Linear.cpp, `isTensorSubclassLike`).
+    """
+    linear = torch.nn.functional.linear
+
+    def linear_and_tell(*args: Any, **kwargs: Any) -> torch.Tensor:
+        called(True)
+        try:
+            return linear(*args, **kwargs)
+        finally:
+            called(False)
+
+    with patched(torch.nn.functional, linear=here_alone(linear_and_tell, linear)):
+        yield
+
+
+@contextlib.contextmanager
+def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Show the tensors that `torch.get_rng_state` makes (checkpoints of activations call it): no dispatch mode does."""
+    read = torch.random.get_rng_state
+
+    def read_and_show() -> torch.Tensor:
+        state = read()
+        seen(state)
+        return state
+
+    with patched(torch, get_rng_state=read_and_show), patched(torch.random, get_rng_state=read_and_show):
+        yield
+
+
+@contextlib.contextmanager
 def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Tell how often `torch.nn.init.trunc_normal_` draws again: it does until no value is out of range.
 

@@ -113,7 +113,7 @@ def called_for_the_loss() -> bool:
 
 
 _DISPATCHING = frozenset(
-    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "is_engine_sum", "is_on_zeros",
+    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "is_in_place", "is_on_zeros",
      "_caller",
      "called_by_engine", "called_for_the_loss", "make_where_asked", "interposed", "whole"}
 )  # fmt: skip

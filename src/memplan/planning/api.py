@@ -70,7 +70,7 @@ def plan(
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(), costs=costs,
         host_memory=True,
     )  # fmt: skip
-    with undisturbed(cuda=is_on_card(model)), torch.inference_mode(False), torch.enable_grad():
+    with undisturbed(cuda=is_on_card(model)):
         asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
         with asked.under_autocast():
             return Planner(asked.step).planned(asked.call, asked.settings, asked.budget).plan

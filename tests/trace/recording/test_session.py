@@ -1,14 +1,22 @@
-"""What is done around a step: Python's garbage collector is as it was before, and takes only what was made inside."""
+"""What is done around a step: Python's garbage collector, modes, switches and random states."""
 
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
+import torch
+from allocator import measured_peak
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import memplan
 from memplan.trace.recording.session import collector_held
 
 
@@ -87,3 +95,45 @@ def test_what_the_user_froze_stays_frozen_and_nothing_joins_it() -> None:
         assert left() is None
     assert gc.get_freeze_count()
     del kept
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_trains_whatever_the_caller_is_within(mode: Any) -> None:
+    def trained() -> int:
+        return memplan.explain(nn.Linear(8, 4), memplan.spec("2x8"), device="cpu").timeline.peak_allocated
+
+    expected = trained()
+    with mode():
+        assert trained() == expected
+        assert memplan.check(nn.Linear(8, 4), memplan.spec("2x8"), device="cpu") is not None
+        assert not torch.is_grad_enabled()
+
+
+FROZEN_FLAGS = """
+import torch, memplan
+torch.backends.disable_global_flags()
+print(memplan.record(lambda: lambda: torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward(), device="cpu"))
+"""
+
+
+def test_switches_that_may_not_be_set_are_not() -> None:
+    ran = subprocess.run([sys.executable, "-c", FROZEN_FLAGS], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_random_states_of_checkpoints_count(reentrant: bool) -> None:
+    """5,056 bytes each, as torch's profiler sees them without any mode of ours."""
+
+    def build() -> Any:
+        layers, x = [nn.Linear(16, 16) for _ in range(6)], torch.randn(4, 16, requires_grad=True)
+
+        def step() -> None:
+            y = x
+            for layer in layers:
+                y = checkpoint(layer, y, use_reentrant=reentrant)
+            y.sum().backward()
+
+        return step
+
+    assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)

@@ -1,4 +1,4 @@
-"""Ops that autograd's engine runs in another form under a dispatch mode than without one."""
+"""Ops that torch runs in another form under a dispatch mode than without one: autograd's engine, and a linear layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ class EngineForms:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._last_reference: tuple[int, int] | None = None
+        self._linear = False
         self.calibrating: list[tuple[int, int]] | None = None
+
+    def in_linear(self, inside: bool) -> None:
+        """Note that a linear layer begins or ends."""
+        self._linear = inside
 
     def is_on_zeros(self, target: Any, notes: Sequence[Note]) -> bool:
         """Return whether a derivative formula writes into zeros that it has just made.
@@ -49,12 +54,14 @@ class EngineForms:
         self._last_reference = self.calibrating[0] if self.calibrating else None
         self.calibrating = None
 
-    def is_engine_sum(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the engine adds a second gradient to one that nobody else holds.
+    def is_in_place(self, args: tuple[Any, ...]) -> bool:
+        """Return whether the engine adds a second gradient to one that nobody else holds, or a linear layer its bias.
 
         Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`);
         under one it cannot, so we do, lest every sum of two gradients count a storage too many.
         """
+        if self._linear and not _torch.in_backward():
+            return True
         if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
             return False
         held, other = args[0], args[1]

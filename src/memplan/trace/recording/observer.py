@@ -31,6 +31,7 @@ _ONES = "aten.ones_like.default"
 _ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
 _LIFT = "aten.lift_fresh.default"
 _SCALAR = "aten._local_scalar_dense.default"
+_EMPTY = torch.ops.aten.empty.memory_format
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
 
@@ -100,7 +101,7 @@ class Observer:
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
-        if func is _ADD and self.engine.is_engine_sum(args):
+        if func is _ADD and self.engine.is_in_place(args):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
         if in_place is not None and self.engine.is_on_zeros(args[0], self.notes):
@@ -128,7 +129,10 @@ class Observer:
     ) -> Any:
         index = len(self.notes)
         ledger = self.ledger
-        reads, needs, on_card = self._operands(signature, args, kwargs)
+        if signature.name == _LIFT and self.card is None:  # `torch.tensor`: what it lifts is the result
+            reads, needs, on_card = [], (), False
+        else:
+            reads, needs, on_card = self._operands(signature, args, kwargs)
         if signature.name == _UNSCALE:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
         note = self._place_of(signature, reads, needs, index)
@@ -169,6 +173,11 @@ class Observer:
         if note.phase == "optimizer":
             self.marks.updating.update(note.writes)
         return result
+
+    def random_state(self, state: torch.Tensor) -> None:
+        """Note the CPU's random state, which `torch.get_rng_state` copies into a tensor without any op."""
+        if self.card is None:
+            self._note(self._signatures.setdefault(_EMPTY, _Signature(_EMPTY)), (), {}, state)
 
     def _returned(self, module: int, result: Any) -> None:
         if self.place.step == 0 and not _torch.in_backward():

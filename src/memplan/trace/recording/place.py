@@ -182,11 +182,15 @@ class Place:
                 self.on_result(id(module), result)
 
     def _start_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
         self.before_update()
         self._optimizers_running += 1
 
     def _end_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._optimizers_running -= 1
         self.after_update()
 

@@ -6,6 +6,8 @@ import gc
 import inspect
 import random
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -81,31 +83,56 @@ def check_steps(steps: int) -> None:
         raise UsageError(f"steps={steps!r}", expected="a whole number of steps, at least 1", do="Leave it out for 2.")
 
 
+_WAITING = 1.0
+"""Seconds after which a recording that waits for another one says so."""
+_recording = threading.RLock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until no other thread records: for its time, a recording replaces functions of torch for the process."""
+    if not _recording.acquire(timeout=_WAITING):
+        warnings.warn(
+            "memplan waits: another thread of this process is recording or planning, and one runs at a time",
+            stacklevel=2,
+        )
+        _recording.acquire()
+    try:
+        yield
+    finally:
+        _recording.release()
+
+
 @contextmanager
 def undisturbed(*, cuda: bool = False) -> Iterator[None]:
-    """Leave the random state as it was; cyclic garbage collected between steps only.
+    """Record without a trace: the random state is left as it was, cyclic garbage collected between steps only.
+
+    One thread at a time, and with gradients: a step makes its own modes, whatever `torch.no_grad` the caller is within.
 
     When Python's collector would free a cycle inside a step depends on everything else that the process did before,
     so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
     `torch.cuda.is_available()` answers no.
     """
-    state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = _numpy_state()
-    try:
-        with (
-            collector_held(),
-            _defaults_kept(),
-            _one_process(),
-            nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
-        ):
-            yield
-    finally:
-        torch.set_rng_state(state)
-        random.setstate(python_state)
-        if numpy_state is not None:
-            import numpy
+    with _alone():
+        state, python_state = torch.get_rng_state(), random.getstate()
+        numpy_state = _numpy_state()
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                collector_held(),
+                _defaults_kept(),
+                _one_process(),
+                nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
+            ):
+                yield
+        finally:
+            torch.set_rng_state(state)
+            random.setstate(python_state)
+            if numpy_state is not None:
+                import numpy
 
-            numpy.random.set_state(numpy_state)
+                numpy.random.set_state(numpy_state)
 
 
 _holding = ContextVar("_holding", default=False)
@@ -157,7 +184,8 @@ def _defaults_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         if changed:  # asking torch now would ask for a GPU
             set_device(None if device.type == HOST else device)
-        cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
+        if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != switches:  # torch may refuse to set them
+            cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
 

@@ -177,6 +177,8 @@ class Standins:
             )
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.rejections_counted(self._redrawing))
+            stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
+            stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
             yield
 

@@ -275,6 +275,7 @@ OPS: list[tuple[Any, ...]] = [
     (aten.sum.dim_IntList, mask_of, [1]),
     (aten.cumsum.default, mask_of, 1),
     (aten.cumprod.default, mask_of, 1),
+    (aten.isinf.default, table),
     (aten.any.default, table),
     (aten.any.dim, table, 1),
     (aten.all.default, table),

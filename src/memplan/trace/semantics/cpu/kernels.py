@@ -6,11 +6,13 @@ operands as dispatched. What stays below 64 KiB or 2 % of the op's own tensors i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from memplan.trace.semantics.cpu.scalar_operands import of_number
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -154,7 +156,13 @@ def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp, mean_out: reduced precision is summed in float32, cast as a whole."""
     x = args[0]
     wide = torch.float32 if result.dtype in _REDUCED else result.dtype
-    return _cast(x, wide) + (result.numel() * 4 if result.dtype in _REDUCED else 0)
+    cast = _cast(x, wide) + (result.numel() * 4 if result.dtype in _REDUCED else 0)
+    return max(cast, of_number(1, result.dtype))  # the sum is divided by the number of elements
+
+
+def infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorCompare.cpp, isinf: absolute values, compared with a number."""
+    return bytes_of(args[0]) + of_number(math.inf, args[0].dtype) if args[0].is_floating_point() else 0
 
 
 def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -285,6 +293,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.cumsum.default": summed_as,
     "aten.cumprod.default": summed_as,
     "aten.linalg_vector_norm.default": summed_as,
+    "aten.isinf.default": infinite,
     "aten.any.default": truth,
     "aten.any.dim": truth,
     "aten.all.default": truth,

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memplan.trace.semantics.cpu import convolution, encoder_fast_path, flash_attention, kernels, lstm, matmul
+from memplan.trace.semantics.cpu import (
+    convolution,
+    encoder_fast_path,
+    flash_attention,
+    kernels,
+    lstm,
+    matmul,
+    scalar_operands,
+)
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, RESULTS
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
@@ -31,7 +39,7 @@ def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
 
 def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> tuple[Extra, ...]:
-    taken = transient_bytes(name, args, kwargs, result)
+    taken = transient_bytes(name, args, kwargs, result) + scalar_operands.transient_bytes(name, args)
     return (Extra(taken),) if taken else ()
 
 

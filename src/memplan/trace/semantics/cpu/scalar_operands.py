@@ -1,0 +1,61 @@
+"""Numbers as operands: torch makes a tensor of one element of each, and casts it to the dtype of the kernel.
+
+The former in ScalarOps.h, ``wrapped_scalar_tensor``; the latter in TensorIterator.cpp, ``compute_types``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ARITHMETIC = ("add", "sub", "mul", "div", "rsub", "remainder", "fmod", "floor_divide", "copysign", "xlogy")
+_BITWISE = (
+    "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__"
+)  # fmt: skip
+_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+_OVERLOADS = (
+    "Tensor",
+    "Scalar",
+    "default",
+    "Tensor_mode",
+    "Scalar_mode",
+    "Tensor_Scalar",
+    "Scalar_Other",
+    "Scalar_Self",
+)
+OPS = frozenset(
+    f"aten.{name}{place}.{overload}"
+    for name in (*_ARITHMETIC, *_BITWISE, *_COMPARING)
+    for place in ("", "_")
+    for overload in _OVERLOADS
+) | {"aten.pow.Scalar"}  # a power by a number has a kernel of its own
+"""Ops of two operands, either of which may be a number."""
+_FOREACH = frozenset(f"aten._foreach_{name}{place}.Scalar" for name in _ARITHMETIC for place in ("", "_"))
+"""The same for each tensor of a list, one after the other."""
+
+_WRAPPED = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_FRACTIONS = ("aten.div.Tensor", "aten.div.Scalar", "aten.div_.Tensor", "aten.div_.Scalar")
+
+
+def transient_bytes(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes that the numbers among an op's first two operands take while it runs."""
+    if name in _FOREACH:
+        return max((_taken(name, tensor, args[1]) for tensor in args[0]), default=0)
+    return _taken(name, *args[:2]) if name in OPS and len(args) > 1 else 0
+
+
+def _taken(name: str, one: Any, other: Any) -> int:
+    if isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor):
+        return 0
+    number = other if isinstance(one, torch.Tensor) else one
+    common = torch.result_type(one, other)
+    if name in _FRACTIONS and not (common.is_floating_point or common.is_complex):
+        common = torch.get_default_dtype()
+    return of_number(number, common)
+
+
+def of_number(number: complex, common: torch.dtype) -> int:
+    """Return the bytes that a number takes as the operand of a kernel that computes in a dtype."""
+    wrapped = next(dtype for kind, dtype in _WRAPPED.items() if isinstance(number, kind))
+    return wrapped.itemsize + (0 if wrapped is common else common.itemsize)

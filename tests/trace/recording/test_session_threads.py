@@ -1,0 +1,99 @@
+"""Recordings in several threads, and beside threads that train: what each gives, and torch afterwards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.trace.recording import session
+
+
+def build() -> Callable[[], None]:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    return step
+
+
+def peak() -> int:
+    return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated
+
+
+def replaced() -> list[Any]:
+    """What a recording replaces for its time."""
+    return [torch.compile, torch.cuda.is_available, torch.get_rng_state, nn.Module._apply, torch.set_default_device]
+
+
+def test_recordings_at_once_are_as_one_alone_and_leave_torch_as_it_was() -> None:
+    before, alone, found = replaced(), peak(), list[int]()
+    threads = [threading.Thread(target=lambda: found.extend(peak() for _ in range(5))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [alone] * 15
+    assert all(one is other for one, other in zip(replaced(), before, strict=True))
+
+
+def test_one_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, said, found = threading.Event(), list[str](), list[int]()
+
+    def warn(text: str, **_: Any) -> None:
+        said.append(text)
+        told.set()
+
+    monkeypatch.setattr(session, "_WAITING", 0.01)
+    monkeypatch.setattr(session.warnings, "warn", warn)
+    thread = threading.Thread(target=lambda: found.append(peak()))
+    with session.undisturbed():
+        thread.start()
+        assert told.wait(60)
+        assert not found
+    thread.join()
+    assert found == [peak()]
+    assert "another thread of this process is recording or planning" in said[0]
+
+
+BESIDE = """
+import threading, torch, memplan
+from torch import nn
+
+def build():
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(4, 8)
+    return lambda: model(x).sum().backward()
+
+def train():
+    other = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1)
+    while not stop.is_set():
+        optimizer.zero_grad()
+        other(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+
+peak = lambda: memplan.simulate(memplan.record(build, device="cpu")).peak_allocated
+alone, stop = peak(), threading.Event()
+thread = threading.Thread(target=train)
+thread.start()
+try:
+    assert [peak() for _ in range(15)] == [alone] * 15
+finally:
+    stop.set()
+    thread.join()
+"""
+
+
+def test_a_thread_that_trains_beside_it_is_left_alone() -> None:
+    """In a process of its own, which this once ended by a segmentation fault."""
+    ran = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
