@@ -32,7 +32,7 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "in place": lambda x: x.mul_(1).add_(0),
     "its inverse in place": lambda x: x.pow_(1),
     "filled": lambda x: x.fill_(1.0),
-    "a list": lambda x: torch._foreach_mul([x, x], 2),
+    "a list": lambda x: torch.ops.aten._foreach_mul.Scalar([x, x], 2),
     "its mean": lambda x: x.mean() if x.is_floating_point() else x,
     "is infinite": lambda x: torch.isinf(x) if not x.is_complex() else x,
     "rounded": lambda x: torch.div(x, 2, rounding_mode="floor") if not x.is_complex() else x,
