@@ -3,6 +3,9 @@
 Inductor writes pointwise ops into the kernel that reads them. Where that runs much later, what they read stays until
 then: of a gradient that is a part of a larger one, as concatenating and slicing leave them, the whole of that.
 
+MONAI's VNet (64 voxels a side) has its smallest peak at 465 MB with this and at 473 without; ResNet-18, a 3D U-Net and
+a GPT have the same plans at nine budgets each.
+
 Seen in torch 2.13: ``torch._ops.OpOverload``, ``overloadpacket`` and ``is_view`` of it.
 """
 

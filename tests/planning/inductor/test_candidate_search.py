@@ -142,28 +142,6 @@ def test_room_above_a_floor_that_takes_less_than_it_says_is_used(monkeypatch: py
     assert found.schedule.seconds <= known.seconds + 0.01 * step_seconds(whole.graph)
 
 
-def test_room_that_no_aim_comes_near_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code takes the least, and what is kept beyond that, unless anything else is made again: then far too much."""
-    graph = fusible(residual(6))
-    search = Search(graph)
-    least = search.same_everywhere.floor().choices.recompute
-    low, across = search.floor_peak, search.kept.peak - search.floor_peak
-    made = list[Made]()
-
-    def judged(one: Schedule, around: Surroundings) -> Made:
-        kept = sum(graph.values[value].bytes for value in least - one.choices.recompute)
-        made.append(Made(one, low + (kept if one.choices.recompute <= least else 10 * across)))
-        return made[-1]
-
-    monkeypatch.setattr(candidate_search, "judged", judged)
-    budget = low + across // 4
-    found = Fusing(search).within(budget)
-    assert found is not None
-    assert low < found.peak <= budget
-    known = next(one for one in made if one.schedule.choices.recompute == least)
-    assert found.schedule.seconds < known.schedule.seconds
-
-
 def hidden_by_one(graph: JointGraph) -> tuple[Search, Search, Callable[[Schedule, Surroundings], Made]]:
     """Op by op no step takes less than one op does by itself, and in the code that takes nothing beyond its results.
 

@@ -25,15 +25,7 @@ from memplan.planning.capture.side_effects import Watch, is_fake, line_of, refus
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
-from memplan.planning.levers.lever import Situation
-from memplan.planning.levers.registry import rewritten, with_forms
-from memplan.planning.passes.copies_and_views import guarded, without_copies
-from memplan.planning.passes.merge_cross_entropy_backward import fused
-from memplan.planning.passes.pipeline import _with_overwrites
-from memplan.planning.passes.recompute_batch_norm import with_again
-from memplan.planning.passes.share_autocast_casts import cast_once
-from memplan.planning.passes.split_convolution_backward import split
-from memplan.planning.passes.split_dropout import apart
+from memplan.planning.passes.pipeline import prepared
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.traced_results import INSTEAD, RESULTS, TRAINING_NORM
@@ -145,18 +137,13 @@ def read(
     assert flat.returned is not None
     reader = Reader(joint, flat.paths, flat.written, call.aliases, flat.hooked)
     graph = reader.graph()
-    graph = without_copies(guarded(cast_once(graph, reader.casts)))
     if not graph.gradients:
         raise InputError(
             "Nothing in the step needs a gradient",
             expected="an output that depends on a parameter with requires_grad",
             do="Unfreeze a parameter",
         )
-    graph = fused(apart(split(graph)))
-    if reader.values.on_cpu:
-        graph = with_again(graph)
-    graph = rewritten(graph, precision)
-    graph = with_forms(_with_overwrites(graph), Situation(precision.save))
+    graph = prepared(graph, reader.casts, precision, on_cpu=reader.values.on_cpu)
     return Captured(
         graph, reader.values.constants, flat.returned, tuple(reader.values.tangents), opaque, joint.conditions
     )

@@ -29,9 +29,8 @@ FUSED_SHARE = 0.1
 """Cost of recomputing a pointwise op inside of another's kernel, as a share of its cost by itself: it reads and writes
 nothing of its own."""
 _AIMS = 4
-"""Candidates at most: each is lowered, which takes seconds."""
-_FILLED = 2
-"""Candidates at most to use room that these leave."""
+"""Candidates at most: each is lowered, which takes seconds. Halving between two targets instead of aiming by the last
+peak gave the same plans for three models at nine budgets, and needs more candidates where code takes otherwise."""
 _SEARCHES = 8
 """Budgets that are searched for at most: what was a candidate before costs nothing again."""
 _CLOSE = 0.02
@@ -101,7 +100,7 @@ class Fusing:
         found = self._sought(budget)
         if found is None and self._can_keep(budget):
             found = self._fastest_known(budget)
-        return None if found is None else self._filled(found, budget)
+        return found
 
     def frontier(self, points: int) -> list[Found]:
         """Return plans from all kept to the floor, with the peaks of their code: of the evaluated candidates, those
@@ -167,23 +166,6 @@ class Fusing:
             if later is None:
                 break
             aim = later
-        return best
-
-    def _filled(self, best: Candidate, budget: int) -> Candidate:
-        """Return a candidate that uses the room that the best leaves in the budget, where none that was aimed at came
-        near."""
-        room = budget - best.peak
-        for _ in range(_FILLED):
-            if room <= self._room:
-                break
-            made = as_fused(self._search.graph, with_more_kept(best.schedule, room))
-            if made.choices in self._known or best.schedule.seconds - made.seconds <= _WORTH * self._seconds:
-                break
-            one = self.candidate(made.choices)
-            if one.peak <= budget:
-                best, room = one, budget - one.peak
-            else:
-                room -= one.peak - budget
         return best
 
     def _found(self, aim: int) -> Found:
@@ -302,25 +284,3 @@ class Aims:
         """Return a target as far from the budget as a candidate's search bytes are from its peak, less half of the
         room, so that a little more than expected is not over the budget."""
         return self.budget + found - peak - self.room // 2
-
-
-def with_more_kept(made: Schedule, room: int) -> Choices:
-    """Keep values instead of recomputing them, those first that cost most to recompute per byte, as long as room lasts.
-
-    Args:
-        made: what fits.
-        room: bytes.
-    """
-    graph, choices = made.graph, made.choices
-
-    def seconds(value: int) -> float:
-        op = graph.values[value].op
-        return 0.0 if op is None else graph.ops[op].rerun.seconds
-
-    dearest = sorted(choices.recompute, key=lambda one: (-seconds(one) / max(graph.values[one].bytes, 1), one))
-    kept = set[int]()
-    for value in dearest:
-        if graph.values[value].bytes <= room:
-            kept.add(value)
-            room -= graph.values[value].bytes
-    return replace(choices, recompute=choices.recompute - kept)

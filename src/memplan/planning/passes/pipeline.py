@@ -1,12 +1,37 @@
-"""Passes that prepare a captured graph for the search."""
+"""Prepare a captured graph for the search: the exact passes in order, then the forms that levers offer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph
+from memplan.planning.graph.precision import Precision
 from memplan.planning.levers import in_place
-from memplan.planning.passes.split_dropout import DROPOUT
+from memplan.planning.levers.lever import Situation
+from memplan.planning.levers.registry import rewritten, with_forms
+from memplan.planning.passes.copies_and_views import guarded, without_copies
+from memplan.planning.passes.merge_cross_entropy_backward import fused
+from memplan.planning.passes.recompute_batch_norm import with_again
+from memplan.planning.passes.share_autocast_casts import cast_once
+from memplan.planning.passes.split_convolution_backward import split
+from memplan.planning.passes.split_dropout import DROPOUT, apart
+
+
+def prepared(graph: JointGraph, casts: Mapping[int, int], precision: Precision, *, on_cpu: bool) -> JointGraph:
+    """Return a graph as it was read, prepared for the search.
+
+    Args:
+        graph: as read.
+        casts: ops that cast under an autocast, as `cast_once` takes them.
+        precision: what a lossy plan computes and saves in.
+        on_cpu: whether its tensors lie there.
+    """
+    graph = without_copies(guarded(cast_once(graph, casts)))
+    graph = fused(apart(split(graph)))
+    if on_cpu:
+        graph = with_again(graph)
+    return with_forms(_with_overwrites(rewritten(graph, precision)), Situation(precision.save))
 
 
 def _with_overwrites(graph: JointGraph) -> JointGraph:
