@@ -111,7 +111,7 @@ class Observer:
     def _instead(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run and note the form of an op that writes its first argument."""
         run(op)
-        return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, args[0])
+        return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, args[0], op)
 
     def calibrate(self) -> None:
         """Learn how the engine holds a gradient that nobody else does. Call it under the mode."""
@@ -129,10 +129,7 @@ class Observer:
     ) -> Any:
         index = len(self.notes)
         ledger = self.ledger
-        if signature.name == _LIFT and self.card is None:  # `torch.tensor`: what it lifts is the result
-            reads, needs, on_card = [], (), False
-        else:
-            reads, needs, on_card = self._operands(signature, args, kwargs)
+        reads, needs, on_card = self._operands(signature, args, kwargs)
         if signature.name == _UNSCALE:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
         note = self._place_of(signature, reads, needs, index)
@@ -156,8 +153,9 @@ class Observer:
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
         extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
-        if signature.name == _LIFT and not args[0].untyped_storage().resizable():
-            ledger.foreign(result, index)  # torch.from_numpy: the memory is numpy's
+        if signature.name == _LIFT:
+            # torch.from_numpy: the memory is numpy's; torch.tensor: what is lifted is the result
+            ledger.foreign(args[0] if args[0].untyped_storage().resizable() else result, index)
         taken = [self._take(extra, index) for extra in extras if extra.first]
         _results(result, ledger, index, note.writes)
         taken += [self._take(extra, index) for extra in extras if not extra.first]
@@ -177,7 +175,8 @@ class Observer:
     def random_state(self, state: torch.Tensor) -> None:
         """Note the CPU's random state, which `torch.get_rng_state` copies into a tensor without any op."""
         if self.card is None:
-            self._note(self._signatures.setdefault(_EMPTY, _Signature(_EMPTY)), (), {}, state)
+            signature = self._signatures.setdefault(_EMPTY, _Signature(_EMPTY))
+            self._note(signature, (list(state.shape),), {"dtype": state.dtype}, state, _EMPTY)
 
     def _returned(self, module: int, result: Any) -> None:
         if self.place.step == 0 and not _torch.in_backward():

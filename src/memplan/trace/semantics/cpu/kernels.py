@@ -39,6 +39,13 @@ def copies_by_format(*positions: int) -> Formula:
     return formula
 
 
+def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; in channels last, sums beside them."""
+    x, training = args[0], args[5]
+    rows = 3 if training and not x.is_contiguous() else 2
+    return rows * x.shape[1] * _accumulated(x)
+
+
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice on the contiguous path.
 
@@ -50,7 +57,29 @@ def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
         same = copied_to(x, True) == 0 and copied_to(gradient, True) == 0
     if same:
         return bytes_of(x) if mask[0] else 0
-    return 4 * x.numel() if x.dtype in _REDUCED and not copied_to(x, suggests_channels_last(x)) else 0
+    sums = x.shape[1] * _accumulated(x)
+    cast = 4 * x.numel() if x.dtype in _REDUCED and not copied_to(x, suggests_channels_last(x)) else 0
+    return cast + sums
+
+
+def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """group_norm_kernel.cpp, GroupNormKernelImplChannelsLastInternal: sums by sample and channel, in channels last."""
+    last = args[0].dim() > 3 and not args[0].is_contiguous()
+    return _sums_by_channel(args[0]) if last else 0
+
+
+def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal: the same sums of the gradient and its product."""
+    return _sums_by_channel(args[1])
+
+
+def _sums_by_channel(x: torch.Tensor) -> int:
+    return 2 * x.shape[0] * x.shape[1] * _accumulated(x)
+
+
+def _accumulated(x: torch.Tensor) -> int:
+    """Bytes of an element that sums are accumulated in."""
+    return max(x.element_size(), 4)
 
 
 def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -139,7 +168,7 @@ def to_common_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    return 0 if tensor.dtype is dtype or not tensor.dim() else tensor.numel() * dtype.itemsize
+    return 0 if tensor.dtype is dtype else tensor.numel() * dtype.itemsize
 
 
 def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -165,6 +194,11 @@ def infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return bytes_of(args[0]) + of_number(math.inf, args[0].dtype) if args[0].is_floating_point() else 0
 
 
+def magnitude(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """UnaryOps.cpp, unary_op_impl_with_complex_to_float_out: the magnitudes of complex numbers are complex at first."""
+    return bytes_of(args[0]) if args[0].is_complex() else 0
+
+
 def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp, any and all: the operand as booleans."""
     return 0 if args[0].dtype is torch.bool else args[0].numel()
@@ -184,6 +218,17 @@ def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return one operand-sized temporary: native_dropout's scaled mask, its derivative's masked gradient, the working
     copy of median and kthvalue."""
     return bytes_of(args[0])
+
+
+def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; a result of its size is made first, and resized if too small."""
+    return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
+
+
+def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Sorting.cpp, sort_stable_kernel: the positions along the dimension that is sorted."""
+    x, numbers = args[0], [arg for arg in args[1:] if type(arg) is int]
+    return 8 * x.shape[kwargs.get("dim", numbers[0] if numbers else -1)] if x.dim() else 0
 
 
 def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -266,8 +311,23 @@ _POOL_BACKWARD = (
     "max_pool3d_with_indices_backward",
 )
 
+_COPYING_GRADIENTS = (
+    *(f"{mode}_pad{dims}d_backward" for mode in ("reflection", "replication") for dims in (1, 2, 3)),
+    *(f"upsample_{mode}_backward" for mode in ("nearest1d", "linear1d", "nearest3d", "trilinear3d")),
+    *(f"_upsample_nearest_exact{dims}d_backward" for dims in (1, 3)),
+    "avg_pool3d_backward",
+    "_adaptive_avg_pool3d_backward",
+    "adaptive_max_pool3d_backward",
+    "grid_sampler_2d_backward",
+    "pixel_unshuffle",
+)
+
 FORMULAS: dict[str, Formula] = {
+    "aten.native_batch_norm.default": batch_norm,
     "aten.native_batch_norm_backward.default": batch_norm_backward,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
+    "aten.abs.default": magnitude,
     "aten.native_layer_norm.default": copies_of(0),
     "aten.native_layer_norm_backward.default": layer_norm_backward,
     "aten._fused_rms_norm.default": rms_norm,
@@ -305,6 +365,10 @@ FORMULAS: dict[str, Formula] = {
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": one_more,
     "aten.native_dropout_backward.default": one_more,
+    "aten.im2col.default": columns,
+    "aten.col2im.default": columns,
+    "aten.sort.default": sort,
+    "aten.sort.stable": sort,
     "aten.median.default": one_more,
     "aten.median.dim": one_more,
     "aten.kthvalue.default": kthvalue,
@@ -316,6 +380,7 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
     **{f"aten.{name}.default": resize for name in _RESIZING},
     "aten.avg_pool3d.default": copies_of(0),
+    **{f"aten.{name}.default": copies_of(0) for name in _COPYING_GRADIENTS},
     "aten.nll_loss2d_forward.default": copies_of(0),
     **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
 }

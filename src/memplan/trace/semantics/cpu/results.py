@@ -31,8 +31,17 @@ def _keeps_unreduced(position: int) -> Callable[[tuple[Any, ...], dict[str, Any]
     return corrected
 
 
+def _as_large_as_its_operand(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return a result in the storage of one that was made of the operand's size (Im2Col.cpp, Col2Im.cpp)."""
+    if result.numel() >= args[0].numel():
+        return result
+    return result.new_empty(args[0].numel()).as_strided(result.shape, result.stride())
+
+
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
     "aten.convolution.default": resized,
+    "aten.col2im.default": _as_large_as_its_operand,
+    "aten.im2col.default": _as_large_as_its_operand,
     "aten.mkldnn_rnn_layer.default": with_workspace,
     "aten.mkldnn_rnn_layer_backward.default": with_both_biases,
     "aten.mse_loss.default": _keeps_unreduced(2),
