@@ -221,7 +221,7 @@ def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; a result of its size is made first, and resized if too small."""
+    """Im2Col.cpp and Col2Im.cpp: a copy of the operand; a result of its size is made first, and resized."""
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
 
 
