@@ -85,6 +85,7 @@ from memplan._torch.patches import (
 from memplan._torch.peers import memory_budget
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
+    IN_PLACE_IN_FORMULAS,
     IN_PLACE_ON_ZEROS,
     arguments,
     backward_node,
@@ -110,6 +111,7 @@ from memplan._torch.values import Condition
 
 __all__ = [
     "DATA_DEPENDENT",
+    "IN_PLACE_IN_FORMULAS",
     "IN_PLACE_ON_ZEROS",
     "OPAQUE",
     "OPAQUE_BACKWARD",

@@ -31,6 +31,20 @@ IN_PLACE_ON_ZEROS = {
 }
 """Ops with which derivative formulas write into zeros, and the forms in which they do it without a dispatch mode."""
 
+_WITH_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+IN_PLACE_IN_FORMULAS: dict[Any, tuple[Any, frozenset[str]]] = {
+    _ATEN.logical_and.default: (_ATEN.logical_and_.default, frozenset({"ClampBackward0"})),
+    _ATEN.logical_or.default: (_ATEN.logical_or_.default, frozenset({"ClampBackward0"})),
+    _ATEN.masked_fill.Scalar: (_ATEN.masked_fill_.Scalar, frozenset({"Atan2Backward0"})),
+    _ATEN.sub.Tensor: (_ATEN.sub_.Tensor, frozenset({_WITH_LOGITS})),
+    _ATEN.mul.Tensor: (_ATEN.mul_.Tensor, frozenset({_WITH_LOGITS, "BinaryCrossEntropyBackward0"})),
+    _ATEN.add.Tensor: (_ATEN.add_.Tensor, frozenset({"AminmaxBackward0"})),
+}
+"""Ops with which derivative formulas change what they have made, by the nodes that do so in place without a mode.
+
+Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13.
+"""
+
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target: ``torch._foreach_copy_``, one call for what are hundreds of small ones."""

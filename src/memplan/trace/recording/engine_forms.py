@@ -12,6 +12,7 @@ from memplan.trace.recording.ledger import Ledger, Note
 from memplan.trace.semantics.layout import is_dense
 
 _ZEROS = frozenset({"aten.new_zeros.default", "aten.zeros.default", "aten.zeros_like.default"})
+_NEGATED = "aten.neg.default"
 _SOON = 3
 """Ops that may lie between zeros and what a derivative formula writes into them (the indices, say)."""
 
@@ -45,6 +46,20 @@ class EngineForms:
             return False
         return _torch.called_by_engine()
 
+    def in_formula(self, op: Any, args: tuple[Any, ...], notes: Sequence[Note]) -> Any:
+        """Return the form of an op in which a derivative formula changes in place what it has made; None for others."""
+        form, nodes = _torch.IN_PLACE_IN_FORMULAS.get(op, (None, ()))
+        if form is None or not _torch.in_backward() or torch.is_grad_enabled():
+            return None
+        node = _torch.backward_node()
+        if node is None or node.name() not in nodes:
+            return None
+        entry = self._ledger.find(args[0])
+        if entry is None or entry.op is None or notes[entry.op].sequence != _torch.node_sequence(node):
+            return None
+        # the gradient of the targets of a loss is negated, then multiplied into another tensor, with or without a mode
+        return None if notes[entry.op].name == _NEGATED else form
+
     def calibrate(self) -> None:
         """Learn how often a tensor is referenced that only the engine's buffer holds. Call it under the mode."""
         self.calibrating = []
@@ -63,6 +78,8 @@ class EngineForms:
         if self._linear and not _torch.in_backward():
             return True
         if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
+            return False
+        if _torch.backward_node() is not None:  # a formula's own sum: the engine adds between nodes
             return False
         held, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:

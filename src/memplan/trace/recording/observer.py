@@ -13,6 +13,7 @@ from memplan import _torch
 from memplan.errors import DeviceError, StepError
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.engine_forms import EngineForms
+from memplan.trace.recording.formula_forms import form_of
 from memplan.trace.recording.known_indices import Positions
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.marks import Marks
@@ -106,6 +107,9 @@ class Observer:
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
         if in_place is not None and self.engine.is_on_zeros(args[0], self.notes):
             return self._instead(in_place, args, kwargs, run)
+        in_place = self.engine.in_formula(func, args, self.notes)
+        if in_place is not None:
+            return self._instead(in_place, args, kwargs, run)
         return self._note(signature, args, kwargs, None, func, run)
 
     def _instead(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
@@ -152,12 +156,18 @@ class Observer:
                     ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
-        extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
+        form = None if ledger.real or self.card is not None else form_of(signature.name)
+        if form is None:
+            extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
+        else:
+            extras = (Extra(form.beside(args, result)),)
         if signature.name == _LIFT:
             # torch.from_numpy: the memory is numpy's; torch.tensor: what is lifted is the result
             ledger.foreign(args[0] if args[0].untyped_storage().resizable() else result, index)
         taken = [self._take(extra, index) for extra in extras if extra.first]
         _results(result, ledger, index, note.writes)
+        if form is not None and form.absent:
+            ledger.foreign(result, index)
         taken += [self._take(extra, index) for extra in extras if not extra.first]
         for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
             if not extra.held and extra.owner is None:

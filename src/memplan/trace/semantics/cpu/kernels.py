@@ -18,6 +18,8 @@ from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _REDUCED = (torch.bfloat16, torch.float16)
+_MEAN = 1
+"""Of ``at::Reduction``."""
 
 
 def copies_of(*positions: int) -> Formula:
@@ -125,7 +127,9 @@ def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], res
     x = args[0]
     if result.dim():
         return bytes_of(x)
-    return 2 * bytes_of(x) + (4 * x.numel() if x.dtype in _REDUCED else 0)
+    mean = len(args) < 5 or args[4] == _MEAN
+    number = of_number(1, x.dtype) if mean else 0
+    return 2 * bytes_of(x) + (4 * x.numel() if x.dtype in _REDUCED else number)
 
 
 def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -229,6 +233,12 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Sorting.cpp, sort_stable_kernel: the positions along the dimension that is sorted."""
     x, numbers = args[0], [arg for arg in args[1:] if type(arg) is int]
     return 8 * x.shape[kwargs.get("dim", numbers[0] if numbers else -1)] if x.dim() else 0
+
+
+def median_of_rows(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Sorting.cpp, median_with_indices_impl: rows that do not lie in one piece are copied."""
+    x = args[0]
+    return bytes_of(x) if x.dim() and x.stride(args[1]) != 1 else 0
 
 
 def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -370,7 +380,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.sort.default": sort,
     "aten.sort.stable": sort,
     "aten.median.default": one_more,
-    "aten.median.dim": one_more,
+    "aten.median.dim": median_of_rows,
     "aten.kthvalue.default": kthvalue,
     "aten.gelu_backward.default": copies_of(0),
     **{f"aten.{name}": to_common for name in (*_CASTING, *_WITHOUT_IN_PLACE, *_COMPARING)},

@@ -1,0 +1,71 @@
+"""Derivative formulas that compute otherwise under a dispatch mode than without one, as without.
+
+Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13. Where the form without a
+mode depends on values, the usual ones are taken: no zeros in a product, everything selected by a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan import _torch
+
+Bytes = Callable[[tuple[Any, ...], Any], int]
+"""Of the arguments and the result of an op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What stands for an op of a formula without a mode."""
+
+    absent: bool = False
+    """There is no such op: its result takes nothing."""
+    beside: Bytes = lambda args, result: 0
+    """Bytes that are there meanwhile, beside what the op makes; of what it takes by itself there is nothing."""
+
+
+def _of_gradient(args: tuple[Any, ...], result: Any) -> int:
+    """The zeros that are filled at the places of the largest elements, and the places as integers, to be counted."""
+    return args[0].numel() * (torch.get_default_dtype().itemsize + 8)
+
+
+def _of_zeros(args: tuple[Any, ...], result: Any) -> int:
+    """Which elements along a dimension are zero, the same as integers, and how many these are."""
+    return result.numel() * 9 + 8 * result.numel() // result.shape[args[1] if len(args) > 1 else 0]
+
+
+def _of_selection(args: tuple[Any, ...], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, masked_select: the mask as integers, and their running sums."""
+    return args[0].numel() * 16
+
+
+_ABSENT, _PLAIN = Form(absent=True), Form()
+_EVENLY = {
+    "aten.isnan.default": _ABSENT,
+    "aten.logical_and.default": _ABSENT,
+    "aten.logical_or_.default": _PLAIN,
+    "aten.sum.default": Form(beside=_of_gradient),
+    "aten.mul.Tensor": _PLAIN,
+}
+_LEFT_OUT = ("ones.default", "cat.default", "cumprod.default", "flip.default", "clone.default")
+_PRODUCT = {f"aten.{name}": _ABSENT for name in _LEFT_OUT}
+FORMS: Mapping[str, Mapping[str, Form]] = {
+    **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _EVENLY),
+    "ProdBackward0": _PRODUCT,
+    "ProdBackward1": _PRODUCT | {"aten.cat.default": Form(absent=True, beside=_of_zeros)},
+    "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection)},
+}
+"""By node of autograd and by op."""
+_OPS = frozenset(op for forms in FORMS.values() for op in forms)
+
+
+def form_of(op: str) -> Form | None:
+    """Return what stands for an op that is called now; None where it is as it is."""
+    if op not in _OPS or not _torch.in_backward() or torch.is_grad_enabled():
+        return None
+    node = _torch.backward_node()
+    return None if node is None else FORMS.get(node.name(), {}).get(op)
