@@ -77,6 +77,7 @@ from memplan._torch.opaque import (
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import (
     eager_instead_of_compiled,
+    lengths_as_tensors,
     linear_seen,
     patched,
     random_states_seen,
@@ -92,6 +93,7 @@ from memplan._torch.tensors import (
     called_by_engine,
     called_for_the_loss,
     copy_all,
+    gives_twice,
     in_backward,
     inner_tensors,
     is_mutable,
@@ -163,6 +165,7 @@ __all__ = [
     "fake_tensors",
     "flop_formula",
     "function_of_functions",
+    "gives_twice",
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
@@ -180,6 +183,7 @@ __all__ = [
     "joint_graph",
     "keeps_graph",
     "leaves_of",
+    "lengths_as_tensors",
     "linear_seen",
     "marker",
     "memory_budget",

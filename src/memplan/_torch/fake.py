@@ -72,9 +72,10 @@ _IN_PLACE = frozenset(
 # Their values follow from their arguments: kept where small, so that shapes and branches computed from them are right
 # (`torch.arange(2, x.dim()).tolist()` is a common way to name dimensions).
 _FACTORIES = frozenset(
-    f"aten::{name}" for name in ["arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor"]
+    f"aten::{name}"
+    for name in ["arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "ones_like", "full_like"]
 )
-_CONSTANT_NUMEL = 64
+_CONSTANT_NUMEL = 8192
 
 
 class NoFakeTensor:
@@ -328,7 +329,8 @@ class FakeMode(FakeTensorMode):
         result = self.dispatch(func, types, args, kwargs)
         if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
             with no_modes():
-                real = func(*args, **kwargs)
+                like = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
+                real = func(*like, **kwargs)
             return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
         if key is not None:
             self._memo.remember(key, (args, kwargs), result)

@@ -89,6 +89,20 @@ def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def lengths_as_tensors() -> Iterator[None]:
+    """Give `torch.ctc_loss` lengths as tensors where they are lists: of those it makes a tensor in C++, and fills it,
+    which fails on a fake one."""
+    loss = torch.ctc_loss
+
+    def loss_of_tensors(log_probs: Any, targets: Any, *rest: Any) -> torch.Tensor:
+        lengths = [torch.tensor(one) if isinstance(one, (list, tuple)) else one for one in rest[:2]]
+        return loss(log_probs, targets, *lengths, *rest[2:])
+
+    with patched(torch, ctc_loss=here_alone(loss_of_tensors, loss)):
+        yield
+
+
+@contextlib.contextmanager
 def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Show the tensors that `torch.get_rng_state` makes (checkpoints of activations call it): no dispatch mode does."""
     read = torch.random.get_rng_state

@@ -62,6 +62,12 @@ def backward_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def gives_twice(node: Any) -> bool:
+    """Return whether an autograd node gives two gradients to the same input of another, which the engine adds."""
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)
+
+
 def node_sequence(node: Any) -> int:
     """Return the sequence number that a node got when its forward op ran (2**64 - 1 for gradient accumulation)."""
     return node._sequence_nr()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
 import torch
 
 from memplan import _torch
 from memplan.devices import catalogue
-from memplan.errors import RecordingError
+from memplan.errors import RecordingError, StepError
 from memplan.trace import fake_cuda
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import Place
+from memplan.trace.recording.place import Place, format_frame
 from memplan.trace.recording.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
-from memplan.trace.recording.stand_ins import Standins
+from memplan.trace.recording.stand_ins import Line, Standins
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
@@ -68,21 +68,56 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
         steps: how often the step runs.
         known: adds to the target's semantics what else is known of its kernels.
     """
-    first = _Recording(target, "unknown", known)
-    try:
-        trace = first.run(build, steps)
-    except RecordingError:
+    first, trace = _recorded(target, "unknown", known, build, steps)
+    if isinstance(trace, RecordingError):
         if not first.named_late:
-            raise
+            raise trace
         trace = None  # it may have failed because all of its tensors said that they lie on the card
     if trace is not None and not first.named_late:
         return trace
-    again = _Recording(target, "named" if first.named_late else "everything", known).run(build, steps)
+    _, again = _recorded(target, "named" if first.named_late else "everything", known, build, steps)
+    if isinstance(again, RecordingError):
+        raise again
     assert again is not None, "it is known where building's storages lie"
     weights = [storage for storage in again.storages if storage.cause == "weight"]
     if trace is not None and weights and all(storage.device == HOST for storage in weights):
         return trace  # CUDA was not named but derived from a tensor's device, which we had said is "cuda"
     return again
+
+
+_GUARDS = 8
+"""Branches at most that are taken the other way, so that a step does not end in an exception."""
+
+
+def _recorded(
+    target: Target, on_card: OnCard, known: Known, build: Build, steps: int
+) -> tuple[_Recording, Trace | RecordingError | None]:
+    """Record a step once; again where a value that is not known led into an exception, which is taken the other way."""
+    other, first = frozenset[Line](), None
+    while True:
+        recording = _Recording(target, on_card, known, other)
+        try:
+            return recording, recording.run(build, steps)
+        except StepError as error:
+            decision = recording.last_decision
+            if decision is None or decision in other or len(other) == _GUARDS:
+                return recording, error if first is None else _neither(first, error, other)
+            first, other = first or error, other | {decision}
+        except RecordingError as error:
+            return recording, error if first is None else _neither(first, error, other)
+
+
+def _neither(first: StepError, later: RecordingError, other: Collection[Line]) -> StepError:
+    """Return the first error, with what came of taking branches the other way."""
+    if later.found == first.found:
+        return first
+    places = ", ".join(sorted(str(format_frame(line)) for line in other))
+    joined = StepError(
+        f"{first.found}; a value decides at {places} that a recording does not know, and the other way {later.found}",
+        expected=first.expected, do=first.do,
+    )  # fmt: skip
+    joined.layer, joined.where, joined.__cause__ = first.layer, first.where, first.__cause__
+    return joined
 
 
 _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call with a shape tries all algorithms"
@@ -91,12 +126,12 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 class _Recording:
     """The parts that record a step, put together."""
 
-    def __init__(self, target: Target, on_card: OnCard, known: Known) -> None:
+    def __init__(self, target: Target, on_card: OnCard, known: Known, other: Collection[Line]) -> None:
         self._target = target
         self._place = Place()
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
         self._mode = _torch.FakeMode(self._observer.dispatch)
-        self._standins = Standins(self._observer, self._mode)
+        self._standins = Standins(self._observer, self._mode, other)
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
@@ -113,6 +148,11 @@ class _Recording:
     def named_late(self) -> bool:
         """Return whether a step named CUDA first after building had named it nowhere."""
         return self._card is not None and self._card.named_late
+
+    @property
+    def last_decision(self) -> Line | None:
+        """Return the line at which a value that is not known decided a branch last."""
+        return self._standins.last_decision
 
     def run(self, build: Build, steps: int) -> Trace | None:
         """Build and run the step.

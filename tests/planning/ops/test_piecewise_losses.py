@@ -25,6 +25,7 @@ from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value
 from memplan.planning.levers import in_place as forms
 from memplan.planning.ops.pieces import PIECE
+from memplan.planning.passes import pipeline
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule
@@ -256,7 +257,7 @@ def test_a_step_is_the_same_bits_in_less_memory(loss: Any, less: float, monkeypa
     measured, predicted, graph = planned()
     assert TARGET in [op.target for op in graph.ops]
     assert measured == pytest.approx(predicted, rel=0.01)
-    monkeypatch.setattr(capturing, "fused", lambda graph: graph)
+    monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     before, _, graph = planned()
     assert TARGET not in [op.target for op in graph.ops]
     assert measured <= before - less * 8 * 32 * 3000 * 4

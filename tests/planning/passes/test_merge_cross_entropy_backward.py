@@ -18,6 +18,7 @@ from memplan.planning.capture.loss_module import with_loss
 from memplan.planning.cost.op_timing import with_costs
 from memplan.planning.graph import op_schema
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, map_refs, refs
+from memplan.planning.passes import pipeline
 from memplan.planning.passes.merge_cross_entropy_backward import fused
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
@@ -137,7 +138,7 @@ def test_the_two_are_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = schedule(graph, Choices())
     (action,) = [one for one in made.backward if one.op == op.index]
     assert action.into == log_probs
-    monkeypatch.setattr(capturing, "fused", lambda graph: graph)
+    monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     other, _ = captured(*FUSED[name])
     assert len(other.graph.ops) == len(graph.ops)
     for one, before in zip(evaluated(graph, given), evaluated(other.graph, given), strict=True):
@@ -181,12 +182,12 @@ def test_left_as_they_are(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, target = (Head(classes=128), labels(4096, classes=128)) if loss is turned else (Head(), labels(ROWS))
     found, _ = captured(model, loss, target, rows=len(target))
     assert not of(found.graph, "memplan.")
-    monkeypatch.setattr(capturing, "fused", lambda graph: graph)
+    monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     assert captured(model, loss, target, rows=len(target))[0].graph.fingerprint == found.graph.fingerprint
 
 
 def test_whoever_else_needs_the_gradient_of_the_loss_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "fused", lambda graph: graph)
+    monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     graph = captured(*FUSED["views of the log-probabilities"])[0].graph
     assert fused(graph) is not graph
     (loss,) = of(graph, "nll_loss_backward")
@@ -205,7 +206,7 @@ def test_whoever_else_needs_the_gradient_of_the_loss_gets_it(monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["views of the log-probabilities", "a text, classes second"])
 def test_only_views_that_keep_the_elements_are_looked_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "fused", lambda graph: graph)
+    monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     graph = captured(*FUSED[name])[0].graph
     (loss,) = of(graph, "_backward.default")[:1]
     (softmax,) = of(graph, "_log_softmax_backward")
@@ -270,7 +271,7 @@ def test_the_gradient_of_the_logits_is_returned_where_they_are_a_parameter() -> 
 def test_it_costs_about_what_the_two_do(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = with_costs(captured(Head(), plain, labels(ROWS))[0].graph, how="roofline")
     (op,) = of(graph, "memplan.")
-    monkeypatch.setattr(capturing, "fused", lambda graph: graph)
+    monkeypatch.setattr(pipeline, "fused", lambda graph: graph)
     before = with_costs(captured(Head(), plain, labels(ROWS))[0].graph, how="roofline")
     two = sum(one.seconds for name in ("nll_loss_backward", "_log_softmax_backward") for one in of(before, name))
     assert two / 4 < op.seconds < two * 1.5

@@ -55,7 +55,7 @@ class EngineForms:
         if node is None or node.name() not in nodes:
             return None
         entry = self._ledger.find(args[0])
-        if entry is None or entry.op is None or notes[entry.op].sequence != _torch.node_sequence(node):
+        if entry is None or entry.op is None or not self._made_by(node, args[0], notes):
             return None
         # the gradient of the targets of a loss is negated, then multiplied into another tensor, with or without a mode
         return None if notes[entry.op].name == _NEGATED else form
@@ -69,7 +69,7 @@ class EngineForms:
         self._last_reference = self.calibrating[0] if self.calibrating else None
         self.calibrating = None
 
-    def is_in_place(self, args: tuple[Any, ...]) -> bool:
+    def is_in_place(self, args: tuple[Any, ...], notes: Sequence[Note]) -> bool:
         """Return whether the engine adds a second gradient to one that nobody else holds, or a linear layer its bias.
 
         Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`);
@@ -79,11 +79,17 @@ class EngineForms:
             return True
         if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
             return False
-        if _torch.backward_node() is not None:  # a formula's own sum: the engine adds between nodes
-            return False
         held, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:
             return False
         if _torch.use_counts(held) != self._last_reference or not is_dense(held):
             return False
+        node = _torch.backward_node()  # the one that ran last
+        if node is not None and self._made_by(node, held, notes) and not _torch.gives_twice(node):
+            return False  # a sum of the formula's own
         return _torch.called_by_engine()
+
+    def _made_by(self, node: Any, tensor: torch.Tensor, notes: Sequence[Note]) -> bool:
+        """Return whether a node of autograd has made a tensor."""
+        entry = self._ledger.find(tensor)
+        return entry is not None and entry.op is not None and notes[entry.op].sequence == _torch.node_sequence(node)

@@ -102,7 +102,7 @@ class Observer:
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
-        if func is _ADD and self.engine.is_in_place(args):
+        if func is _ADD and self.engine.is_in_place(args, self.notes):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
         if in_place is not None and self.engine.is_on_zeros(args[0], self.notes):

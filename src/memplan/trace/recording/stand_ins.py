@@ -7,7 +7,7 @@ import functools
 import linecache
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.records import HOST, Assumption
 
+Line = tuple[str, int]
+"""File and number of a line of the user's code."""
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
@@ -30,13 +32,14 @@ class _StandinFloat(float):
     """A number that was never computed; says so when it decides a branch."""
 
     __slots__ = ("decided",)
-    decided: Callable[[], None]
+    decided: Callable[[], bool]
+    """Notes that it decides a branch; whether the answer is to be the other one."""
 
 
 class _StandinInt(int):
     """Like `_StandinFloat`, for integers."""
 
-    decided: Callable[[], None]
+    decided: Callable[[], bool]
 
 
 def _comparing(base: type, name: str) -> Callable[..., Any]:
@@ -44,9 +47,9 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compare(self: Any, *args: Any) -> Any:
-        if name not in _CHOOSING or not _called_as_a_function(sys._getframe(1)):
-            self.decided()
-        return method(self, *args)
+        other = (name not in _CHOOSING or not _called_as_a_function(sys._getframe(1))) and self.decided()
+        result = method(self, *args)
+        return not result if other and isinstance(result, bool) else result
 
     return compare
 
@@ -100,22 +103,30 @@ for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
     setattr(_class, "__hash__", _base.__hash__)  # noqa: B010  # a class that defines __eq__ loses it
 
 
-def _standin(value: float | int, decided: Callable[[], None]) -> Any:
+def _standin(value: float | int, decided: Callable[[], bool]) -> Any:
     result = _StandinInt(value) if isinstance(value, int) else _StandinFloat(value)
     result.decided = decided
     return result
 
 
 class Standins:
-    """Scalars for a recording, with a list of where they were read."""
+    """Scalars for a recording, with a list of where they were read.
 
-    def __init__(self, observer: Observer, mode: _torch.FakeMode) -> None:
+    Args:
+        observer, mode: of the recording.
+        other: lines at which a value that decides a branch is to decide for the other one.
+    """
+
+    def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Line] = ()) -> None:
         self._observer = observer
         self._mode = mode
         self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
         self._direct = True
         self._last_real = False
         self._redraws: int | None = None
+        self._other = other
+        self.last_decision: Line | None = None
+        """Line at which a value decided a branch last."""
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
         """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
@@ -177,6 +188,7 @@ class Standins:
             )
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.rejections_counted(self._redrawing))
+            stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
@@ -212,8 +224,7 @@ class Standins:
         if self._last_real or isinstance(value, complex):
             return value
         if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
-            self._decided()
-            return value
+            return value != self._decided()
         return _standin(value, self._decided)
 
     def _tolist(self, tensor: Any) -> Any:
@@ -246,9 +257,7 @@ class Standins:
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         value = torch.Tensor.__bool__(tensor)
-        if not self._last_real:
-            self._decided()
-        return value
+        return value if self._last_real else value != self._decided()
 
     def _float(self, tensor: torch.Tensor) -> float:
         value = torch.Tensor.__float__(tensor)
@@ -276,14 +285,19 @@ class Standins:
     def equal(self) -> bool:
         """Return what ``torch.equal`` answers."""
         self._add("scalar", "two tensors were compared and taken as equal")
-        self._decided()
-        return True
+        return not self._decided()
 
-    def _decided(self) -> None:
+    def _decided(self) -> bool:
+        """Note that a value decides a branch. Return whether it decides for the other one here."""
+        self.last_decision = user_frame()
+        if self.last_decision in self._other:
+            self._add("scalar", "a value decided a branch and was taken the other way: as 1 it ends in an exception")
+            return True
         self._add(
             "branch",
             "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs",
         )
+        return False
 
     def _compiled(self) -> None:
         self._add("compiled", COMPILED)

@@ -224,6 +224,11 @@ def one_more(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return bytes_of(args[0])
 
 
+def connectionist_loss_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LossCTC.cpp, ctc_loss_backward_cpu_template: as much as the forward pass has kept."""
+    return bytes_of(args[6])
+
+
 def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Im2Col.cpp and Col2Im.cpp: a copy of the operand; a result of its size is made first, and resized."""
     return copied(args[0]) + (bytes_of(args[0]) if result.numel() > args[0].numel() else 0)
@@ -375,6 +380,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": one_more,
     "aten.native_dropout_backward.default": one_more,
+    **{f"aten._ctc_loss_backward.{form}": connectionist_loss_backward for form in ("default", "Tensor")},
     "aten.im2col.default": columns,
     "aten.col2im.default": columns,
     "aten.sort.default": sort,

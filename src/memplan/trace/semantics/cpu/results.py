@@ -68,5 +68,30 @@ def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return a.new_empty((rows, columns), dtype=dtype)
 
 
-INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": _grouped_product}
+def _connectionist_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_ctc_loss``: the losses, and what the derivative keeps; as long as the longest target, where that is known.
+
+    Source: aten/src/ATen/native/LossCTC.cpp, `ctc_loss_cpu_template`.
+    """
+    log_probs, lengths = args[0], _known(args[3])
+    if lengths is None:
+        return NotImplemented
+    longest = max(lengths, default=0)
+    batch = log_probs.shape[1]
+    return log_probs.new_empty(batch), log_probs.new_empty((batch, log_probs.shape[0], 2 * longest + 1))
+
+
+def _known(lengths: Any) -> list[int] | None:
+    """Return lengths given as integers, or as a tensor whose values are known; None of others."""
+    if isinstance(lengths, torch.Tensor):
+        constant = getattr(lengths, "constant", None)
+        return None if constant is None else constant.tolist()
+    return [int(one) for one in lengths]
+
+
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+    "aten._grouped_mm.default": _grouped_product,
+    "aten._ctc_loss.default": _connectionist_loss,
+    "aten._ctc_loss.Tensor": _connectionist_loss,
+}
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
