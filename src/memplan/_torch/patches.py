@@ -92,11 +92,13 @@ def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
 def lengths_as_tensors() -> Iterator[None]:
     """Give `torch.ctc_loss` lengths as tensors where they are lists: of those it makes a tensor in C++, and fills it,
     which fails on a fake one."""
-    loss = torch.ctc_loss
+    loss: Any = torch.ctc_loss
 
-    def loss_of_tensors(log_probs: Any, targets: Any, *rest: Any) -> torch.Tensor:
-        lengths = [torch.tensor(one) if isinstance(one, (list, tuple)) else one for one in rest[:2]]
-        return loss(log_probs, targets, *lengths, *rest[2:])
+    def as_tensor(value: Any) -> Any:
+        return torch.tensor(value) if isinstance(value, (list, tuple)) else value
+
+    def loss_of_tensors(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(*map(as_tensor, args), **{name: as_tensor(value) for name, value in kwargs.items()})
 
     with patched(torch, ctc_loss=here_alone(loss_of_tensors, loss)):
         yield

@@ -57,5 +57,5 @@ def _taken(name: str, one: Any, other: Any) -> int:
 
 def of_number(number: complex, common: torch.dtype) -> int:
     """Return the bytes that a number takes as the operand of a kernel that computes in a dtype."""
-    wrapped = next(dtype for kind, dtype in _WRAPPED.items() if isinstance(number, kind))
+    wrapped = next((dtype for kind, dtype in _WRAPPED.items() if isinstance(number, kind)), torch.float64)
     return wrapped.itemsize + (0 if wrapped is common else common.itemsize)
