@@ -89,9 +89,8 @@ def _known(lengths: Any) -> list[int] | None:
     return [int(one) for one in lengths]
 
 
-INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
-    "aten._grouped_mm.default": _grouped_product,
-    "aten._ctc_loss.default": _connectionist_loss,
-    "aten._ctc_loss.Tensor": _connectionist_loss,
-}
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": _grouped_product}
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
+
+OF_LENGTHS = dict.fromkeys(("aten._ctc_loss.default", "aten._ctc_loss.Tensor"), _connectionist_loss)
+"""The same for ops whose results are as large as values say, where a recording knows these; a graph of them is none."""

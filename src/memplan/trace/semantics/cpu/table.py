@@ -15,7 +15,7 @@ from memplan.trace.semantics.cpu import (
     scalar_operands,
 )
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
-from memplan.trace.semantics.cpu.results import INSTEAD, RESULTS
+from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -43,4 +43,4 @@ def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backwa
     return (Extra(taken),) if taken else ()
 
 
-SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **AT_ONCE})
+SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE})
