@@ -331,7 +331,8 @@ class FakeMode(FakeTensorMode):
             with no_modes():
                 like = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]
                 real = func(*like, **kwargs)
-            return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
+            if result.device.type == "cpu" and real.stride() == result.stride():
+                return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
         if key is not None:
             self._memo.remember(key, (args, kwargs), result)
         return result

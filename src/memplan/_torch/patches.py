@@ -114,7 +114,8 @@ def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
         seen(state)
         return state
 
-    with patched(torch, get_rng_state=read_and_show), patched(torch.random, get_rng_state=read_and_show):
+    here = here_alone(read_and_show, read)
+    with patched(torch, get_rng_state=here), patched(torch.random, get_rng_state=here):
         yield
 
 

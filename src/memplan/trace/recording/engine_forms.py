@@ -75,8 +75,8 @@ class EngineForms:
         Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`);
         under one it cannot, so we do, lest every sum of two gradients count a storage too many.
         """
-        if self._linear and not _torch.in_backward():
-            return True
+        if self._linear:
+            return isinstance(args[1], torch.Tensor) and args[1].shape == args[0].shape[-1:]
         if self._last_reference is None or not _torch.in_backward() or torch.is_grad_enabled():
             return False
         held, other = args[0], args[1]

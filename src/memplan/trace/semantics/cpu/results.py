@@ -85,7 +85,7 @@ def _known(lengths: Any) -> list[int] | None:
     """Return lengths given as integers, or as a tensor whose values are known; None of others."""
     if isinstance(lengths, torch.Tensor):
         constant = getattr(lengths, "constant", None)
-        return None if constant is None else constant.tolist()
+        return None if constant is None else constant.reshape(-1).tolist()
     return [int(one) for one in lengths]
 
 
