@@ -87,3 +87,13 @@ def test_an_exception_that_no_value_leads_to_stays_as_it_is() -> None:
     with pytest.raises(StepError, match="same reduction dim") as error:
         memplan.record(step_of(wrong), device="cpu")
     assert "the other way" not in str(error.value)
+
+
+def test_a_mistake_within_a_branch_is_not_hidden_by_the_other_way() -> None:
+    def wrong(x: Tensor, labels: Tensor) -> Tensor:
+        if (labels > 0).all():
+            return (x @ x).sum()  # of 8 x 4
+        return x.sum()
+
+    with pytest.raises(StepError, match="same reduction dim"):
+        memplan.record(step_of(wrong), device="cpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
+import traceback
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
@@ -100,11 +102,20 @@ def _recorded(
             return recording, recording.run(build, steps)
         except StepError as error:
             decision = recording.last_decision
-            if decision is None or decision in other or len(other) == _GUARDS:
+            if decision is None or decision in other or len(other) == _GUARDS or not _is_raised_by_code(error):
                 return recording, error if first is None else _neither(first, error, other)
             first, other = first or error, other | {decision}
         except RecordingError as error:
             return recording, error if first is None else _neither(first, error, other)
+
+
+def _is_raised_by_code(error: StepError) -> bool:
+    """Return whether a statement in Python raised the exception, as guards do, and not an op on its arguments."""
+    frames = list(traceback.walk_tb(error.__cause__.__traceback__ if error.__cause__ else None))
+    if not frames or any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames):
+        return False
+    frame, number = frames[-1]
+    return linecache.getline(frame.f_code.co_filename, number).lstrip().startswith(("raise", "assert"))
 
 
 def _neither(first: StepError, later: RecordingError, other: Collection[Line]) -> StepError:
