@@ -22,6 +22,7 @@ from memplan.planning.schedule.scheduler import Schedule
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.engine import Engine
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
+from memplan.trace.recording.session import one_at_a_time
 from memplan.trace.structure import take_apart
 
 
@@ -48,7 +49,6 @@ Planner = Callable[[Call, bool], Runnable | None]
 """A call, and whether gradients are held when it begins -> the step that runs instead; None: the model unplanned."""
 
 _planning = threading.local()
-_one_at_a_time = threading.RLock()
 
 
 _KINDS = 64
@@ -209,7 +209,7 @@ class Installed:
         if found is None and not any(tensor.requires_grad for tensor in (*parameters, *call.tensors)):
             return _Variant()
         if found is None:
-            with _one_at_a_time:
+            with one_at_a_time:
                 found = self._found(kind, call)
                 if found is None:
                     found = self._planned(model, call, kind)

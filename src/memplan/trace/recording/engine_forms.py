@@ -58,7 +58,7 @@ class EngineForms:
         if entry is None or entry.op is None or not self._made_by(node, args[0], notes):
             return None
         # the gradient of the targets of a loss is negated, then multiplied into another tensor, with or without a mode
-        return None if notes[entry.op].name == _NEGATED else form
+        return form if notes[entry.op].name != _NEGATED and _torch.called_by_engine() else None
 
     def calibrate(self) -> None:
         """Learn how often a tensor is referenced that only the engine's buffer holds. Call it under the mode."""

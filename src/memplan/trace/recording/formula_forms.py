@@ -68,4 +68,5 @@ def form_of(op: str) -> Form | None:
     if op not in _OPS or not _torch.in_backward() or torch.is_grad_enabled():
         return None
     node = _torch.backward_node()
-    return None if node is None else FORMS.get(node.name(), {}).get(op)
+    form = None if node is None else FORMS.get(node.name(), {}).get(op)
+    return form if form is not None and _torch.called_by_engine() else None  # not a hook of the user's

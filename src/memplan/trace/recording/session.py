@@ -85,22 +85,23 @@ def check_steps(steps: int) -> None:
 
 _WAITING = 1.0
 """Seconds after which a recording that waits for another one says so."""
-_recording = threading.RLock()
+one_at_a_time = threading.RLock()
+"""Around what replaces functions of torch, or plans: one lock for both, so that no two threads wait for one another."""
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """Wait until no other thread records: for its time, a recording replaces functions of torch for the process."""
-    if not _recording.acquire(timeout=_WAITING):
+    if not one_at_a_time.acquire(timeout=_WAITING):
         warnings.warn(
             "memplan waits: another thread of this process is recording or planning, and one runs at a time",
             stacklevel=2,
         )
-        _recording.acquire()
+        one_at_a_time.acquire()
     try:
         yield
     finally:
-        _recording.release()
+        one_at_a_time.release()
 
 
 @contextmanager
