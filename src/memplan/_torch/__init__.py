@@ -13,7 +13,7 @@ from memplan._torch.cuda import (
     tensors_that_tell,
 )
 from memplan._torch.dynamo import GraphBreak, graph_break
-from memplan._torch.eager import Dispatch, EagerMode, Profile, Run, is_composite, marker, memory_profile, no_modes
+from memplan._torch.eager import Call, Dispatch, EagerMode, Profile, Run, is_composite, marker, memory_profile, no_modes
 from memplan._torch.engine import (
     attribute_names,
     backward_pass,
@@ -98,6 +98,7 @@ from memplan._torch.tensors import (
     inner_tensors,
     is_mutable,
     is_random,
+    is_zero,
     node_sequence,
     op_named,
     schema_of,
@@ -108,6 +109,7 @@ from memplan._torch.tensors import (
     unwrapped,
     use_counts,
     viewed,
+    written_arguments,
 )
 from memplan._torch.values import Condition
 
@@ -118,6 +120,7 @@ __all__ = [
     "OPAQUE",
     "OPAQUE_BACKWARD",
     "READ_SCALAR",
+    "Call",
     "Condition",
     "ConstantChanged",
     "Dispatch",
@@ -180,6 +183,7 @@ __all__ = [
     "is_random",
     "is_symbol",
     "is_transformed",
+    "is_zero",
     "joint_graph",
     "keeps_graph",
     "leaves_of",
@@ -233,4 +237,5 @@ __all__ = [
     "will_run",
     "with_symbols",
     "without_autocast",
+    "written_arguments",
 ]

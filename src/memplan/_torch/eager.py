@@ -9,16 +9,19 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch._C._profiler import _EventType, _RecordFunctionFast
+from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Run = Callable[[Any], Any]
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
 
 MARK = "memplan#"
+_MODE = "PythonDispatchMode"
+"""A range of the profiler around what a dispatch mode does, in torch 2.13."""
 
 
 def is_composite(func: Any) -> bool:
@@ -87,25 +90,73 @@ def _quieted() -> None:
 _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
+class MemoryEvent(NamedTuple):
+    """One allocation or release, as the profiler saw it."""
+
+    address: int
+    bytes: int
+    """Negative where it is released."""
+    time: int
+    """In ns."""
+    mark: str
+    """The innermost range that `marker` opened, "" outside of all."""
+    call: int
+    """The innermost call of a function of torch, by its place in `Profile.calls`; -1 outside of all."""
+
+
+class Call(NamedTuple):
+    """One call of an op, of the autograd engine or of a derivative formula, as the profiler saw it."""
+
+    name: str
+    start: int
+    end: int
+    parent: int
+    """The call around it, -1 outside of all."""
+    mark: str
+    """The innermost range around it."""
+    at_mark: bool
+    """Whether no other call lies between it and that range."""
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
-    """Record of what a `memory_profile` saw of the CPU allocator, and of the ranges that `marker` opened.
+    """Record of what a `memory_profile` saw of the CPU allocator, and of the ranges that `marker` opened."""
 
-    ``events``: (address, bytes (negative: released), time in ns, innermost marker or ""), in order of time.
-    ``ranges``: marker -> (start, end) in ns.
-    """
+    events: list[MemoryEvent]
+    """In order of time."""
+    calls: list[Call]
+    """In the order in which they began."""
+    ranges: dict[str, tuple[int, int]]
+    """Marker -> (start, end) in ns, of the first range of that name."""
 
-    def __init__(self, profile: Any) -> None:
-        self.events: list[tuple[int, int, int, str]] = []
-        self.ranges: dict[str, tuple[int, int]] = {}
-        stack = [(event, "") for event in profile.kineto_results.experimental_event_tree()]
+    @classmethod
+    def of(cls, profile: Any) -> Profile:
+        """Read a profiler that has stopped."""
+        events, calls, ranges = list[MemoryEvent](), list[Call](), dict[str, tuple[int, int]]()
+        roots = sorted(profile.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
+        stack = [(event, "", -1, False) for event in reversed(roots)]
         while stack:
-            event, mark = stack.pop()
+            event, mark, call, at_mark = stack.pop()
+            start = event.start_time_ns
             if event.tag == _EventType.Allocation:
                 fields = event.extra_fields
                 if fields.device.type == "cpu":
-                    self.events.append((fields.ptr, fields.alloc_size, event.start_time_ns, mark))
-            elif event.tag == _EventType.TorchOp and event.name.startswith(MARK):
-                mark = event.name[len(MARK) :]
-                self.ranges[mark] = (event.start_time_ns, event.end_time_ns)
-            stack.extend((child, mark) for child in event.children)
-        self.events.sort(key=lambda event: event[2])
+                    events.append(MemoryEvent(fields.ptr, fields.alloc_size, start, mark, call))
+                continue
+            if event.tag == _EventType.TorchOp and event.name.startswith(MARK):
+                mark, at_mark = event.name[len(MARK) :], True
+                ranges.setdefault(mark, (start, event.end_time_ns))
+            elif event.tag == _EventType.TorchOp and event.name != _MODE and not _is_users(event):
+                calls.append(Call(event.name, start, event.end_time_ns, call, mark, at_mark))
+                call, at_mark = len(calls) - 1, False
+            stack.extend((child, mark, call, at_mark) for child in reversed(event.children))
+        return cls(sorted(events, key=lambda event: event.time), calls, ranges)
+
+
+def _is_users(event: Any) -> bool:
+    """Return whether a range is one that Python opened, as optimizers do; a dispatch mode tears these apart."""
+    return event.extra_fields.scope == RecordScope.USER_SCOPE or event.name.startswith("profiler::")
+
+
+def _start(event: Any) -> int:
+    return event.start_time_ns

@@ -83,6 +83,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for zeros without having memory: torch's "efficient zero tensor"."""
+    return tensor._is_zerotensor()
+
+
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a sparse one is made of, its values last."""
     with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
@@ -181,6 +186,12 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor:
 def is_mutable(func: Any) -> bool:
     """Return whether an op writes one of its arguments."""
     return func._schema.is_mutable
+
+
+def written_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return position and name of each argument that an op writes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def is_random(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

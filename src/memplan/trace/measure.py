@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,22 @@ import torch
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import DeviceError
-from memplan.trace.recording.causes import finish
+from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import COMPILED, CUDA_DIFFERS, Build, check_steps, located, run_build, undisturbed
+from memplan.trace.recording.put_back import Outside
+from memplan.trace.recording.session import (
+    COMPILED,
+    CUDA_DIFFERS,
+    Build,
+    Step,
+    check_steps,
+    located,
+    random_kept,
+    run_build,
+    undisturbed,
+)
 from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
@@ -23,11 +35,13 @@ from memplan.trace.trace import Trace
 def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
     """Run a step on this machine and return what it allocated.
 
-    Births, deaths and bytes are the allocator's own events, as torch's profiler records them; ops, layers and causes
-    come from a dispatch mode and are joined to them. Memory that was there before the call is not part of it.
+    The step runs twice, each time from ``build`` on. Births, deaths and bytes are the allocator's own events of a run
+    that nothing but torch's profiler watches; ops, layers and causes come from a run under a dispatch mode before, and
+    are joined to them. Between the two, random states are put back, and what ops changed of tensors, gradients and
+    optimizers from outside of ``build``. Memory that was there before the call is not part of it.
 
     Args:
-        build: as for `record`. It is called once, and the step that it returns ``steps`` times.
+        build: as for `record`. It is called twice, and each step that it returns ``steps`` times.
         device: ``"cpu"`` or None.
         steps: how often the step runs.
 
@@ -40,43 +54,68 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     """
     check_steps(steps)
     target, notes = _target(device)
-    place = Place()
-    observer = Observer(place, real=True)
-    profile = _torch.memory_profile()
-    mode = _torch.EagerMode(_marked(observer))
-    compiled: list[str] = []
-    with undisturbed(), ExitStack() as stack:
-        with mode:
-            observer.calibrate()
-        stack.enter_context(place.following())
-        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(COMPILED)))
-        with profile, mode:
-            with _torch.marker("build"):
-                step = run_build(build, observer)
-                place.building = False
-                observer.marks.mark_modules()
-                gc.collect()
-            built = observer.ledger.clock
-            for number in range(steps):
-                place.step = number
-                with _torch.marker(f"step{number}"):
-                    with located(observer, f"step {number + 1}"):
-                        step()
-                    observer.end_step()
-                    gc.collect()
-        observer.ledger.close()
-        record = _torch.Profile(profile)
-        parts = finish(observer, built)
-        entries = observer.ledger.entries
-        del step
-    joined = join(parts, entries, record, steps)
-    notes += tuple(dict.fromkeys(compiled))
-    if joined.lost:
+    with undisturbed():
+        with random_kept():
+            named = _named(build, steps)
+        plain = _plain(build, steps)
+    joined = join(named.parts, named.observer.ledger.entries, named.record, plain, steps)
+    notes += named.notes
+    if joined.apart:
+        notes += (
+            f"{format_bytes(joined.apart)} are allocated only where no dispatch mode names the ops, in "
+            f"{_few(joined.otherwise)}: bytes are right, layers and causes of these are not known",
+        )
+    elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
     return Trace(
         "measured", target, torch.__version__, joined.ops, joined.storages, joined.layers, joined.steps, joined.end,
         (), notes, forms=joined.forms, returned=joined.returned,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What a run under a dispatch mode gave."""
+
+    observer: Observer
+    parts: Finished
+    record: _torch.Profile
+    notes: tuple[str, ...]
+
+
+def _named(build: Build, steps: int) -> _Named:
+    """Run the step under a dispatch mode, and put back what it changed."""
+    place = Place()
+    observer = Observer(place, real=True)
+    outside = Outside(place, observer.ledger)
+    profile = _torch.memory_profile()
+    mode = _torch.EagerMode(_marked(observer, outside))
+    compiled: list[str] = []
+    with ExitStack() as stack:
+        with mode:
+            observer.calibrate()
+        stack.enter_context(place.following())
+        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(COMPILED)))
+        with profile, mode:
+            built, step = _run(build, steps, observer)
+        observer.ledger.close()
+        parts = finish(observer, built)
+        del step
+    outside.put_back()
+    return _Named(observer, parts, _torch.Profile.of(profile), tuple(dict.fromkeys(compiled)))
+
+
+def _plain(build: Build, steps: int) -> _torch.Profile:
+    """Run the step as it is, seen by the profiler alone."""
+    profile = _torch.memory_profile()
+    with _torch.eager_instead_of_compiled(lambda: None), profile:
+        _run(build, steps, Observer(Place(), real=True))
+    return _torch.Profile.of(profile)
+
+
+def _few(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
@@ -89,10 +128,30 @@ def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
     return HOST, (CUDA_DIFFERS,) if device is None else ()
 
 
-def _marked(observer: Observer) -> _torch.Dispatch:
+def _run(build: Build, steps: int, observer: Observer) -> tuple[int, Step]:
+    """Build and run the step, each within a range of the profiler; return the tick when it was built, and the step."""
+    with _torch.marker("build"):
+        step = run_build(build, observer)
+        observer.place.building = False
+        observer.marks.mark_modules()
+        gc.collect()
+    built = observer.ledger.clock
+    for number in range(steps):
+        observer.place.step = number
+        with _torch.marker(f"step{number}"):
+            with located(observer, f"step {number + 1}"):
+                step()
+            observer.end_step()
+            gc.collect()
+    return built, step
+
+
+def _marked(observer: Observer, outside: Outside) -> _torch.Dispatch:
     """Return the observer's dispatch, each op inside of a range of the profiler that carries its index."""
 
     def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
+        outside.before(func, args, kwargs)
+
         def run_marked(op: Any) -> Any:
             with _torch.marker(str(len(observer.notes) - 1)):
                 return run(op)

@@ -49,7 +49,7 @@ class Allocations:
     def __exit__(self, *error: object) -> None:
         if self._observer is None:
             self._stack.close()
-            self._read(_torch.Profile(self._profile))
+            self._read(_torch.Profile.of(self._profile))
             return
         ledger = self._observer.ledger
         ledger.close()
@@ -61,7 +61,7 @@ class Allocations:
     def _read(self, record: _torch.Profile) -> None:
         self._ranges = record.ranges
         made = set[int]()
-        for address, size, when, _ in record.events:
+        for address, size, when, *_ in record.events:
             if size > 0:
                 made.add(address)
             elif address not in made:

@@ -134,16 +134,16 @@ def _measure(calls: Sequence[KernelCall], limit: float) -> None:
             except Exception:  # whatever a kernel objects to: then the formula stands
                 _refused.add(_key(call))
             ran.append(call)
-    held = _held(_torch.Profile(profile), len(ran))
+    held = _held(_torch.Profile.of(profile), len(ran))
     _known.update((_key(call), held[at]) for at, call in enumerate(ran) if _key(call) not in _refused)
 
 
 def _held(profile: _torch.Profile, calls: int) -> list[int]:
     """Return, by number of a call, its highest level less what remains of it: its results."""
     level, most = [0] * calls, [0] * calls
-    for _, size, _, mark in profile.events:
-        if mark:
-            number = int(mark)
-            level[number] += size
+    for event in profile.events:
+        if event.mark:
+            number = int(event.mark)
+            level[number] += event.bytes
             most[number] = max(most[number], level[number])
     return [high - left for high, left in zip(most, level, strict=True)]

@@ -1,12 +1,14 @@
-"""What the allocator saw, joined to what the dispatch mode saw."""
+"""What the allocator saw of a step as it is, joined to what a dispatch mode saw of the same step."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from memplan import _torch
+from memplan.trace.recording.align_runs import aligned, matched_calls, without_mode
 from memplan.trace.recording.causes import Finished
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.records import Form, Layer, Op, Operand, Returned, Storage, View
@@ -14,7 +16,11 @@ from memplan.trace.records import Form, Layer, Op, Operand, Returned, Storage, V
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The parts of a measured Trace. ``lost`` are bytes of allocations that no op and no tensor explains."""
+    """The parts of a measured Trace.
+
+    ``lost`` are bytes of allocations that no op and no tensor explains; ``otherwise`` are the names of the calls that
+    allocate otherwise under a dispatch mode, and ``apart`` the bytes that they allocate only without one.
+    """
 
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
@@ -22,28 +28,39 @@ class Joined:
     steps: tuple[int, ...]
     end: int
     lost: int
+    otherwise: tuple[str, ...]
+    apart: int
     forms: tuple[Form, ...]
     returned: tuple[Returned, ...]
 
 
-def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: int) -> Joined:
-    """Return one storage for each of the allocator's allocations, on the clock of the allocator's events.
+def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _torch.Profile, steps: int) -> Joined:
+    """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
 
-    Identity and cause come from the ledger's entry that lay at the same address at the same time.
+    Identity and cause come from the ledger's entry that lay at the same address at the same time in the run under the
+    mode, as far as calls and allocations of the two runs match.
     """
-    events = _Events(record)
-    ops = _on_clock(parts.ops, events, record)
-    number_of = _numbers(entries, ops, events)
-    tick = [events.tick(record.ranges[f"step{number}"][0]) for number in range(steps)]
+    named = without_mode(named)
+    seen, events = _Events(named), _Events(plain)
+    calls = matched_calls(named.calls, plain.calls)
+    same = _same_allocations(seen, named, events, plain, calls)
+    in_seen = _numbers(entries, _on_clock(parts.ops, seen, named.ranges), seen)
+    number_of = {entry: same[number] for entry, number in in_seen.items() if number in same}
+    ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
+    op_of = _ops_of_calls(named, plain, calls)
+    tick = [events.tick(plain.ranges[f"step{number}"][0]) for number in range(steps)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
+    paired = set(same.values())
+    starts = [op.start for op in ops]
     storages: list[Storage] = []
     lost = 0
     for number, allocation in enumerate(events.allocations):
-        op = int(allocation.mark) if allocation.mark.isdigit() else None
+        op = op_of.get(allocation.call, bisect_left(starts, allocation.born))
         storage = known.get(number)
         if storage is None:
-            inside = op is not None and allocation.died is not None and allocation.died <= ops[op].end
-            lost += 0 if inside else allocation.bytes
+            explained = op < len(ops) and events.is_part(allocation, ops[op])
+            op = op if op < len(ops) else None
+            lost += 0 if explained else allocation.bytes
             storage = Storage(number, 0, "temporary", 0, None, op)
         cause = storage.cause
         if cause == "input" and allocation.died is not None and allocation.died <= tick[0]:
@@ -58,6 +75,7 @@ def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: i
                 died=allocation.died,
             )
         )
+    apart = [one for number, one in enumerate(events.allocations) if number not in paired]
     return Joined(
         tuple(_renumbered(op, number_of) for op in ops),
         tuple(storages),
@@ -68,6 +86,8 @@ def join(parts: Finished, entries: list[Entry], record: _torch.Profile, steps: i
         tuple(tick),
         len(events.times),
         lost,
+        _names_of(apart, plain.calls),
+        sum(one.bytes for one in apart),
         tuple(_form(form, number_of) for form in parts.forms),
         tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
     )
@@ -80,7 +100,7 @@ class _Allocation:
     number: int
     born: int
     bytes: int
-    mark: str
+    call: int
     died: int | None = None
 
 
@@ -92,7 +112,7 @@ class _Events:
         self.times: list[int] = []
         self._by_address: dict[int, list[_Allocation]] = {}
         live: dict[int, _Allocation] = {}
-        for address, size, time, mark in record.events:
+        for address, size, time, _, call in record.events:
             if size < 0 and address not in live:
                 continue
             self.times.append(time)
@@ -100,13 +120,21 @@ class _Events:
             if size < 0:
                 live.pop(address).died = tick
             else:
-                live[address] = _Allocation(len(self.allocations), tick, size, mark)
+                live[address] = _Allocation(len(self.allocations), tick, size, call)
                 self.allocations.append(live[address])
                 self._by_address.setdefault(address, []).append(live[address])
+        self._births = [allocation.born for allocation in self.allocations]
 
     def tick(self, time: int) -> int:
         """Tick of the last event before a time in ns."""
         return bisect_right(self.times, time)
+
+    def is_part(self, allocation: _Allocation, op: Op) -> bool:
+        """Return whether an allocation ends with an op, as the tensor does that stands for a number in Python."""
+        if allocation.died is None:
+            return False
+        born = self._births
+        return bisect_right(born, op.end) >= bisect_left(born, allocation.died)
 
     def find(self, address: int, tick: int) -> int | None:
         """Return the allocation that lies at an address after a tick."""
@@ -116,11 +144,73 @@ class _Events:
         return None
 
 
-def _on_clock(ops: list[Op], events: _Events, record: _torch.Profile) -> list[Op]:
+def _same_allocations(
+    seen: _Events, named: _torch.Profile, events: _Events, plain: _torch.Profile, calls: dict[int, int]
+) -> dict[int, int]:
+    """Return the allocations of the plain run by those of the run under the mode.
+
+    They are the same if they lie within matched calls, by order and size; a call that only one of the runs has counts
+    as part of the call around it.
+    """
+    first = _by_call(seen, named.calls, set(calls))
+    second = _by_call(events, plain.calls, set(calls.values()))
+    same: dict[int, int] = {}
+    for call, other in calls.items():
+        mine, theirs = first.get(call, []), second.get(other, [])
+        for i, j in aligned([one.bytes for one in mine], [one.bytes for one in theirs]):
+            same[mine[i].number] = theirs[j].number
+    return same
+
+
+def _by_call(events: _Events, calls: list[_torch.Call], among: set[int]) -> dict[int, list[_Allocation]]:
+    """Return the allocations by the innermost call among some that made them."""
+    found: dict[int, list[_Allocation]] = {}
+    for allocation in events.allocations:
+        call = allocation.call
+        while call not in among:
+            call = calls[call].parent
+        found.setdefault(call, []).append(allocation)
+    return found
+
+
+def _ranges(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[str, tuple[int, int]]:
+    """Return when each op ran in the plain run, by the mark that it had under the mode."""
+    ranges: dict[str, tuple[int, int]] = {}
+    for number, call in enumerate(named.calls):
+        if call.at_mark and call.mark.isdigit() and number in calls and call.mark not in ranges:
+            other = plain.calls[calls[number]]
+            ranges[call.mark] = other.start, other.end
+    return ranges
+
+
+def _ops_of_calls(named: _torch.Profile, plain: _torch.Profile, calls: dict[int, int]) -> dict[int, int]:
+    """Return the op that each call of the plain run is part of."""
+    op_of: dict[int, int] = {}
+    for call, other in calls.items():
+        if call >= 0 and named.calls[call].mark.isdigit():
+            op_of[other] = int(named.calls[call].mark)
+    for number, call in enumerate(plain.calls):  # a call comes after the one around it
+        if number not in op_of and call.parent in op_of:
+            op_of[number] = op_of[call.parent]
+    return op_of
+
+
+def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> tuple[str, ...]:
+    """Return the names of the outermost calls of allocations, the most frequent first."""
+    names: Counter[str] = Counter()
+    for allocation in allocations:
+        call = allocation.call
+        while call >= 0 and calls[call].parent >= 0:
+            call = calls[call].parent
+        names[calls[call].name.removeprefix("autograd::engine::evaluate_function: ") if call >= 0 else "Python"] += 1
+    return tuple(name for name, _ in names.most_common())
+
+
+def _on_clock(ops: list[Op], events: _Events, ranges: dict[str, tuple[int, int]]) -> list[Op]:
     result: list[Op] = []
     tick = 0
     for op in ops:
-        span = record.ranges.get(str(op.index))
+        span = ranges.get(str(op.index))
         start, tick = (events.tick(span[0]), events.tick(span[1])) if span is not None else (tick, tick)
         result.append(replace(op, start=start, end=tick))
     return result

@@ -168,7 +168,9 @@ class Ledger:
         reference.entry = entry
         entry.reference, entry.key = reference, key
         if self.real:
-            if "" in _torch.inner_tensors(tensor):
+            if _torch.is_zero(tensor):  # a gradient of which torch knows that it is zero has no memory
+                entry.bytes, entry.foreign = 0, True
+            elif "" in _torch.inner_tensors(tensor):
                 entry.address = storage.data_ptr()
             else:  # all of its memory is that of the tensors that it is made of
                 entry.bytes, entry.foreign = 0, True

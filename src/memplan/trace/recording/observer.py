@@ -114,8 +114,7 @@ class Observer:
 
     def _instead(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run and note the form of an op that writes its first argument."""
-        run(op)
-        return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, args[0], op)
+        return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
 
     def calibrate(self) -> None:
         """Learn how the engine holds a gradient that nobody else does. Call it under the mode."""

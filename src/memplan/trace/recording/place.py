@@ -92,6 +92,7 @@ class Place:
         self.on_module = _nothing
         self.on_result: Callable[[int, Any], None] = lambda module, result: None
         """Told what a module returned that was called from outside of all modules."""
+        self.on_update: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self.before_update = _nothing
         self.after_update = _nothing
 
@@ -185,6 +186,7 @@ class Place:
         if threading.get_ident() != self._thread:
             return
         self.optimizers.setdefault(id(optimizer), weakref.ref(optimizer))
+        self.on_update(optimizer)
         self.before_update()
         self._optimizers_running += 1
 

@@ -114,26 +114,32 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
     so a prediction could not be the same twice. ``cuda``: a card is recorded for; for the CPU,
     `torch.cuda.is_available()` answers no.
     """
-    with _alone():
-        state, python_state = torch.get_rng_state(), random.getstate()
-        numpy_state = _numpy_state()
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                collector_held(),
-                _defaults_kept(),
-                _one_process(),
-                nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
-            ):
-                yield
-        finally:
-            torch.set_rng_state(state)
-            random.setstate(python_state)
-            if numpy_state is not None:
-                import numpy
+    with (
+        _alone(),
+        random_kept(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        collector_held(),
+        _defaults_kept(),
+        _one_process(),
+        nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
+    ):
+        yield
 
-                numpy.random.set_state(numpy_state)
+
+@contextmanager
+def random_kept() -> Iterator[None]:
+    """Leave the random states of torch, Python and numpy as they were."""
+    state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), _numpy_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+        random.setstate(python_state)
+        if numpy_state is not None:
+            import numpy
+
+            numpy.random.set_state(numpy_state)
 
 
 _holding = ContextVar("_holding", default=False)

@@ -69,7 +69,7 @@ class Meter:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
         if error[0] is None:
-            self._record = _torch.Profile(self._profile)
+            self._record = _torch.Profile.of(self._profile)
 
     @contextmanager
     def counting(self, owner: str) -> Iterator[None]:
@@ -85,7 +85,7 @@ class Meter:
         ranges = sorted(self._record.ranges[str(n)] for n, name in enumerate(self._owner) if name == owner)
         level = highest = at = 0
         own: dict[int, int] = {}
-        for address, size, when, _ in self._record.events:
+        for address, size, when, *_ in self._record.events:
             while at < len(ranges) and when > ranges[at][1]:
                 at += 1
             inside = at < len(ranges) and when >= ranges[at][0]
