@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -151,6 +152,54 @@ def test_memory_from_before_is_not_counted() -> None:
 
     events = memplan.simulate(memplan.measure(build)).events
     assert min(allocated for _, allocated, _ in events) >= 0
+
+
+def test_a_tensor_from_outside_counts_once() -> None:
+    x = torch.randn(1024, 256)
+
+    def build() -> Callable[[], torch.Tensor]:
+        copy = x.clone()
+        return lambda: copy.sum() + x.sum()
+
+    plain = measured_peak(build)
+    assert memplan.simulate(memplan.measure(build)).peak_allocated == plain + (1 << 20)
+    assert memplan.simulate(memplan.record(build)).peak_allocated == plain + (1 << 20)
+
+
+def test_what_other_threads_allocate_counts() -> None:
+    """The peak is that of the same work in this thread."""
+    model = mlp(256)
+
+    def build(threaded: bool = True) -> Callable[[], None]:
+        model.zero_grad()
+
+        def work() -> None:
+            model(torch.randn(512, 256)).sum().backward()
+
+        def step() -> None:
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+        return step if threaded else work
+
+    in_thread, here = (memplan.measure(lambda where=where: build(where)) for where in (True, False))
+    weights = sum(parameter.nbytes for parameter in model.parameters())  # what the mode does not see is from before
+    assert memplan.simulate(in_thread).peak_allocated == memplan.simulate(here).peak_allocated - weights
+    assert any("in other threads" in note for note in in_thread.notes)
+
+
+def test_a_thread_that_goes_on_is_told() -> None:
+    done = threading.Event()
+
+    def build() -> Callable[[], None]:
+        threading.Thread(target=done.wait).start()
+        return lambda: None
+
+    try:
+        assert any("still running" in note for note in memplan.measure(build).notes)
+    finally:
+        done.set()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,18 @@ from memplan._torch.cuda import (
     tensors_that_tell,
 )
 from memplan._torch.dynamo import GraphBreak, graph_break
-from memplan._torch.eager import Call, Dispatch, EagerMode, Profile, Run, is_composite, marker, memory_profile, no_modes
+from memplan._torch.eager import (
+    Call,
+    Dispatch,
+    EagerMode,
+    MemoryEvent,
+    Profile,
+    Run,
+    is_composite,
+    marker,
+    memory_profile,
+    no_modes,
+)
 from memplan._torch.engine import (
     attribute_names,
     backward_pass,
@@ -111,6 +122,7 @@ from memplan._torch.tensors import (
     viewed,
     written_arguments,
 )
+from memplan._torch.thread_memory import threads_watched, with_threads
 from memplan._torch.values import Condition
 
 __all__ = [
@@ -129,6 +141,7 @@ __all__ = [
     "FakeTensor",
     "GraphBreak",
     "Joint",
+    "MemoryEvent",
     "OwnState",
     "Profile",
     "Recorded",
@@ -224,6 +237,7 @@ __all__ = [
     "tensor_arguments",
     "tensors_replaced",
     "tensors_that_tell",
+    "threads_watched",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -236,6 +250,7 @@ __all__ = [
     "viewed",
     "will_run",
     "with_symbols",
+    "with_threads",
     "without_autocast",
     "written_arguments",
 ]

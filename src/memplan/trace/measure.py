@@ -38,7 +38,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     The step runs twice, each time from ``build`` on. Births, deaths and bytes are the allocator's own events of a run
     that nothing but torch's profiler watches; ops, layers and causes come from a run under a dispatch mode before, and
     are joined to them. Between the two, random states are put back, and what ops changed of tensors, gradients and
-    optimizers from outside of ``build``. Memory that was there before the call is not part of it.
+    optimizers from outside of ``build``. A tensor from outside counts from its first use on, as in `record`.
 
     Args:
         build: as for `record`. It is called twice, and each step that it returns ``steps`` times.
@@ -57,9 +57,9 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     with undisturbed():
         with random_kept():
             named = _named(build, steps)
-        plain = _plain(build, steps)
+        plain, unended = _plain(build, steps)
     joined = join(named.parts, named.observer.ledger.entries, named.record, plain, steps)
-    notes += named.notes
+    notes += named.notes + unended
     if joined.apart:
         notes += (
             f"{format_bytes(joined.apart)} are allocated only where no dispatch mode names the ops, in "
@@ -71,6 +71,9 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
         "measured", target, torch.__version__, joined.ops, joined.storages, joined.layers, joined.steps, joined.end,
         (), notes, forms=joined.forms, returned=joined.returned,
     )  # fmt: skip
+
+
+_UNENDED = "a thread that the step started is still running: what it allocates is not measured"
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,17 @@ def _named(build: Build, steps: int) -> _Named:
     return _Named(observer, parts, _torch.Profile.of(profile), tuple(dict.fromkeys(compiled)))
 
 
-def _plain(build: Build, steps: int) -> _torch.Profile:
-    """Run the step as it is, seen by the profiler alone."""
+def _plain(build: Build, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
+    """Run the step as it is, seen by the profiler alone, with the threads that it starts.
+
+    Returns:
+        What the profiler saw, and what has to be said about it.
+    """
     profile = _torch.memory_profile()
-    with _torch.eager_instead_of_compiled(lambda: None), profile:
+    with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
         _run(build, steps, Observer(Place(), real=True))
-    return _torch.Profile.of(profile)
+    unended = (_UNENDED,) if threads.started > len(threads.ended) else ()
+    return _torch.with_threads(_torch.Profile.of(profile), threads), unended
 
 
 def _few(names: tuple[str, ...]) -> str:

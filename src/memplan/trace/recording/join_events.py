@@ -38,15 +38,17 @@ def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _t
     """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
 
     Identity and cause come from the ledger's entry that lay at the same address at the same time in the run under the
-    mode, as far as calls and allocations of the two runs match.
+    mode, as far as calls and allocations of the two runs match. What was there before is born when it is read first.
     """
     named = without_mode(named)
-    seen, events = _Events(named), _Events(plain)
     calls = matched_calls(named.calls, plain.calls)
+    times = _ranges(named, plain, calls)
+    outside = _from_outside(parts.ops, entries, named)
+    seen, events = _Events(_with_births(named, outside, named.ranges)), _Events(_with_births(plain, outside, times))
     same = _same_allocations(seen, named, events, plain, calls)
     in_seen = _numbers(entries, _on_clock(parts.ops, seen, named.ranges), seen)
     number_of = {entry: same[number] for entry, number in in_seen.items() if number in same}
-    ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
+    ops = _on_clock(parts.ops, events, times)
     op_of = _ops_of_calls(named, plain, calls)
     tick = [events.tick(plain.ranges[f"step{number}"][0]) for number in range(steps)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
@@ -101,6 +103,8 @@ class _Allocation:
     born: int
     bytes: int
     call: int
+    address: int
+    """Below 0 where another thread made it."""
     died: int | None = None
 
 
@@ -120,7 +124,7 @@ class _Events:
             if size < 0:
                 live.pop(address).died = tick
             else:
-                live[address] = _Allocation(len(self.allocations), tick, size, call)
+                live[address] = _Allocation(len(self.allocations), tick, size, call, address)
                 self.allocations.append(live[address])
                 self._by_address.setdefault(address, []).append(live[address])
         self._births = [allocation.born for allocation in self.allocations]
@@ -202,7 +206,8 @@ def _names_of(allocations: Iterable[_Allocation], calls: list[_torch.Call]) -> t
         call = allocation.call
         while call >= 0 and calls[call].parent >= 0:
             call = calls[call].parent
-        names[calls[call].name.removeprefix("autograd::engine::evaluate_function: ") if call >= 0 else "Python"] += 1
+        outside = "other threads" if allocation.address < 0 else "Python"
+        names[calls[call].name.removeprefix("autograd::engine::evaluate_function: ") if call >= 0 else outside] += 1
     return tuple(name for name, _ in names.most_common())
 
 
@@ -216,12 +221,38 @@ def _on_clock(ops: list[Op], events: _Events, ranges: dict[str, tuple[int, int]]
     return result
 
 
-def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
-    """Entry -> allocation."""
-    first_read: dict[int, int] = {}
+def _from_outside(ops: list[Op], entries: list[Entry], named: _torch.Profile) -> list[tuple[Entry, int]]:
+    """Return the storages that were there before the step was built, and the op that read each first."""
+    seen, first_read = _Events(named), _first_reads(ops)
+    ops = _on_clock(ops, seen, named.ranges)
+    unborn = [entry for entry in entries if entry.op is None and entry.id in first_read and entry.bytes]
+    reads = [(entry, first_read[entry.id]) for entry in unborn]
+    return [(entry, op) for entry, op in reads if seen.find(entry.address, ops[op].start) is None]
+
+
+def _with_births(
+    record: _torch.Profile, outside: list[tuple[Entry, int]], times: dict[str, tuple[int, int]]
+) -> _torch.Profile:
+    born = [
+        _torch.MemoryEvent(entry.address, entry.bytes, times[str(op)][0], "", -1)
+        for entry, op in outside
+        if str(op) in times
+    ]
+    return replace(record, events=sorted([*born, *record.events], key=lambda event: event.time))
+
+
+def _first_reads(ops: list[Op]) -> dict[int, int]:
+    """Return the op that read each entry first."""
+    first: dict[int, int] = {}
     for op in ops:
         for read in op.reads:
-            first_read.setdefault(read.storage, op.index)
+            first.setdefault(read.storage, op.index)
+    return first
+
+
+def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
+    """Entry -> allocation."""
+    first_read = _first_reads(ops)
     result: dict[int, int] = {}
     for entry in entries:
         # an entry without an op was first seen as the operand of an op, and was there before it

@@ -1,0 +1,95 @@
+"""Memory of the threads that a step starts, which the profiler of the thread that measures does not see.
+
+torch's profiler records memory in the thread that starts it and, where it watches all threads, in none. Its forerunner,
+which records sizes without addresses, works in each thread by itself. Everything here was seen in torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C._autograd import _enable_profiler_legacy  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+from memplan._torch.eager import MemoryEvent, Profile
+from memplan._torch.patches import patched
+
+
+@dataclass
+class Threads:
+    """What was allocated in threads that started while they were watched."""
+
+    started: int = 0
+    ended: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
+    """Of each that ended: times in ns and bytes, negative where they are released."""
+
+
+@contextlib.contextmanager
+def threads_watched() -> Iterator[Threads]:
+    """Note what is allocated in threads that start in here, once they have ended."""
+    threads = Threads()
+    start = threading.Thread.start
+
+    def start_watched(self: threading.Thread) -> None:
+        run = self.run
+
+        def run_watched() -> None:
+            del self.run  # the thread's own again, which its class has
+            with _watched(threads):
+                run()
+
+        threads.started += 1
+        self.run = run_watched
+        start(self)
+
+    with patched(threading.Thread, start=start_watched):
+        yield threads
+
+
+@contextlib.contextmanager
+def _watched(threads: Threads) -> Iterator[None]:
+    _enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
+    try:
+        yield
+    finally:
+        events = torch.autograd._disable_profiler_legacy()  # pyright: ignore[reportPrivateImportUsage]
+        threads.ended.append(
+            [_size(event) for events_of_thread in events for event in events_of_thread if _is_memory(event)]
+        )
+
+
+def _is_memory(event: Any) -> bool:
+    return event.kind() == "memory_alloc" and event.cpu_memory_usage() != 0
+
+
+def _size(event: Any) -> tuple[int, int]:
+    return round(event.start_us() * 1000), event.cpu_memory_usage()
+
+
+def with_threads(profile: Profile, threads: Threads) -> Profile:
+    """Add the events of other threads to those of the measuring one, at addresses of their own, below 0.
+
+    Where a thread releases what another one allocated, something of that size is released: which does not matter to
+    how much there is.
+    """
+    others = [MemoryEvent(0, size, time, "", -1) for sizes in threads.ended for time, size in sizes]
+    live: dict[int, dict[int, None]] = {}
+    """Size -> addresses, in the order in which they were allocated."""
+    events: list[MemoryEvent] = []
+    for number, event in enumerate(sorted([*profile.events, *others], key=lambda event: event.time)):
+        there = live.setdefault(abs(event.bytes), {})
+        if event.bytes > 0:
+            event = event._replace(address=event.address or -1 - number)
+            there[event.address] = None
+        elif event.address not in there:
+            of_any = (address for address in reversed(there) if address < 0 or event.address == 0)
+            event = event._replace(address=next(of_any, event.address))
+        if event.bytes < 0:
+            there.pop(event.address, None)
+        events.append(event)
+    return replace(profile, events=events)
