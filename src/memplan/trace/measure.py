@@ -24,6 +24,7 @@ from memplan.trace.recording.session import (
     Step,
     check_steps,
     located,
+    of_outside,
     random_kept,
     run_build,
     undisturbed,
@@ -38,7 +39,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     The step runs twice, each time from ``build`` on. Births, deaths and bytes are the allocator's own events of a run
     that nothing but torch's profiler watches; ops, layers and causes come from a run under a dispatch mode before, and
     are joined to them. Between the two, random states are put back, and what ops changed of tensors, gradients and
-    optimizers from outside of ``build``. A tensor from outside counts from its first use on, as in `record`.
+    optimizers from outside of ``build``. Memory that was there before does not count.
 
     Args:
         build: as for `record`. It is called twice, and each step that it returns ``steps`` times.
@@ -59,7 +60,7 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
             named = _named(build, steps)
         plain, unended = _plain(build, steps)
     joined = join(named.parts, named.observer.ledger.entries, named.record, plain, steps)
-    notes += named.notes + unended
+    notes += named.notes + unended + of_outside(joined.outside)
     if joined.apart:
         notes += (
             f"{format_bytes(joined.apart)} are allocated only where no dispatch mode names the ops, in "

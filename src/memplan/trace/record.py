@@ -19,7 +19,16 @@ from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
-from memplan.trace.recording.session import Build, Target, check_steps, choose_target, located, run_build, undisturbed
+from memplan.trace.recording.session import (
+    Build,
+    Target,
+    check_steps,
+    choose_target,
+    located,
+    of_outside,
+    run_build,
+    undisturbed,
+)
 from memplan.trace.recording.stand_ins import Line, Standins
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
@@ -202,7 +211,8 @@ class _Recording:
             parts = finish(observer, bounds[0])
             del step
         calls = tuple(self._card.calls) if self._card is not None else ()
-        notes = self._target.notes + ((*_environment(), *benchmark) if self._card is not None else ())
+        notes = self._target.notes + of_outside(observer.outside)
+        notes += (*_environment(), *benchmark) if self._card is not None else ()
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), notes,

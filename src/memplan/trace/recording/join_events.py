@@ -18,8 +18,9 @@ from memplan.trace.records import Form, Layer, Op, Operand, Returned, Storage, V
 class Joined:
     """The parts of a measured Trace.
 
-    ``lost`` are bytes of allocations that no op and no tensor explains; ``otherwise`` are the names of the calls that
-    allocate otherwise under a dispatch mode, and ``apart`` the bytes that they allocate only without one.
+    ``lost`` are bytes of allocations that no op and no tensor explains, ``outside`` those of tensors that were there
+    before and that the step read; ``otherwise`` are the names of the calls that allocate otherwise under a dispatch
+    mode, and ``apart`` the bytes that they allocate only without one.
     """
 
     ops: tuple[Op, ...]
@@ -28,6 +29,7 @@ class Joined:
     steps: tuple[int, ...]
     end: int
     lost: int
+    outside: int
     otherwise: tuple[str, ...]
     apart: int
     forms: tuple[Form, ...]
@@ -38,21 +40,19 @@ def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _t
     """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
 
     Identity and cause come from the ledger's entry that lay at the same address at the same time in the run under the
-    mode, as far as calls and allocations of the two runs match. What was there before is born when it is read first.
+    mode, as far as calls and allocations of the two runs match.
     """
     named = without_mode(named)
     calls = matched_calls(named.calls, plain.calls)
-    times = _ranges(named, plain, calls)
-    outside = _from_outside(parts.ops, entries, named)
-    seen, events = _Events(_with_births(named, outside, named.ranges)), _Events(_with_births(plain, outside, times))
+    seen, events = _Events(named), _Events(plain)
     same = _same_allocations(seen, named, events, plain, calls)
     in_seen = _numbers(entries, _on_clock(parts.ops, seen, named.ranges), seen)
     number_of = {entry: same[number] for entry, number in in_seen.items() if number in same}
-    ops = _on_clock(parts.ops, events, times)
+    ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
     tick = [events.tick(plain.ranges[f"step{number}"][0]) for number in range(steps)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
-    paired = set(same.values())
+    paired, read = set(same.values()), {operand.storage for op in parts.ops for operand in op.reads}
     starts = [op.start for op in ops]
     storages: list[Storage] = []
     lost = 0
@@ -88,6 +88,7 @@ def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _t
         tuple(tick),
         len(events.times),
         lost,
+        sum(entry.bytes for entry in entries if entry.id in read and entry.op is None and entry.id not in in_seen),
         _names_of(apart, plain.calls),
         sum(one.bytes for one in apart),
         tuple(_form(form, number_of) for form in parts.forms),
@@ -221,38 +222,12 @@ def _on_clock(ops: list[Op], events: _Events, ranges: dict[str, tuple[int, int]]
     return result
 
 
-def _from_outside(ops: list[Op], entries: list[Entry], named: _torch.Profile) -> list[tuple[Entry, int]]:
-    """Return the storages that were there before the step was built, and the op that read each first."""
-    seen, first_read = _Events(named), _first_reads(ops)
-    ops = _on_clock(ops, seen, named.ranges)
-    unborn = [entry for entry in entries if entry.op is None and entry.id in first_read and entry.bytes]
-    reads = [(entry, first_read[entry.id]) for entry in unborn]
-    return [(entry, op) for entry, op in reads if seen.find(entry.address, ops[op].start) is None]
-
-
-def _with_births(
-    record: _torch.Profile, outside: list[tuple[Entry, int]], times: dict[str, tuple[int, int]]
-) -> _torch.Profile:
-    born = [
-        _torch.MemoryEvent(entry.address, entry.bytes, times[str(op)][0], "", -1)
-        for entry, op in outside
-        if str(op) in times
-    ]
-    return replace(record, events=sorted([*born, *record.events], key=lambda event: event.time))
-
-
-def _first_reads(ops: list[Op]) -> dict[int, int]:
-    """Return the op that read each entry first."""
-    first: dict[int, int] = {}
-    for op in ops:
-        for read in op.reads:
-            first.setdefault(read.storage, op.index)
-    return first
-
-
 def _numbers(entries: list[Entry], ops: list[Op], events: _Events) -> dict[int, int]:
     """Entry -> allocation."""
-    first_read = _first_reads(ops)
+    first_read: dict[int, int] = {}
+    for op in ops:
+        for read in op.reads:
+            first_read.setdefault(read.storage, op.index)
     result: dict[int, int] = {}
     for entry in entries:
         # an entry without an op was first seen as the operand of an op, and was there before it

@@ -74,6 +74,8 @@ class Observer:
         self.read_apart: Callable[[str], None] | None = None
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
+        self.outside = 0
+        """Bytes of tensors that were there before the recording, which do not count where it is for the CPU."""
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
@@ -210,6 +212,9 @@ class Observer:
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
                     entry = self.ledger.entry(item, None)
+                    if entry.bytes and self._was_there_before(signature, item):
+                        self.outside += entry.bytes
+                        self.ledger.foreign(item, None)
                     reads.append((name, entry.id))
                     if entry.device == ON_CARD:
                         on_card = True
@@ -228,6 +233,12 @@ class Observer:
         if on_card and on_host and self.read_apart is not None and not signature.name.startswith(_ACROSS):
             self.read_apart(signature.name)
         return reads, tuple(needs), on_card
+
+    def _was_there_before(self, signature: _Signature, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is from outside of a recording for the CPU, and not lifted into it."""
+        if self.ledger.real or self.card is not None or signature.name == _LIFT:
+            return False
+        return not isinstance(tensor, _torch.FakeTensor)
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
         """Return what a kernel allocates for itself."""

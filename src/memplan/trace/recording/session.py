@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler
 
 from memplan import _torch
+from memplan._bytes import format_bytes
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
 from memplan.trace.recording.causes import module_names
@@ -35,6 +36,13 @@ _CUDA = re.compile(
 )
 COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
 CUDA_DIFFERS = "recorded for the CPU: on CUDA other kernels run and other tensors are saved; name a card (h100)"
+
+
+def of_outside(size: int) -> tuple[str, ...]:
+    """Return what has to be said of the bytes of tensors from outside of ``build``, if there are any."""
+    if not size:
+        return ()
+    return (f"{format_bytes(size)} of tensors that were made outside of build do not count: they were there before",)
 
 
 @dataclass(frozen=True)
