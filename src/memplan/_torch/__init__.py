@@ -88,11 +88,13 @@ from memplan._torch.opaque import (
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import (
     eager_instead_of_compiled,
+    here_alone,
     lengths_as_tensors,
     linear_seen,
     patched,
     random_states_seen,
     rejections_counted,
+    sequences_padded_in_python,
 )
 from memplan._torch.peers import memory_budget
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
@@ -110,6 +112,7 @@ from memplan._torch.tensors import (
     is_mutable,
     is_random,
     is_zero,
+    named_arguments,
     node_sequence,
     op_named,
     schema_of,
@@ -185,6 +188,7 @@ __all__ = [
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
+    "here_alone",
     "histories_replaced",
     "in_backward",
     "inner_tensors",
@@ -206,6 +210,7 @@ __all__ = [
     "memory_budget",
     "memory_profile",
     "modules_converted_as_real",
+    "named_arguments",
     "no_modes",
     "node_sequence",
     "onednn_computes_in",
@@ -228,6 +233,7 @@ __all__ = [
     "schema_of",
     "sequence_number",
     "sequence_of",
+    "sequences_padded_in_python",
     "set_call",
     "set_own_state",
     "sparse_parts",

@@ -237,6 +237,9 @@ def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtyp
         return FakeTensor(mode, meta, torch.device("cpu"))
 
 
+Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
 class Replacements(Protocol):
     """Composite ops that have other parts where the tensors are taken to be; see `memplan.trace.semantics`."""
 
@@ -266,6 +269,8 @@ class FakeMode(FakeTensorMode):
         self.replacements: Replacements | None = None
         self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Around an op that makes a tensor on a card: what says that it lies there."""
+        self.bound: Dispatched = lambda func, args, kwargs: NotImplemented
+        """What stands for the result of an op whose shape depends on values; NotImplemented where nothing does."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -285,7 +290,7 @@ class FakeMode(FakeTensorMode):
                 with replaced.taking_apart(), self:
                     return replaced.instead.get(func, func.decompose)(*args, **kwargs)
         if self._inside:  # a fake implementation that calls other ops: part of the op outside
-            return self.dispatch(func, types, args, kwargs)
+            return self._described(func, types, args, kwargs)
         device = kwargs.get("device")
         if self.going is not None and device is not None and torch.device(device).type == "cuda":
             with self.going(torch.device(device)):
@@ -297,6 +302,24 @@ class FakeMode(FakeTensorMode):
         finally:
             fake_tensor.FakeTensor = seen
             self._inside = False
+
+    def _described(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        args = tuple([self._with_value(arg) for arg in args])
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        except DynamicOutputShapeException:
+            bounded = self.bound(func, args, kwargs)
+            if bounded is NotImplemented:
+                raise
+            return bounded
+
+    def _with_value(self, arg: Any) -> Any:
+        """Return what stands for a small real tensor that comes from outside: its values are known."""
+        if type(arg) is not torch.Tensor or arg.numel() > _CONSTANT_NUMEL or arg.requires_grad:
+            return arg
+        if arg.layout != torch.strided or arg.device != _CPU or arg.is_complex():
+            return arg
+        return self.fake_tensor_converter.from_real_tensor(self, arg, make_constant=True)
 
     @property
     def inside(self) -> bool:
@@ -326,7 +349,7 @@ class FakeMode(FakeTensorMode):
             known = self._memo.recall(key, self)
             if known is not NotImplemented:
                 return known
-        result = self.dispatch(func, types, args, kwargs)
+        result = self._described(func, types, args, kwargs)
         if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
             with no_modes():
                 like = [torch.empty(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a for a in args]

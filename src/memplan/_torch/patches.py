@@ -105,6 +105,39 @@ def lengths_as_tensors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def sequences_padded_in_python() -> Iterator[None]:
+    """Pad packed sequences in Python: in C++ torch writes their lengths into a tensor, which fails on a fake one."""
+    pad: Any = torch._VF._pad_packed_sequence  # pyright: ignore[reportAttributeAccessIssue]
+
+    with patched(torch._VF, _pad_packed_sequence=here_alone(_padded, pad)):
+        yield
+
+
+def _padded(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sequences of one length, and their lengths.
+
+    Source: aten/src/ATen/native/PackedSequence.cpp, `_pad_packed_sequence`: one copy for each run of steps that
+    equally many sequences have.
+    """
+    sizes: list[int] = batch_sizes.tolist()
+    output = data.new_full((max(total_length or 0, len(sizes)), sizes[0], *data.shape[1:]), value)
+    lengths: list[int] = []
+    first, offset = 0, 0
+    for end in range(1, len(sizes) + 1):
+        size, after = sizes[end - 1], sizes[end] if end < len(sizes) else 0
+        if size == after:
+            continue
+        part = data[offset : offset + size * (end - first)]
+        output[first:end][:, :size].copy_(part.view(end - first, size, *data.shape[1:]))
+        offset += size * (end - first)
+        first = end
+        lengths = [end] * (size - after) + lengths
+    return output.transpose(0, 1) if batch_first else output, torch.tensor(lengths)
+
+
+@contextlib.contextmanager
 def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Show the tensors that `torch.get_rng_state` makes (checkpoints of activations call it): no dispatch mode does."""
     read = torch.random.get_rng_state

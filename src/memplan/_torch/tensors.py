@@ -188,6 +188,13 @@ def is_mutable(func: Any) -> bool:
     return func._schema.is_mutable
 
 
+def named_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an op is called with, by name; with its defaults."""
+    schema = func._schema.arguments
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return defaults | {a.name: value for a, value in zip(schema, args, strict=False)} | dict(kwargs)
+
+
 def written_arguments(func: Any) -> list[tuple[int, str]]:
     """Return position and name of each argument that an op writes."""
     arguments = enumerate(func._schema.arguments)

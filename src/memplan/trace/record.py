@@ -16,9 +16,10 @@ from memplan.devices import catalogue
 from memplan.errors import RecordingError, StepError
 from memplan.trace import fake_cuda
 from memplan.trace.fake_cuda.residence import Card, OnCard
+from memplan.trace.recording.bounds import Bounds
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import Place, format_frame
+from memplan.trace.recording.place import Place, format_frame, user_frame
 from memplan.trace.recording.session import (
     Build,
     Target,
@@ -152,6 +153,8 @@ class _Recording:
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode, other)
+        bounds = Bounds(target.assumed, self._standins.bounded)
+        self._mode.bound = lambda func, args, kwargs: bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()

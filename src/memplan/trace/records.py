@@ -134,9 +134,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """Something the recording had to assume, and where. ``kernel``: which kernel an op takes on the card, and why."""
+    """Something the recording had to assume, and where.
 
-    kind: Literal["scalar", "branch", "compiled", "host", "kernel"]
+    ``kernel``: which kernel an op takes on the card, and why. ``bound``: how large a result is that depends on values.
+    """
+
+    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel"]
     text: str
     where: str | None
     count: int = 1

@@ -212,7 +212,7 @@ class Observer:
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
                     entry = self.ledger.entry(item, None)
-                    if entry.bytes and self._was_there_before(signature, item):
+                    if entry.bytes and entry.op is None and self._was_there_before(signature, item):
                         self.outside += entry.bytes
                         self.ledger.foreign(item, None)
                     reads.append((name, entry.id))

@@ -8,10 +8,10 @@ import random
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
+from memplan.trace.recording.bounds import checked_shares
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
@@ -52,14 +53,21 @@ class Target:
     name: str
     card: Device | None = None
     notes: tuple[str, ...] = ()
+    assumed: Mapping[str, float] = field(default_factory=dict[str, float])
+    """``FILE:LINE`` of an op that selects by value -> the share that is taken to be selected, instead of all."""
 
 
-def choose_target(device: str | torch.device | None) -> Target:
+def choose_target(device: str | torch.device | None, assumed: Mapping[str, float] | None = None) -> Target:
     """Return the device to plan for, and what has to be said about the choice.
 
     Raises:
         DeviceError: no such device in the catalogue, or none on this machine.
+        UsageError: ``assumed`` is not as `Target` says it.
     """
+    return replace(_chosen(device), assumed=checked_shares(assumed))
+
+
+def _chosen(device: str | torch.device | None) -> Target:
     if device is None:
         own = own_card()
         return Target(own.name, own) if own is not None else Target(HOST, notes=(CUDA_DIFFERS,))

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,27 +19,40 @@ from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.recording.session import COMPILED
+from memplan.trace.recording.splits import splits_by_value
 from memplan.trace.records import HOST, Assumption
 
 Line = tuple[str, int]
 """File and number of a line of the user's code."""
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
+_DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
+
+
+class Reader(Protocol):
+    """Told what a value that is not known decides."""
+
+    def decides(self, answer: bool) -> bool:
+        """Note that it decides a branch, and return the answer to give."""
+        ...
+
+    def is_size(self) -> None:
+        """Note that it becomes a size, or the length of a loop."""
+        ...
 
 
 class _StandinFloat(float):
     """A number that was never computed; says so when it decides a branch."""
 
-    __slots__ = ("decided",)
-    decided: Callable[[], bool]
-    """Notes that it decides a branch; whether the answer is to be the other one."""
+    __slots__ = ("reader",)
+    reader: Reader
 
 
 class _StandinInt(int):
     """Like `_StandinFloat`, for integers."""
 
-    decided: Callable[[], bool]
+    reader: Reader
 
 
 def _comparing(base: type, name: str) -> Callable[..., Any]:
@@ -47,11 +60,22 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def compare(self: Any, *args: Any) -> Any:
-        other = (name not in _CHOOSING or not _called_as_a_function(sys._getframe(1))) and self.decided()
         result = method(self, *args)
-        return not result if other and isinstance(result, bool) else result
+        chooses = name in _CHOOSING and _called_as_a_function(sys._getframe(1))
+        return result if chooses or not isinstance(result, bool) else self.reader.decides(result)
 
     return compare
+
+
+def _converting(base: type, name: str) -> Callable[..., Any]:
+    method = getattr(base, name)
+
+    @functools.wraps(method)
+    def convert(self: Any, *args: Any) -> Any:
+        self.reader.is_size()
+        return method(self, *args)
+
+    return convert
 
 
 _CHOOSING = frozenset({"__lt__", "__le__", "__gt__", "__ge__"})
@@ -68,7 +92,7 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def compute(self: Any, *args: Any) -> Any:
         result = method(self, *args)
-        return _standin(result, self.decided) if type(result) in (int, float) else result
+        return _standin(result, self.reader) if type(result) in (int, float) else result
 
     return compute
 
@@ -99,13 +123,17 @@ for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
     # as an integer it can become a size, or the length of a loop
     for _name in ("__int__", "__index__", "__round__", "__trunc__", "__floor__", "__ceil__"):
         if hasattr(_base, _name):
-            setattr(_class, _name, _comparing(_base, _name))
+            setattr(_class, _name, _converting(_base, _name))
     setattr(_class, "__hash__", _base.__hash__)  # noqa: B010  # a class that defines __eq__ loses it
 
 
-def _standin(value: float | int, decided: Callable[[], bool]) -> Any:
+def _is_standin(value: Any) -> bool:
+    return isinstance(value, (_StandinInt, _StandinFloat))
+
+
+def _standin(value: float | int, reader: Reader) -> Any:
     result = _StandinInt(value) if isinstance(value, int) else _StandinFloat(value)
-    result.decided = decided
+    result.reader = reader
     return result
 
 
@@ -127,6 +155,8 @@ class Standins:
         self._other = other
         self.last_decision: Line | None = None
         """Line at which a value decided a branch last."""
+        self.branches: dict[Line, None] = {}
+        """Lines at which a value decided a branch, in order, which can be taken the other way."""
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
         """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
@@ -188,7 +218,9 @@ class Standins:
             )
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.rejections_counted(self._redrawing))
+            stack.enter_context(splits_by_value(_is_standin, lambda text: self._add("bound", text)))
             stack.enter_context(_torch.lengths_as_tensors())
+            stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
@@ -200,7 +232,7 @@ class Standins:
             Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
             for (kind, text, frame), count in self._found.items()
         ]
-        return tuple(sorted(rows, key=lambda row: row.kind != "branch"))
+        return tuple(sorted(rows, key=lambda row: row.kind not in ("branch", "bound")))
 
     def chosen(self, op: str, reason: str) -> None:
         """Note that an op takes one of several kernels on the card, for a reason."""
@@ -224,8 +256,8 @@ class Standins:
         if self._last_real or isinstance(value, complex):
             return value
         if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
-            return value != self._decided()
-        return _standin(value, self._decided)
+            return self.decides(value)
+        return _standin(value, self)
 
     def _tolist(self, tensor: Any) -> Any:
         if tensor.constant is not None:
@@ -243,7 +275,7 @@ class Standins:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
         if _branches(user_frame()):
-            self._decided()
+            self.is_size()
         self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all 1")
         return numpy.ones(tuple(tensor.shape), dtype=name)
 
@@ -257,18 +289,18 @@ class Standins:
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         value = torch.Tensor.__bool__(tensor)
-        return value if self._last_real else value != self._decided()
+        return value if self._last_real else self.decides(value)
 
     def _float(self, tensor: torch.Tensor) -> float:
         value = torch.Tensor.__float__(tensor)
         if not self._last_real and _branches(user_frame()):
-            self._decided()
+            self.is_size()
         return value
 
     def _int(self, tensor: torch.Tensor) -> int:
         value = torch.Tensor.__int__(tensor)
         if not self._last_real:
-            self._decided()
+            self.is_size()
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
@@ -285,19 +317,28 @@ class Standins:
     def equal(self) -> bool:
         """Return what ``torch.equal`` answers."""
         self._add("scalar", "two tensors were compared and taken as equal")
-        return not self._decided()
+        return self.decides(True)
 
-    def _decided(self) -> bool:
-        """Note that a value decides a branch. Return whether it decides for the other one here."""
-        self.last_decision = user_frame()
-        if self.last_decision in self._other:
+    def bounded(self, op: str, taken: int, most: int) -> None:
+        """Note that an op selects by value, and how much of it is taken to be selected."""
+        why = "the most there can be" if taken == most else "as was assumed"
+        self._add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
+
+    def decides(self, answer: bool) -> bool:
+        """Note that a value decides a branch, and return the answer to give."""
+        self.last_decision = frame = user_frame()
+        if frame in self._other:
             self._add("scalar", "a value decided a branch and was taken the other way: as 1 it ends in an exception")
-            return True
-        self._add(
-            "branch",
-            "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs",
-        )
-        return False
+            return not answer
+        if frame is not None:
+            self.branches[frame] = None
+        self._add("branch", _DECIDES)
+        return answer
+
+    def is_size(self) -> None:
+        """Note that a value becomes a size, or the length of a loop."""
+        self.last_decision = user_frame()
+        self._add("branch", _DECIDES)
 
     def _compiled(self) -> None:
         self._add("compiled", COMPILED)

@@ -13,6 +13,7 @@ from memplan.trace.semantics.cpu import (
     lstm,
     matmul,
     scalar_operands,
+    selections,
 )
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
@@ -28,6 +29,7 @@ _FORMULAS: dict[str, Formula] = {
     **kernels.FORMULAS,
     **matmul.FORMULAS,
     **lstm.FORMULAS,
+    **selections.FORMULAS,
     **encoder_fast_path.FORMULAS,
 }
 

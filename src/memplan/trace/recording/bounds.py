@@ -1,0 +1,168 @@
+"""Ops whose results are as large as values say, taken at their largest where a recording does not know the values."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import UsageError
+
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+Line = tuple[str, int]
+"""File and number of a line of the user's code."""
+_INDEX = torch.int64
+
+
+class Bounds:
+    """Results of ops that select by value: as many elements as there can be, or the share that is assumed for a line.
+
+    Args:
+        assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
+            of its path.
+        tell: told the name of an op, how many elements are taken and how many there can be.
+    """
+
+    def __init__(self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None]) -> None:
+        self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
+        self._tell = tell
+
+    def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
+        """Return what stands for the result of an op; NotImplemented where there is no largest."""
+        form = _FORMS.get(str(func))
+        if form is None:
+            return NotImplemented
+        given = _torch.named_arguments(func, args, kwargs)
+        share, most = self._share(frame), form.most(given)
+        known = None if form.known is None else form.known(given)
+        taken = math.ceil(share * most) if known is None else known
+        if known is None:
+            self._tell(str(func).split(".")[1], taken, most)
+        return form.made(given, taken)
+
+    def _share(self, frame: Line | None) -> float:
+        if frame is None:
+            return 1.0
+        path, number = os.path.abspath(frame[0]), str(frame[1])
+        for file, line, share in self._shares:
+            if line == number and (path == os.path.abspath(file) or path.endswith(os.sep + file)):
+                return share
+        return 1.0
+
+
+def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Return the shares that a user assumes, by ``FILE:LINE``.
+
+    Raises:
+        UsageError: a place that is not ``FILE:LINE``, or a share that is not from 0 to 1.
+    """
+    for place, share in (assumed or {}).items():
+        file, colon, line = str(place).rpartition(":")
+        number = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
+        if not (file and colon and line.isdigit() and number):
+            raise UsageError(
+                f"assume {place}={share}",
+                expected="FILE:LINE and the share that is selected there, from 0 to 1, as in train.py:31=0.3",
+                do="Take the line from the message that names it",
+            )
+    return assumed or {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How large a result can be, and how it is made."""
+
+    most: Callable[[Keywords], int]
+    made: Callable[[Keywords, int], Any]
+    known: Callable[[Keywords], int | None] | None = None
+    """Returns how large it is, where the values that decide are known."""
+
+
+def _elements(given: Keywords) -> int:
+    return given["self"].numel()
+
+
+def _places(given: Keywords, taken: int) -> torch.Tensor:
+    """TensorAdvancedIndexing.cpp, nonzero_out_cpu: a row for each dimension, seen as a column."""
+    x = given["self"]
+    return x.new_empty((x.dim(), taken), dtype=_INDEX).t()
+
+
+def _selected(given: Keywords) -> int:
+    return math.prod(torch.broadcast_shapes(given["self"].shape, given["mask"].shape))
+
+
+def _known_to_be_selected(given: Keywords) -> int | None:
+    mask = given["mask"].constant if isinstance(given["mask"], _torch.FakeTensor) else given["mask"]
+    if mask is None:
+        return None
+    with _torch.no_modes():
+        return int(mask.expand(torch.broadcast_shapes(given["self"].shape, mask.shape)).sum())
+
+
+def _distinct(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
+    """Unique.cpp: the elements, where each came from, and how often each is there."""
+    x = given["self"]
+    counted = x.new_empty(taken if given["return_counts"] else 0, dtype=_INDEX)
+    return x.new_empty(taken), x.new_empty(x.shape if given["return_inverse"] else 0, dtype=_INDEX), counted
+
+
+def _rows(given: Keywords) -> int:
+    x, dim = given["self"], given.get("dim")
+    return x.numel() if dim is None else x.shape[dim]
+
+
+def _distinct_rows(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
+    x, dim = given["self"], given.get("dim")
+    if dim is None:
+        return _distinct(given, taken)
+    shape = list(x.shape)
+    shape[dim] = taken
+    inverse = x.new_empty(x.shape[dim], dtype=_INDEX)
+    return x.new_empty(shape), inverse, x.new_empty(taken, dtype=_INDEX)
+
+
+def _lengths(given: Keywords) -> list[int] | None:
+    """Return how long each sequence of a batch is, where that is known."""
+    lengths = given["lengths"].constant if isinstance(given["lengths"], _torch.FakeTensor) else given["lengths"]
+    return None if lengths is None else lengths.tolist()
+
+
+def _steps(given: Keywords) -> int:
+    """Of all sequences, padding included."""
+    return given["input"].shape[0] * given["input"].shape[1]
+
+
+def _known_steps(given: Keywords) -> int | None:
+    lengths = _lengths(given)
+    return None if lengths is None else sum(lengths)
+
+
+def _packed(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """PackedSequence.cpp, _pack_padded_sequence: the steps of all sequences, and how many sequences have each.
+
+    How many is read in C++, so that it is a real tensor.
+    """
+    x, batch = given["input"], given["lengths"].shape[0]
+    lengths = _lengths(given) or [math.ceil(taken / batch)] * batch
+    with _torch.no_modes():
+        sizes = torch.tensor([sum(length > step for length in lengths) for step in range(max(lengths))])
+    return x.new_empty((sum(lengths), *x.shape[2:])), sizes
+
+
+_UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
+_FORMS: Mapping[str, _Form] = {
+    "aten.nonzero.default": _Form(_elements, _places),
+    "aten.masked_select.default": _Form(
+        _selected, lambda given, taken: given["self"].new_empty(taken), _known_to_be_selected
+    ),
+    "aten._pack_padded_sequence.default": _Form(_steps, _packed, _known_steps),
+    "aten._unique2.default": _Form(_elements, _distinct),
+    **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
+}
