@@ -35,13 +35,15 @@ def check(
     dtype: torch.dtype | None = None,
     context: int = 0,
     ignore: Sequence[str] = (),
+    assume: Mapping[str, float] | None = None,
 ) -> list[Finding]:
     """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
     Args:
         what: a module, a callable that makes one, a ``build`` that returns a step, or a Trace. Of a
             Trace, costs that take a recording of the mended model are left out.
-        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype: as for `memplan.explain`.
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, assume: as for
+            `memplan.explain`.
         context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
             overlap): a border lost up to that is no finding.
         ignore: findings to leave out: ``"border-erosion"``, ``"border-erosion:encoder.*"``. A comment
@@ -68,7 +70,7 @@ def check(
                 expected="a Trace alone: its step is already recorded",
             )
         return check_trace(what, context=context, ignores=ignores)
-    target = choose_target(device_of(what) if device is None else device)
+    target = choose_target(device_of(what) if device is None else device, assume)
     remaker = Remaker(what, options, target)
     return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
 

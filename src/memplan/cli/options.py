@@ -12,7 +12,7 @@ import click
 
 from memplan.cli.parsing import check_arguments, keywords, named, offer, parameters
 from memplan.cli.targets import Target, contained, resolve
-from memplan.errors import InputError, MemplanError, StepError, TargetError
+from memplan.errors import InputError, MemplanError, StepError, TargetError, UsageError
 from memplan.studies.axes.ranges import literal
 
 if TYPE_CHECKING:
@@ -77,6 +77,10 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--settings", metavar="CONF",
         help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF: expandable_segments:True.",
     ),
+    click.option(
+        "--assume", multiple=True, metavar="FILE:LINE=SHARE",
+        help="How much is selected by value at a line, as in train.py:31=0.3. Default: all there can be.",
+    ),
     debug_option,
 )  # fmt: skip
 
@@ -110,11 +114,24 @@ class StepArguments:
     batch: int | None = None
     device: str | None = None
     settings: str | None = None
+    assume: tuple[str, ...] = ()
+
+    @property
+    def assumed(self) -> dict[str, float]:
+        """``FILE:LINE`` to the share that is selected there.
+
+        Raises:
+            UsageError: text of another form.
+        """
+        return dict(_assumed(text) for text in self.assume)
 
     def given(self) -> list[str]:
         """List the options that differ from their defaults, as typed."""
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
-        plain |= {name: getattr(self, name) for name in ("loss", "optimizer", "infer", "batch", "device", "settings")}
+        plain |= {
+            name: getattr(self, name)
+            for name in ("loss", "optimizer", "infer", "batch", "device", "settings", "assume")
+        }
         found = [f"--{name}" for name, value in plain.items() if value]
         return [*found, "--precision"] if self.precision != "fp32" else found
 
@@ -157,6 +174,18 @@ class Described:
         """Return the same step with another batch."""
         arguments = dict(self.arguments) | ({self.batch_name: new} if self.batch_name else {})
         return replace(self, arguments=arguments, options=self.options.with_batch(new))
+
+
+def _assumed(text: str) -> tuple[str, float]:
+    place, _, share = text.rpartition("=")
+    try:
+        return place, float(share)
+    except ValueError:
+        raise UsageError(
+            f"--assume {text}",
+            expected="FILE:LINE=SHARE with a share from 0 to 1, as in train.py:31=0.3",
+            do="Take the line from the message that names it",
+        ) from None
 
 
 def describe(given: StepArguments) -> Described:

@@ -39,6 +39,7 @@ def explain(
     train: bool = True,
     dtype: torch.dtype | None = None,
     settings: str | None = None,
+    assume: Mapping[str, float] | None = None,
 ) -> Explanation:
     """Explain where the memory of a step goes, before it runs.
 
@@ -57,6 +58,8 @@ def explain(
         dtype: dtype that the model is converted to first.
         settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (which is not read); torch's defaults
             where None.
+        assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
+            there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
 
     Returns:
         An Explanation; printing it gives a paragraph, ``memplan.reports`` make tables of it.
@@ -73,7 +76,7 @@ def explain(
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what, settings=settings)
-    target = choose_target(device_of(what) if device is None else device)
+    target = choose_target(device_of(what) if device is None else device, assume)
     on_card = target.card is not None
     trace = record_for(build_of(what, options, on_card=on_card), target)
     explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)

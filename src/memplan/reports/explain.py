@@ -17,10 +17,8 @@ from memplan._text import printable
 from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_sentence, scaling_sentence, workspace_sentence
 from memplan.reports.card import charge_table, verdict_lines
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
-from memplan.trace.records import Assumption
+from memplan.trace.records import Assumption, loud
 
-_LOUD = ("branch", "host")
-"""Kinds of assumptions that say that the step may go another way, or fail, when it really runs."""
 _REASONS = 5
 _LINES_OF_A_REASON = 3
 _BAR = 24
@@ -64,8 +62,7 @@ def _head(explanation: Explanation) -> Iterator[RenderableType]:
     for line in (workspace_sentence(explanation), peak_sentence(explanation), scaling_sentence(explanation)):
         if line:
             yield Text(printable(line))
-    loud = [assumption for assumption in explanation.assumptions if assumption.kind in _LOUD]
-    for assumption in loud:
+    for assumption in loud(explanation.assumptions):
         yield Text(_assumed(assumption), "bold red")
     yield ""
 
@@ -180,7 +177,7 @@ def _reasons(explanation: Explanation, top: int) -> Iterator[RenderableType]:
 
 
 def _remarks(explanation: Explanation) -> Iterator[RenderableType]:
-    lines = [_assumed(assumption) for assumption in explanation.assumptions if assumption.kind not in _LOUD]
+    lines = [_assumed(one) for one in explanation.assumptions if one not in loud(explanation.assumptions)]
     lines += [f"note: {printable(note)}" for note in explanation.notes]
     if lines:
         yield ""

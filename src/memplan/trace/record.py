@@ -6,7 +6,7 @@ import gc
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
 import torch
@@ -15,6 +15,7 @@ from memplan import _torch
 from memplan.devices import catalogue
 from memplan.errors import RecordingError, StepError
 from memplan.trace import fake_cuda
+from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.bounds import Bounds
 from memplan.trace.recording.causes import finish
@@ -41,7 +42,9 @@ Known = Callable[[Semantics], Semantics]
 """Of a device's semantics, the same with what is known besides of its kernels."""
 
 
-def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
+def record(
+    build: Build, *, device: str | None = None, steps: int = 2, assume: Mapping[str, float] | None = None
+) -> Trace:
     """Run a step on fake tensors and return what it would allocate. Nothing is allocated, no GPU is needed.
 
     Args:
@@ -52,10 +55,16 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
             names CUDA nowhere, everything counts as on the card. ``build`` is called twice where only
             its first run shows which of the two it is.
         steps: how often the step runs. Two by default, since an optimizer makes its state in the first.
+        assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
+            there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
+
+    ``build`` and step run once more for each branch that a value decides, both ways, and where the way taken first
+    ends in an exception.
 
     Raises:
         StepError: ``build`` or the step raised, or ``build`` did not return a step; with layer and file:line.
-        DataDependentError: the shape of a tensor depends on values.
+        DataDependentError: the shape of a tensor depends on values, and nothing says how large it can be.
+        UsageError: ``steps`` or ``assume`` are not what they should be.
         DeviceError: a device that memplan has no model of.
 
     Example:
@@ -66,13 +75,13 @@ def record(build: Build, *, device: str | None = None, steps: int = 2) -> Trace:
         >>> print(memplan.record(build))
     """
     check_steps(steps)
-    return record_for(build, choose_target(device), steps)
+    return record_for(build, choose_target(device, assume), steps)
 
 
 def record_for(build: Build, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
     """Record a step as `record` does, for a target that is chosen.
 
-    Where it is known only afterwards which storages lie on the card, the step is recorded once more.
+    Where a value decides a branch that the recording does not know, the step is recorded both ways.
 
     Args:
         build: as for `record`.
@@ -80,21 +89,31 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
         steps: how often the step runs.
         known: adds to the target's semantics what else is known of its kernels.
     """
+    recording, trace = _placed(target, known, build, steps)
+
+    def again(other: frozenset[Line]) -> Trace | RecordingError | None:
+        return _recorded(target, recording.on_card, known, build, steps, recording.other | other)[1]
+
+    return with_both_ways(trace, recording.branches, again)
+
+
+def _placed(target: Target, known: Known, build: Build, steps: int) -> tuple[_Recording, Trace]:
+    """Record a step, once more where it is known only afterwards which storages lie on the card."""
     first, trace = _recorded(target, "unknown", known, build, steps)
     if isinstance(trace, RecordingError):
         if not first.named_late:
             raise trace
         trace = None  # it may have failed because all of its tensors said that they lie on the card
     if trace is not None and not first.named_late:
-        return trace
-    _, again = _recorded(target, "named" if first.named_late else "everything", known, build, steps)
+        return first, trace
+    second, again = _recorded(target, "named" if first.named_late else "everything", known, build, steps)
     if isinstance(again, RecordingError):
         raise again
     assert again is not None, "it is known where building's storages lie"
     weights = [storage for storage in again.storages if storage.cause == "weight"]
     if trace is not None and weights and all(storage.device == HOST for storage in weights):
-        return trace  # CUDA was not named but derived from a tensor's device, which we had said is "cuda"
-    return again
+        return first, trace  # CUDA was not named but derived from a tensor's device, which we had said is "cuda"
+    return second, again
 
 
 _GUARDS = 8
@@ -102,10 +121,15 @@ _GUARDS = 8
 
 
 def _recorded(
-    target: Target, on_card: OnCard, known: Known, build: Build, steps: int
+    target: Target,
+    on_card: OnCard,
+    known: Known,
+    build: Build,
+    steps: int,
+    other: frozenset[Line] = frozenset(),
 ) -> tuple[_Recording, Trace | RecordingError | None]:
     """Record a step once; again where a value that is not known led into an exception, which is taken the other way."""
-    other, first = frozenset[Line](), None
+    first = None
     while True:
         recording = _Recording(target, on_card, known, other)
         try:
@@ -147,7 +171,10 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 class _Recording:
     """The parts that record a step, put together."""
 
-    def __init__(self, target: Target, on_card: OnCard, known: Known, other: Collection[Line]) -> None:
+    def __init__(self, target: Target, on_card: OnCard, known: Known, other: frozenset[Line]) -> None:
+        self.on_card: OnCard = on_card
+        self.other = other
+        """Lines at which a value decides for the other way."""
         self._target = target
         self._place = Place()
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
@@ -176,6 +203,11 @@ class _Recording:
     def last_decision(self) -> Line | None:
         """Return the line at which a value that is not known decided a branch last."""
         return self._standins.last_decision
+
+    @property
+    def branches(self) -> tuple[Line, ...]:
+        """Return the lines at which a value that is not known decided a branch."""
+        return tuple(self._standins.branches)
 
     def run(self, build: Build, steps: int) -> Trace | None:
         """Build and run the step.

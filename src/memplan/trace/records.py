@@ -7,6 +7,7 @@ measured one, which knows every event of the allocator, are the same kind of val
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -143,6 +144,11 @@ class Assumption:
     text: str
     where: str | None
     count: int = 1
+
+
+def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
+    """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
+    return [one for one in assumptions if one.kind in ("branch", "bound", "host")]
 
 
 @dataclass(frozen=True, slots=True)

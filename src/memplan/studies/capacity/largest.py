@@ -146,6 +146,7 @@ def largest(
     workspace: Case = "high",
     fit: bool = False,
     window: Window | None = None,
+    assume: Mapping[str, float] | None = None,
 ) -> int:
     """Find the largest batch, size, patch or sequence that fits a card or a budget, by recordings alone.
 
@@ -156,7 +157,8 @@ def largest(
         what: a module, a callable that makes one, or a ``build`` with an argument for the axis.
         axis: ``"batch"``; ``"size"`` or ``"patch"``, all spatial dimensions of image inputs and of what shares them;
             ``"sequence"``; or the name of an argument of the callable.
-        inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings: as for `memplan.explain`.
+        inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings, assume: as for
+            `memplan.explain`.
         device: a card of the catalogue: what it has is the budget, unless one is given. ``"cpu"`` needs one.
         budget: bytes ("20 GiB"), or a card's name. Bounds allocated bytes; on a card, reserved and the CUDA context.
         divisible: the answer is a multiple of it.
@@ -178,7 +180,8 @@ def largest(
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options, window=window.checked() if window is not None else None)
-    room = room_of(device_of(what) if device is None and budget is None else device, budget, margin, workspace)
+    on = device_of(what) if device is None and budget is None else device
+    room = room_of(on, budget, margin, workspace, assume)
     found = find_largest(subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings)
     found = found.planned or found
     if found.value == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -56,7 +57,13 @@ class Room:
         return f"{format_bytes(self.limit)} ({self.target.card.title if self.target.card else 'CPU'})"
 
 
-def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "high") -> Room:
+def room_of(
+    device: Any,
+    budget: Any,
+    margin: float | str = 0.0,
+    case: Case = "high",
+    assume: Mapping[str, float] | None = None,
+) -> Room:
     """Return the limit that a card, a budget, or a budget on a card sets.
 
     Raises:
@@ -67,7 +74,7 @@ def room_of(device: Any, budget: Any, margin: float | str = 0.0, case: Case = "h
     if budget is not None and isinstance(budget := read_budget(budget), Device):
         budget, card = None, budget.name
         device = card if device is None else device
-    target = choose_target(device)
+    target = choose_target(device, assume)
     if budget is None:
         if target.card is None and card is not None:
             raise InputError(

@@ -12,7 +12,7 @@ from memplan.studies.axes.sliding_window import aggregation_bytes
 from memplan.studies.axes.subject import Subject
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
-from memplan.trace.records import CAUSES
+from memplan.trace.records import CAUSES, Assumption, loud
 from memplan.trace.trace import Trace
 
 KNOWN = tuple(cause for cause in CAUSES if cause != "workspace")
@@ -108,11 +108,12 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
     timeline, low = explanation.timeline, explanation.by_cause["workspace"]
     aggregation = aggregation_bytes(trace) if subject.window is not None else 0
     kept = trace if keep else None
+    notes = (*explanation.notes, *map(_rests_on, loud(trace.assumptions)))
     peak, reserved = timeline.peak_allocated, timeline.peak_reserved
     card = explanation.card
     if card is None:
         found = Bytes(peak, peak, reserved, reserved, reserved, reserved, low, low, causes, None, aggregation)
-        return Outcome(found, None, explanation.notes, kept)
+        return Outcome(found, None, notes, kept)
     high = {charge.name: (charge.low, charge.high) for charge in card.charges}
     reserved_low = peak + high["fragmentation"][0]
     reserved_high = card.peak_allocated_high + high["fragmentation"][1]
@@ -120,7 +121,13 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
         peak, card.peak_allocated_high, reserved_low, reserved_high, card.verdict.low, card.verdict.high,
         low, high["workspace"][1], causes, card.verdict.answer, aggregation,
     )  # fmt: skip
-    return Outcome(found, None, explanation.notes, kept)
+    return Outcome(found, None, notes, kept)
+
+
+def _rests_on(assumption: Assumption) -> str:
+    """Return what is said of an assumption whatever the point: its numbers differ from point to point."""
+    where = f", at {assumption.where}" if assumption.where else ""
+    return f"assumed: {assumption.text.split(':')[0]}{where}"
 
 
 def of_steps(trace: Trace) -> Trace:

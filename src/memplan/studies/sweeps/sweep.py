@@ -171,6 +171,7 @@ def sweep(
     train: bool = True,
     dtype: torch.dtype | None = None,
     settings: str | None = None,
+    assume: Mapping[str, float] | None = None,
     jobs: int | None = None,
     progress: Done | None = None,
 ) -> Sweep:
@@ -184,7 +185,8 @@ def sweep(
             of the layers that a pattern names, which are made anew with it, or ``".name"``, one of the model itself.
             Values are an iterable or text:
             ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all combinations; each is recorded once.
-        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings: as for `memplan.explain`.
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume: as for
+            `memplan.explain`.
         jobs: processes side by side. None: as many as there are cores, where the points are worth
             it. The rows do not depend on it.
         progress: called with the number of points done and of all.
@@ -202,7 +204,7 @@ def sweep(
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options)
-    target = choose_target(device_of(what) if device is None else device)
+    target = choose_target(device_of(what) if device is None else device, assume)
     chosen = [(axis_of(str(name), subject), values_of(values, str(name))) for name, values in dict(axes).items()]
     return swept(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
 

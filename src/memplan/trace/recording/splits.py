@@ -73,5 +73,5 @@ def _with_places(
         sizes = even(tensor.shape[dim], parts)
         places = [sum(sizes[:part]) for part in range(1, parts)]
     if name is not None:
-        return tuple(args), {**kwargs, name: places}
+        return tuple(args), {"indices": places, "dim": dim}
     return (places, *args[1:]), kwargs

@@ -16,6 +16,7 @@ import torch
 from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.ledger import Entry
+from memplan.trace.recording.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.recording.session import COMPILED
@@ -151,6 +152,7 @@ class Standins:
         self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
         self._direct = True
         self._last_real = False
+        self._losses = 0
         self._redraws: int | None = None
         self._other = other
         self.last_decision: Line | None = None
@@ -293,6 +295,9 @@ class Standins:
 
     def _float(self, tensor: torch.Tensor) -> float:
         value = torch.Tensor.__float__(tensor)
+        if not self._last_real and is_optimizing():
+            self._losses += 1
+            return value / self._losses  # each differs from the one before: it goes on
         if not self._last_real and _branches(user_frame()):
             self.is_size()
         return value
@@ -326,6 +331,10 @@ class Standins:
 
     def decides(self, answer: bool) -> bool:
         """Note that a value decides a branch, and return the answer to give."""
+        iterates = goes_on()
+        if iterates is not None:
+            self._add("scalar", ITERATES)
+            return iterates
         self.last_decision = frame = user_frame()
         if frame in self._other:
             self._add("scalar", "a value decided a branch and was taken the other way: as 1 it ends in an exception")

@@ -1,0 +1,174 @@
+"""Of what values select, a recording takes the most there can be: what really runs takes as much or less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from allocator import measured_peak
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import memplan
+from memplan.errors import DataDependentError, UsageError
+from memplan.trace.recording import bounds
+
+Build = Callable[[], Callable[[], None]]
+ROWS = 400
+
+SELECTING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rows": lambda h, mask: h[mask],
+    "elements": lambda h, mask: h[mask[:, None] & (h.detach() == h.detach())] * 2,
+    "places": lambda h, mask: h[mask.nonzero().squeeze(1)] * 2,
+    "where": lambda h, mask: h[torch.where(mask)[0]] * 2,
+    "masked_select": lambda h, mask: h.masked_select(mask[:, None]),
+    "rows put back": lambda h, mask: torch.zeros_like(h).index_put((mask,), h[mask]) * 2,
+    "distinct": lambda h, mask: h[torch.unique(torch.where(mask, torch.arange(ROWS), 0))] * 2,
+    "in a row": lambda h, mask: h[torch.unique_consecutive(torch.where(mask, torch.arange(ROWS), 0))] * 2,
+}
+
+
+def selecting(name: str, mask: Callable[[], Tensor]) -> Build:
+    def build() -> Callable[[], None]:
+        layer, x, chosen = nn.Linear(16, 16), torch.randn(ROWS, 16), mask()
+
+        def step() -> None:
+            layer.zero_grad()
+            SELECTING[name](layer(x), chosen).sum().backward()
+
+        return step
+
+    return build
+
+
+def unknown(share: float) -> Callable[[], Tensor]:
+    """A mask of random numbers, which no recording knows; of a share of ones when it really runs."""
+    return lambda: torch.rand(ROWS) < share
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_where_all_is_selected_the_bound_is_the_peak(name: str) -> None:
+    predicted = memplan.simulate(memplan.record(selecting(name, unknown(0.5)))).peak_allocated
+    assert predicted == measured_peak(selecting(name, unknown(2.0)))
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_no_mask_takes_more(name: str) -> None:
+    trace = memplan.record(selecting(name, unknown(0.5)))
+    predicted = memplan.simulate(trace).peak_allocated
+    assert "SELECTS BY VALUE" in trace.assumptions[0].text
+    for share in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9):
+        assert measured_peak(selecting(name, unknown(share))) <= predicted
+
+
+@pytest.mark.slow
+def test_fifty_masks_of_each_kind() -> None:
+    for name in SELECTING:
+        predicted = memplan.simulate(memplan.record(selecting(name, unknown(0.5)))).peak_allocated
+        for number in range(50):
+            assert measured_peak(selecting(name, unknown(number / 49))) <= predicted, (name, number)
+
+
+def test_a_share_that_is_assumed() -> None:
+    """Half of the rows: as a mask of which a recording knows that it selects half of them."""
+    half = selecting("rows", lambda: torch.arange(ROWS) < ROWS // 2)
+    source = SELECTING["rows"].__code__
+    trace = memplan.record(selecting("rows", unknown(0.5)), assume={f"test_bounds.py:{source.co_firstlineno}": 0.5})
+    # a mask that counts up is made of integers, and one of random numbers of floats
+    assert (
+        memplan.simulate(trace).steps[1].peak_allocated
+        == memplan.simulate(memplan.record(half)).steps[1].peak_allocated
+    )
+    assert f"{ROWS // 2} of {ROWS}" in trace.assumptions[0].text
+
+
+@pytest.mark.parametrize("assume", [{"file.py": 0.5}, {":3": 0.5}, {"file.py:3": 1.5}, {"file.py:3": True}])
+def test_what_cannot_be_assumed_is_refused(assume: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"FILE:LINE and the share"):
+        memplan.record(lambda: lambda: None, assume=assume)
+
+
+def test_what_has_no_largest_is_refused() -> None:
+    def build() -> Callable[[], None]:
+        x = torch.randn(8, 4)
+        times = (torch.rand(8) * 100).long()
+        return lambda: (x.repeat_interleave(times, 0), None)[1]
+
+    with pytest.raises(DataDependentError, match="repeat_interleave"):
+        memplan.record(build)
+
+
+def packed(kind: type[nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:
+    def build() -> Callable[[], None]:
+        net = kind(16, 8, batch_first=True, num_layers=2, bidirectional=True)
+        x, known = torch.randn(10, 50, 16), lengths()
+
+        def step() -> None:
+            net.zero_grad()
+            out, _ = net(pack_padded_sequence(x, known, batch_first=True, enforce_sorted=in_order))
+            pad_packed_sequence(out, batch_first=True, total_length=60)[0].sum().backward()
+
+        return step
+
+    return build
+
+
+LENGTHS = [50, 40, 40, 20, 10, 9, 8, 8, 6, 5]
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_sequences_of_known_lengths_are_exact(kind: type[nn.RNNBase], in_order: bool) -> None:
+    build = packed(kind, lambda: LENGTHS if in_order else LENGTHS[::-1], in_order)
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
+def test_sequences_of_unknown_lengths_are_taken_as_long_as_the_longest() -> None:
+    build = packed(nn.LSTM, lambda: torch.randint(1, 51, (10,)), False)
+    predicted = memplan.simulate(memplan.record(build)).peak_allocated
+    assert predicted == measured_peak(packed(nn.LSTM, lambda: torch.randint(50, 51, (10,)), False))
+    assert predicted >= max(measured_peak(build) for _ in range(5))
+
+
+def test_padding_gives_what_torch_gives() -> None:
+    from memplan._torch import patches
+
+    x = torch.randn(10, 50, 3)
+    given = pack_padded_sequence(x, LENGTHS, batch_first=True)
+    for first in (True, False):
+        for total in (None, 60):
+            ours = patches._padded(given.data, given.batch_sizes, first, -1.0, total)
+            torchs = torch._VF._pad_packed_sequence(given.data, given.batch_sizes, first, -1.0, total or -1)  # pyright: ignore[reportAttributeAccessIssue]
+            assert torch.equal(ours[0], torchs[0])
+            assert torch.equal(ours[1], torchs[1])
+
+
+def test_a_policy_with_masks_of_advantages() -> None:
+    """Minibatches of random order, losses of what a mask selects."""
+
+    def build() -> Callable[[], None]:
+        net, states = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(512, 8)
+        advantages, actions = torch.randn(512), torch.randint(0, 4, (512,))
+
+        def step() -> None:
+            for part in torch.randperm(512).split(128):
+                chosen = advantages[part] > 0
+                logits = net(states[part])[chosen]
+                loss = F.cross_entropy(logits, actions[part][chosen], reduction="none") * advantages[part][chosen]
+                net.zero_grad()
+                loss.mean().backward()
+
+        return step
+
+    predicted = memplan.simulate(memplan.record(build)).peak_allocated
+    assert all(measured_peak(build) <= predicted for _ in range(10))
+
+
+def test_a_file_is_known_by_the_end_of_its_path() -> None:
+    told: list[tuple[str, int, int]] = []
+    found = bounds.Bounds({"b/c.py:3": 0.5}, lambda *one: told.append(one))
+    for frame, share in ((("/a/b/c.py", 3), 0.5), (("/a/b/c.py", 4), 1.0), (("/a/xb/c.py", 3), 1.0), (None, 1.0)):
+        assert found._share(frame) == share

@@ -1,0 +1,95 @@
+"""A branch that a value decides is recorded both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocator import measured_peak
+from torch import Tensor, nn
+
+import memplan
+from memplan.trace.both_ways import most_at_once
+
+
+def branching(yes: Callable[[Tensor], Tensor], no: Callable[[Tensor], Tensor], really: float) -> Any:
+    """A step that goes the first way where a value is above 0, which it is if ``really`` is."""
+
+    def build() -> Callable[[], None]:
+        net, x, decides = nn.Linear(64, 64), torch.randn(32, 64), torch.rand(1) + really
+
+        def step() -> None:
+            net.zero_grad()
+            h = net(x)
+            h = yes(h) if decides.item() > 1 else no(h)
+            h.sum().backward()
+
+        return step
+
+    return build
+
+
+def large(h: Tensor) -> Tensor:
+    return torch.cat([h] * 20) * 2
+
+
+def small(h: Tensor) -> Tensor:
+    return h * 2
+
+
+@pytest.mark.parametrize("ways", [(large, small), (small, large)])
+def test_the_way_that_takes_more_is_shown_with_both_numbers(ways: tuple[Any, Any]) -> None:
+    trace = memplan.record(branching(*ways, 0))
+    peaks = [measured_peak(branching(*ways, really)) for really in (1, -1)]
+    assert memplan.simulate(trace).peak_allocated == max(peaks)
+    branch = trace.assumptions[0]
+    assert branch.kind == "branch"
+    assert branch.where
+    assert "test_both_ways.py" in branch.where
+    for peak in peaks:
+        assert f"{peak / 1024:.1f} KiB" in branch.text
+
+
+def test_where_it_makes_no_difference_it_is_a_note() -> None:
+    trace = memplan.record(branching(small, lambda h: h * 3, 0))
+    assert memplan.simulate(trace).peak_allocated == measured_peak(branching(small, small, 0))
+    assert not [one for one in trace.assumptions if one.kind == "branch"]
+    assert any("the same either way" in one.text for one in trace.assumptions)
+
+
+def test_a_way_that_ends_in_an_exception_is_a_note() -> None:
+    def refuse(h: Tensor) -> Tensor:
+        raise ValueError("no such value")
+
+    trace = memplan.record(branching(refuse, small, 0))
+    assert memplan.simulate(trace).peak_allocated == measured_peak(branching(refuse, small, -1))
+    assert not [one for one in trace.assumptions if one.kind == "branch"]
+
+
+def test_more_branches_than_are_followed_are_told() -> None:
+    def build() -> Callable[[], None]:
+        x = torch.randn(6)
+
+        def step() -> None:
+            if x[0] > 0:
+                pass
+            if x[1] > 0:
+                pass
+            if x[2] > 0:
+                pass
+            if x[3] > 0:
+                pass
+            if x[4] > 0:
+                pass
+
+        return step
+
+    kinds = [one.kind for one in memplan.record(build).assumptions if "branch" in one.text.lower()]
+    assert sorted(kinds) == ["branch", *["scalar"] * 4]
+
+
+def test_most_at_once_is_the_simulated_peak_on_the_cpu() -> None:
+    trace = memplan.record(branching(large, small, 0))
+    assert most_at_once(trace) == memplan.simulate(trace).peak_allocated
