@@ -126,7 +126,7 @@ def test_a_scalar_gets_a_standin_that_is_listed() -> None:
 
     trace = memplan.record(build)
     kinds = [(a.kind, a.count) for a in trace.assumptions]
-    assert kinds == [("branch", 2), ("scalar", 2)]
+    assert kinds == [("branch", 1), ("scalar", 2)]
     assert "DECIDES A BRANCH" in trace.assumptions[0].text
     assert all("test_record.py:" in (a.where or "") for a in trace.assumptions)
 
@@ -212,7 +212,7 @@ def test_a_standin_that_can_decide_is_named(read: Any) -> None:
         model = nn.Linear(4, 4)
         return lambda: read(model(torch.randn(2, 4)).sum())
 
-    assert "branch" in {a.kind for a in memplan.record(build, steps=1).assumptions}
+    assert any("decides a branch" in one.text.lower() for one in memplan.record(build, steps=1).assumptions)
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ class _Recording:
             parts = finish(observer, bounds[0])
             del step
         calls = tuple(self._card.calls) if self._card is not None else ()
-        notes = self._target.notes + of_outside(observer.outside)
+        notes = self._target.notes + of_outside(observer.ledger.before)
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),

@@ -101,7 +101,7 @@ def test_what_has_no_largest_is_refused() -> None:
         memplan.record(build)
 
 
-def packed(kind: type[nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:
+def packed(kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:
     def build() -> Callable[[], None]:
         net = kind(16, 8, batch_first=True, num_layers=2, bidirectional=True)
         x, known = torch.randn(10, 50, 16), lengths()
@@ -121,7 +121,7 @@ LENGTHS = [50, 40, 40, 20, 10, 9, 8, 8, 6, 5]
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_sequences_of_known_lengths_are_exact(kind: type[nn.RNNBase], in_order: bool) -> None:
+def test_sequences_of_known_lengths_are_exact(kind: Callable[..., nn.RNNBase], in_order: bool) -> None:
     build = packed(kind, lambda: LENGTHS if in_order else LENGTHS[::-1], in_order)
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 

@@ -38,7 +38,8 @@ def test_parts_by_value(name: str, known: bool) -> None:
         return step
 
     trace = memplan.record(build)
-    assert memplan.simulate(trace).peak_allocated == pytest.approx(measured_peak(build), rel=0.01)
+    near = 0.001 if known else 0.05  # which part is the largest differs from run to run
+    assert memplan.simulate(trace).peak_allocated == pytest.approx(measured_peak(build), rel=near)
     assert any("IS SPLIT BY VALUES" in one.text for one in trace.assumptions) is not known
 
 

@@ -157,8 +157,7 @@ def largest(
         what: a module, a callable that makes one, or a ``build`` with an argument for the axis.
         axis: ``"batch"``; ``"size"`` or ``"patch"``, all spatial dimensions of image inputs and of what shares them;
             ``"sequence"``; or the name of an argument of the callable.
-        inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings, assume: as for
-            `memplan.explain`.
+        inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings, assume: as for `memplan.explain`.
         device: a card of the catalogue: what it has is the budget, unless one is given. ``"cpu"`` needs one.
         budget: bytes ("20 GiB"), or a card's name. Bounds allocated bytes; on a card, reserved and the CUDA context.
         divisible: the answer is a multiple of it.
@@ -167,8 +166,7 @@ def largest(
         most: the largest value to try.
         workspace: the bound of cuDNN's workspaces to count, known as an interval: the upper ("high") or the lower.
         fit: find the largest after planning (`memplan.plan`).
-        window: a `memplan.studies.axes.sliding_window.Window`: inference of a volume in patches,
-            with its aggregation buffer.
+        window: a `memplan.studies.axes.sliding_window.Window`: infers a volume in patches, with their buffer.
 
     Raises:
         BudgetError: not even the smallest value fits; says what holds it up.

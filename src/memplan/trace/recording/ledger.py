@@ -80,6 +80,8 @@ class Ledger:
         self.device = HOST
         """Where a storage that is born now lies, and the stream it is made on."""
         self.stream = 0
+        self.before = 0
+        """Bytes of tensors that were there before."""
         self.level = self.most = 0
         """Bytes on the card now and at most, in blocks of 512."""
 
@@ -118,6 +120,11 @@ class Ledger:
         """Note a tensor over memory that torch's allocator did not give."""
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
+
+    def outside(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that was there before the recording: it does not count."""
+        self.before += self.entry(tensor, None).bytes
+        self.foreign(tensor, None)
 
     def take_to(self, device: str) -> None:
         """Put every storage on a device, and every one to come."""

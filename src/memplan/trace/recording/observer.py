@@ -74,8 +74,6 @@ class Observer:
         self.read_apart: Callable[[str], None] | None = None
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
-        self.outside = 0
-        """Bytes of tensors that were there before the recording, which do not count where it is for the CPU."""
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
@@ -213,8 +211,7 @@ class Observer:
                 if isinstance(item, torch.Tensor):
                     entry = self.ledger.entry(item, None)
                     if entry.bytes and entry.op is None and self._was_there_before(signature, item):
-                        self.outside += entry.bytes
-                        self.ledger.foreign(item, None)
+                        self.ledger.outside(item)
                     reads.append((name, entry.id))
                     if entry.device == ON_CARD:
                         on_card = True
@@ -236,9 +233,7 @@ class Observer:
 
     def _was_there_before(self, signature: _Signature, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is from outside of a recording for the CPU, and not lifted into it."""
-        if self.ledger.real or self.card is not None or signature.name == _LIFT:
-            return False
-        return not isinstance(tensor, _torch.FakeTensor)
+        return not (self.ledger.real or self.card or signature.name == _LIFT or isinstance(tensor, _torch.FakeTensor))
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
         """Return what a kernel allocates for itself."""
