@@ -1,0 +1,554 @@
+"""How near predictions are on other people's models: tiny ones of transformers, MONAI, diffusers, PyG and timm.
+
+    pip install transformers monai diffusers torch_geometric timm
+    python benchmarks/breadth.py                      # writes breadth.json and breadth.md to benchmarks/results
+    python benchmarks/breadth.py --only gpt2,UNet     # prints, writes nothing
+    python benchmarks/breadth.py --every 5 --family transformers
+    python benchmarks/breadth.py --report             # breadth.md anew from breadth.json
+
+Of transformers, every type of model that `AutoModel` knows is made with few and small layers, without a list of ours.
+A step is forward, the sum of all outputs, backward and AdamW, twice. What does not run in eager mode with the inputs
+given here is left out. `measured` is torch's profiler's, as in accuracy.py; each model has a process of its own.
+Packages that are not installed are left out, and the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.accuracy import RESULTS, STEPS, measured_peak
+
+Row = dict[str, Any]
+Maker = Callable[[], Callable[[], None]]
+FAMILIES = ("transformers", "monai", "diffusers", "torch_geometric", "timm")
+SECONDS = 180
+NEAR = 0.001
+"""Relative error up to which a prediction counts as right."""
+LARGEST = 40_000_000
+"""Parameters beyond which a model is not tiny and is left out."""
+SMALL = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "projection_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "depth"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_dim"), 64),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    "num_experts_per_tok": 2, "vocab_size": 128, "max_position_embeddings": 64, "n_positions": 64, "head_dim": 8,
+    "d_kv": 8, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+"""Attributes of a configuration that are made small, where they are larger."""
+
+
+def small(config: Any) -> Any:
+    """Make a configuration of transformers, and those within it, small."""
+    from transformers import PretrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            small(value)
+        elif type(value) is int and name in SMALL and value > SMALL[name]:
+            setattr(config, name, SMALL[name])
+        elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and type(value) is int and value >= 128:
+            setattr(config, name, 1)
+    return config
+
+
+def transformers_step(kind: str) -> Maker:
+    """Make a step of a type of model that transformers knows."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    config = small(AutoConfig.for_model(kind))
+
+    def inputs_of(model: Any) -> dict[str, Any]:
+        name = model.main_input_name
+        size = getattr(config, "image_size", 32)
+        size = size if isinstance(size, int) else size[0]
+        channels = getattr(config, "num_mel_bins", 80)
+        given = {
+            "input_ids": lambda: torch.randint(3, 100, (2, 16)),
+            "pixel_values": lambda: torch.randn(2, getattr(config, "num_channels", 3), size, size),
+            "input_values": lambda: torch.randn(2, 4000),
+            "input_features": lambda: torch.randn(2, channels, 64),
+        }
+        return {name: given[name]()} | (
+            {"decoder_input_ids": torch.randint(3, 100, (2, 8))} if config.is_encoder_decoder else {}
+        )
+
+    def build() -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = AutoModel.from_config(config).train()
+        return trained(model, inputs_of(model))
+
+    return build
+
+
+def trained(model: Any, kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> Callable[[], None]:
+    """Return a step: forward, the sum of what comes out, backward, AdamW."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+        raise ValueError("not tiny")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        out = model(*args, **kwargs)
+        leaves = tree_leaves(dict(out) if isinstance(out, dict) else out)
+        loss = sum(one.float().sum() for one in leaves if isinstance(one, torch.Tensor) and one.requires_grad)
+        loss.backward()  # pyright: ignore[reportAttributeAccessIssue]  # a model without outputs is left out
+        optimizer.step()
+
+    return step
+
+
+def _of(make: Callable[[], Any], *shapes: tuple[int, ...], **kwargs: Any) -> Maker:
+    """Return a build of a model and inputs of these shapes; what is called in ``kwargs`` is made anew, too."""
+
+    def build() -> Callable[[], None]:
+        import torch
+
+        torch.manual_seed(0)
+        made = {name: value() if callable(value) else value for name, value in kwargs.items()}
+        return trained(make().train(), made, tuple(torch.randn(*shape) for shape in shapes))
+
+    return build
+
+
+def monai_steps() -> dict[str, Maker]:
+    """Networks of MONAI, in two and three dimensions."""
+    nets: Any = importlib.import_module("monai.networks.nets")
+
+    small3, small2 = (1, 1, 32, 32, 32), (1, 1, 64, 64)
+    found: dict[str, Maker] = {}
+    for dims, shape in ((2, small2), (3, small3)):
+        options: dict[str, dict[str, Any]] = {
+            "UNet": {"channels": (8, 16, 32), "strides": (2, 2), "num_res_units": 1},
+            "BasicUNet": {"features": (8, 8, 16, 32, 32, 8)},
+            "BasicUNetPlusPlus": {"features": (8, 8, 16, 32, 32, 8)},
+            "AttentionUnet": {"channels": (8, 16, 32), "strides": (2, 2)},
+            "SegResNet": {"init_filters": 8},
+            "SegResNetDS": {"init_filters": 8},
+            "DynUNet": {"kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]},
+            "VNet": {},
+            "HighResNet": {},
+            "UNETR": {"img_size": shape[2:], "feature_size": 8, "hidden_size": 48, "mlp_dim": 64, "num_heads": 4},
+            "SwinUNETR": {"feature_size": 12, "use_checkpoint": False},
+            "AutoEncoder": {"channels": (8, 16), "strides": (2, 2)},
+            "VarAutoEncoder": {"in_shape": (1, *shape[2:]), "latent_size": 8, "channels": (8, 16), "strides": (2, 2)},
+            "FlexibleUNet": {"backbone": "efficientnet-b0"},
+            "RegUNet": {"num_channel_initial": 8, "depth": 2},
+        }
+        for name, given in options.items():
+            channels = {"out_channels": 2} | (
+                {} if name == "VarAutoEncoder" else {"in_channels": 3 if name == "FlexibleUNet" else 1}
+            )
+            make = partial(getattr(nets, name), spatial_dims=dims, **channels, **given)
+            found[f"{name} {dims}d"] = _of(make, (1, 3, *shape[2:]) if name == "FlexibleUNet" else shape)
+        found[f"DenseNet121 {dims}d"] = _of(
+            lambda dims=dims: nets.DenseNet121(spatial_dims=dims, in_channels=1, out_channels=2), shape
+        )
+        found[f"ResNet10 {dims}d"] = _of(
+            lambda dims=dims: nets.resnet10(spatial_dims=dims, n_input_channels=1, num_classes=2), shape
+        )
+        found[f"EfficientNet-b0 {dims}d"] = _of(
+            lambda dims=dims: nets.EfficientNetBN("efficientnet-b0", spatial_dims=dims, in_channels=1, num_classes=2),
+            shape,
+        )
+        found[f"SEResNet50 {dims}d"] = _of(
+            lambda dims=dims: nets.SEResNet50(spatial_dims=dims, in_channels=1, num_classes=2), shape
+        )
+    found["ViT 3d"] = _of(
+        lambda: nets.ViT(1, (32, 32, 32), (8, 8, 8), hidden_size=48, mlp_dim=64, num_layers=2, num_heads=4), small3
+    )
+    found["MILModel"] = _of(lambda: nets.MILModel(2, mil_mode="att", pretrained=False), (1, 2, 3, 64, 64))
+    return found
+
+
+def diffusers_steps() -> dict[str, Maker]:
+    """Networks of diffusion models."""
+    import torch
+
+    diffusers: Any = importlib.import_module("diffusers")
+
+    time = lambda: torch.tensor([3, 7])  # noqa: E731
+    text = lambda: torch.randn(2, 7, 32)  # noqa: E731
+    blocks = {"block_out_channels": (32, 64), "layers_per_block": 1}
+    return {
+        "UNet2DModel": _of(
+            lambda: diffusers.UNet2DModel(
+                sample_size=32,
+                down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+                **blocks,
+            ),
+            (2, 3, 32, 32),
+            timestep=time,
+        ),
+        "UNet2DConditionModel": _of(
+            lambda: diffusers.UNet2DConditionModel(
+                sample_size=16,
+                down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+                cross_attention_dim=32,
+                **blocks,
+            ),
+            (2, 4, 16, 16),
+            timestep=time,
+            encoder_hidden_states=text,
+        ),
+        "UNet1DModel": _of(
+            lambda: diffusers.UNet1DModel(sample_size=64, block_out_channels=(16, 32, 32)), (2, 2, 64), timestep=time
+        ),
+        "UNet3DConditionModel": _of(
+            lambda: diffusers.UNet3DConditionModel(
+                sample_size=16,
+                down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+                up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+                cross_attention_dim=32,
+                attention_head_dim=4,
+                **blocks,
+            ),
+            (2, 4, 3, 16, 16),
+            timestep=time,
+            encoder_hidden_states=text,
+        ),
+        "AutoencoderKL": _of(
+            lambda: diffusers.AutoencoderKL(
+                block_out_channels=(32, 64),
+                down_block_types=("DownEncoderBlock2D",) * 2,
+                up_block_types=("UpDecoderBlock2D",) * 2,
+            ),
+            (1, 3, 32, 32),
+        ),
+        "AutoencoderTiny": _of(
+            lambda: diffusers.AutoencoderTiny(
+                encoder_block_out_channels=(16, 16),
+                decoder_block_out_channels=(16, 16),
+                num_encoder_blocks=(1, 1),
+                num_decoder_blocks=(1, 1),
+            ),
+            (2, 3, 32, 32),
+        ),
+        "VQModel": _of(lambda: diffusers.VQModel(block_out_channels=(32,), num_vq_embeddings=16), (2, 3, 32, 32)),
+        "DiTTransformer2DModel": _of(
+            lambda: diffusers.DiTTransformer2DModel(
+                num_attention_heads=2, attention_head_dim=16, num_layers=2, sample_size=16, in_channels=4
+            ),
+            (2, 4, 16, 16),
+            timestep=time,
+            class_labels=lambda: torch.tensor([1, 2]),
+        ),
+        "PriorTransformer": _of(
+            lambda: diffusers.PriorTransformer(
+                num_attention_heads=2,
+                attention_head_dim=16,
+                num_layers=2,
+                embedding_dim=32,
+                num_embeddings=7,
+                additional_embeddings=4,
+            ),
+            (2, 32),
+            timestep=time,
+            proj_embedding=lambda: torch.randn(2, 32),
+            encoder_hidden_states=text,
+        ),
+        "ControlNetModel": _of(
+            lambda: diffusers.ControlNetModel(
+                down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+                cross_attention_dim=32,
+                conditioning_embedding_out_channels=(16, 32),
+                **blocks,
+            ),
+            (2, 4, 16, 16),
+            timestep=time,
+            encoder_hidden_states=text,
+            controlnet_cond=lambda: torch.randn(2, 3, 32, 32),
+        ),
+        "T2IAdapter": _of(
+            lambda: diffusers.T2IAdapter(channels=[16, 32], num_res_blocks=1, downscale_factor=2), (2, 3, 32, 32)
+        ),
+        "SD3Transformer2DModel": _of(
+            lambda: diffusers.SD3Transformer2DModel(
+                sample_size=16,
+                patch_size=2,
+                in_channels=4,
+                num_layers=2,
+                attention_head_dim=8,
+                num_attention_heads=4,
+                joint_attention_dim=32,
+                caption_projection_dim=32,
+                pooled_projection_dim=32,
+                out_channels=4,
+            ),
+            (2, 4, 16, 16),
+            timestep=time,
+            encoder_hidden_states=text,
+            pooled_projections=lambda: torch.randn(2, 32),
+        ),
+        "PixArtTransformer2DModel": _of(
+            lambda: diffusers.PixArtTransformer2DModel(
+                num_attention_heads=2,
+                attention_head_dim=16,
+                in_channels=4,
+                num_layers=2,
+                cross_attention_dim=32,
+                sample_size=16,
+                caption_channels=32,
+                use_additional_conditions=False,
+            ),
+            (2, 4, 16, 16),
+            timestep=time,
+            encoder_hidden_states=text,
+            added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None},
+        ),
+        "Transformer2DModel": _of(
+            lambda: diffusers.Transformer2DModel(
+                num_attention_heads=2, attention_head_dim=16, in_channels=32, num_layers=2, cross_attention_dim=32
+            ),
+            (2, 32, 16, 16),
+            encoder_hidden_states=text,
+        ),
+    }
+
+
+def torch_geometric_steps() -> dict[str, Maker]:
+    """Networks and layers of graphs, on a graph of 200 nodes."""
+    import torch
+
+    nets: Any = importlib.import_module("torch_geometric.nn")
+
+    edges = lambda: torch.randint(0, 200, (2, 900))  # noqa: E731
+    batch = lambda: torch.arange(200) // 50  # noqa: E731
+    found: dict[str, Maker] = {}
+    for name in ("GCN", "GraphSAGE", "GAT", "GIN", "PNA", "EdgeCNN"):
+        given = (
+            {"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.ones(20)} if name == "PNA" else {}
+        )
+        found[name] = _of(
+            lambda name=name, given=given: getattr(nets, name)(16, 32, 3, 8, **given), (200, 16), edge_index=edges
+        )
+    for name in (
+        "GCNConv", "SAGEConv", "GraphConv", "GATConv", "GATv2Conv", "TransformerConv", "TAGConv", "ARMAConv", "SGConv",
+        "ClusterGCNConv", "LEConv", "ResGatedGraphConv", "SuperGATConv", "GeneralConv", "FeaStConv", "MFConv", "EGConv",
+        "HypergraphConv", "LGConv", "SSGConv",
+    ):  # fmt: skip
+        sizes = () if name == "LGConv" else (16, 16)
+        make = partial(getattr(nets, name), *sizes)
+        found[name] = _of(lambda make=make: _with_layer(make()), (200, 16), edge_index=edges)
+    found["ChebConv"] = _of(lambda: nets.ChebConv(16, 16, 3), (200, 16), edge_index=edges)
+    found["APPNP"] = _of(lambda: _with_layer(nets.APPNP(3, 0.1)), (200, 16), edge_index=edges)
+    found["DenseGCNConv"] = _of(lambda: nets.DenseGCNConv(16, 16), (2, 50, 16), (2, 50, 50))
+    for name in ("global_mean_pool", "global_max_pool", "global_add_pool"):
+        found[name] = _of(lambda name=name: _pooled(getattr(nets, name)), (200, 16), batch=batch)
+    found["GraphNorm"] = _of(lambda: nets.GraphNorm(16), (200, 16), batch=batch)
+    found["DiffGroupNorm"] = _of(lambda: nets.DiffGroupNorm(16, 4), (200, 16))
+    found["Set2Set"] = _of(lambda: nets.Set2Set(16, 3), (200, 16), index=batch)
+    found["SchNet"] = _of(
+        lambda: nets.SchNet(32, 32, 2, 10, interaction_graph=_pairs), z=lambda: torch.randint(1, 9, (40,)),
+        pos=lambda: torch.randn(40, 3), batch=lambda: torch.zeros(40, dtype=torch.long),
+    )  # fmt: skip
+    return found
+
+
+def _pairs(positions: Any, batch: Any) -> Any:
+    """Return all pairs of points, and how far apart they are."""
+    import torch
+
+    edges = torch.combinations(torch.arange(len(positions))).t()
+    return edges, (positions[edges[0]] - positions[edges[1]]).norm(dim=-1)
+
+
+def _with_layer(layer: Any) -> Any:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = torch.nn.Linear(16, 16), layer
+
+        def forward(self, x: Any, edge_index: Any) -> Any:
+            return self.layer(self.first(x).relu(), edge_index)
+
+    return Net()
+
+
+def _pooled(pool: Any) -> Any:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(16, 16)
+
+        def forward(self, x: Any, batch: Any) -> Any:
+            return pool(self.first(x).relu(), batch)
+
+    return Net()
+
+
+def timm_steps() -> dict[str, Maker]:
+    """The smallest of each kind of timm's image models."""
+    timm: Any = importlib.import_module("timm")
+
+    kinds: dict[str, str] = {}
+    for name in timm.list_models():
+        if any(word in name for word in ("tiny", "nano", "pico", "atto", "18", "_xs", "small", "b0")):
+            kinds.setdefault(timm.models.model_entrypoint(name).__module__, name)  # pyright: ignore[reportAttributeAccessIssue]
+    return {
+        name: _of(lambda name=name: timm.create_model(name, num_classes=10), (2, 3, 224, 224))
+        for name in sorted(kinds.values())
+    }
+
+
+def names_of(family: str) -> list[str]:
+    """Return the models of a family."""
+    if family == "transformers":
+        from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+        return list(MODEL_MAPPING_NAMES)
+    return list(globals()[f"{family}_steps"]())
+
+
+def child(family: str, name: str) -> Row:
+    """Measure and predict one model, in this process."""
+    import torch
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    row: Row = {"family": family, "name": name}
+    try:
+        build = transformers_step(name) if family == "transformers" else globals()[f"{family}_steps"]()[name]
+        step = build()
+        for _ in range(STEPS):
+            step()
+        del step
+        gc.collect()
+    except Exception as error:
+        return row | {"left_out": f"{type(error).__name__}: {str(error)[:200]}"}
+    import memplan
+
+    try:
+        trace = memplan.record(build, device="cpu", steps=STEPS)
+        row["predicted"] = memplan.simulate(trace).peak_allocated
+        row["assumed"] = sorted({one.kind for one in trace.assumptions})
+    except memplan.MemplanError as error:
+        row["refused"] = str(error)[:300]
+    row["measured"] = measured_peak(build)
+    if "predicted" in row:
+        row["relative_error"] = row["predicted"] / row["measured"] - 1
+    return row
+
+
+def run(family: str, name: str) -> Row:
+    """One model in a process of its own."""
+    command = [sys.executable, __file__, "--child", family, name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
+    row: Row = {"family": family, "name": name}
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return row | {"left_out": f"it took more than {SECONDS} s"}
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if ran.returncode or not lines:
+        return row | {"crashed": (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1][:300]}
+    return json.loads(lines[-1])
+
+
+def report(rows: list[Row]) -> str:
+    """Return a table of the families, and the models whose peaks are not within NEAR, as Markdown."""
+    lines = [
+        f"| models of | ran | within {NEAR:.1%} | within 1 % | refused | largest error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for family in (*FAMILIES, "all"):
+        mine = [row for row in rows if family in ("all", row["family"]) and "left_out" not in row]
+        if not mine:
+            continue
+        errors = [abs(row["relative_error"]) for row in mine if "relative_error" in row]
+        near, nearly = (sum(error <= limit for error in errors) for limit in (NEAR, 0.01))
+        cells = (
+            family,
+            len(mine),
+            near,
+            nearly,
+            sum("refused" in row for row in mine),
+            f"{max(errors, default=0):.2%}",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    off = [row for row in rows if abs(row.get("relative_error", 0)) > NEAR]
+    lines += [
+        "",
+        "Not within it: " + (", ".join(f"{row['name']} {row['relative_error']:+.2%}" for row in off) or "none"),
+    ]
+    refused = [f"{row['name']} ({row['refused'][:120]})" for row in rows if "refused" in row]
+    return "\n".join([*lines, "", "Refused: " + ("; ".join(refused) or "none"), ""])
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="names, with commas between; prints and writes nothing")
+    parser.add_argument("--family", choices=FAMILIES, action="append")
+    parser.add_argument("--every", type=int, default=1, help="only every so many models of transformers")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        print(json.dumps(child(*given.child)))
+        return
+    results = RESULTS / "breadth.json"
+    if given.report:
+        (RESULTS / "breadth.md").write_text(report(json.loads(results.read_text())["rows"]))
+        return
+    wanted = set(given.only.split(",")) if given.only else None
+    models: list[tuple[str, str]] = []
+    absent: list[str] = []
+    for family in given.family or FAMILIES:
+        try:
+            names = names_of(family)
+        except ImportError as error:
+            absent.append(f"{family}: {error}")
+            continue
+        names = names[:: given.every] if family == "transformers" else names
+        models += [(family, name) for name in names if wanted is None or name in wanted]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        rows: list[Row] = []
+        for row in pool.map(lambda model: run(*model), models):
+            rows.append(row)
+            print({key: value for key, value in row.items() if key != "family"}, flush=True)
+    print(report(rows))
+    print(Counter(next((key for key in ("left_out", "refused", "crashed") if key in row), "ran") for row in rows))
+    if wanted is None:
+        versions = {
+            name: importlib.import_module(name).__version__
+            for name in ("torch", *dict.fromkeys(family for family, _ in models))
+        }
+        results.write_text(json.dumps({"versions": versions, "absent": absent, "rows": rows}, indent=1) + "\n")
+        (RESULTS / "breadth.md").write_text(report(rows))
+
+
+if __name__ == "__main__":
+    main()
