@@ -72,7 +72,16 @@ from memplan._torch.joint import (
     tensors_replaced,
     view_strides,
 )
-from memplan._torch.modules import OwnState, copy_hooks, count_hooks, own_state, pre_hooks, set_own_state
+from memplan._torch.modules import (
+    OwnState,
+    copy_hooks,
+    count_hooks,
+    has_shape,
+    lazy_as_fake,
+    own_state,
+    pre_hooks,
+    set_own_state,
+)
 from memplan._torch.onednn import onednn_computes_in
 from memplan._torch.opaque import (
     OPAQUE,
@@ -185,6 +194,7 @@ __all__ = [
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
+    "has_shape",
     "histories_replaced",
     "in_backward",
     "inner_tensors",
@@ -199,6 +209,7 @@ __all__ = [
     "is_zero",
     "joint_graph",
     "keeps_graph",
+    "lazy_as_fake",
     "leaves_of",
     "lengths_as_tensors",
     "linear_seen",

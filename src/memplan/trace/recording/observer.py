@@ -31,6 +31,7 @@ _ONES = "aten.ones_like.default"
 # what may read both, as CUDA allows: copies, indices on the host, counters of an optimizer
 _ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
 _LIFT = "aten.lift_fresh.default"
+_NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
 _SCALAR = "aten._local_scalar_dense.default"
 _EMPTY = torch.ops.aten.empty.memory_format
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -167,7 +168,7 @@ class Observer:
             ledger.foreign(args[0] if args[0].untyped_storage().resizable() else result, index)
         taken = [self._take(extra, index) for extra in extras if extra.first]
         _results(result, ledger, index, note.writes)
-        if form is not None and form.absent:
+        if (form is not None and form.absent) or signature.name == _NO_MEMORY:
             ledger.foreign(result, index)
         taken += [self._take(extra, index) for extra in extras if not extra.first]
         for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do

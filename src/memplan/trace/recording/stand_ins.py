@@ -187,6 +187,7 @@ class Standins:
                 )
             )
             stack.enter_context(_torch.modules_converted_as_real())
+            stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
