@@ -7,6 +7,7 @@ import functools
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.recording.place import format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.records import HOST, Assumption
 
@@ -107,6 +108,21 @@ def _standin(value: float | int, decided: Callable[[], bool]) -> Any:
     result = _StandinInt(value) if isinstance(value, int) else _StandinFloat(value)
     result.decided = decided
     return result
+
+
+def reached(error: BaseException | None) -> bool:
+    """Return whether a call that raised was given a stand-in: by the variables of the user's line and of torch's frames
+    below it, in lists and tuples, too."""
+    frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [number for number, frame in enumerate(frames) if is_users(frame.f_code.co_filename)]
+    inner = frames[users[-1] :] if users else []
+    return any(_is_standin(value) for frame in inner for value in frame.f_locals.values())
+
+
+def _is_standin(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, (_StandinInt, _StandinFloat)) for item in value)
+    return isinstance(value, (_StandinInt, _StandinFloat))
 
 
 class Standins:
