@@ -24,7 +24,7 @@ class DrawsByItself(nn.Module):
 def test_a_generator_of_the_models_own_is_refused_by_name() -> None:
     model = DrawsByItself()
     before = model.own.get_state()
-    with pytest.raises(RecordingError, match="torch.Generator") as caught:
+    with pytest.raises(RecordingError, match=r"torch\.Generator") as caught:
         memplan.plan(model, torch.randn(4, 8), budget="1 GiB")
     assert caught.value.where is not None
     assert "test_fx_reader.py" in caught.value.where
