@@ -66,3 +66,6 @@ def test_an_explanation_is_shown_in_a_line() -> None:
     shown = repr(memplan.explain(build, device="cpu"))
     assert shown.startswith("<Explanation of 'build' on cpu: ")
     assert len(shown) < 120
+    trace = memplan.record(build, device="cpu")
+    assert repr(trace).startswith("<Trace: recorded on cpu: 2 step(s), ")
+    assert repr(memplan.simulate(trace)).startswith("<Timeline: peak ")
