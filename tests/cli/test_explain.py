@@ -366,3 +366,14 @@ def test_it_runs_as_a_program_in_a_pipe(folder: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stderr == ""
+
+
+def test_a_step_without_a_backward_pass_is_no_training_step(folder: Path) -> None:
+    (folder / "forward.py").write_text(
+        "import torch\n\n\ndef build():\n    layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4)\n"
+        "    return lambda: layer(x)\n"
+    )
+    result = explain("forward.py:build", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "forward.py:build: inference on cpu" in result.output
+    assert "training" not in result.output

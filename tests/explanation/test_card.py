@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 
 import memplan
 from memplan.devices import catalogue, find
-from memplan.explanation.model import CardUse
+from memplan.explanation.card import _charges
+from memplan.explanation.model import CardUse, verdict_sentence
 
 MIB = 1 << 20
 
@@ -172,3 +174,36 @@ def test_the_fast_path_of_an_encoder_takes_what_it_takes_on_the_cpu() -> None:
         lambda: nn.TransformerEncoderLayer(256, 4, batch_first=True), "16x128x256", device="a100", train=False
     )
     assert explanation.timeline.peak_allocated > 16 * 128 * 2048 * 4
+
+
+@pytest.mark.parametrize("card", ["a100", "rtx4090"])
+def test_no_term_is_lower_in_the_high_case(card: str) -> None:
+    """A convolution's workspace can be larger than all tensors of the peak, and move it elsewhere."""
+
+    def make() -> nn.Module:
+        wide = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.Tanh(), nn.Conv3d(8, 8, 3, padding=1))
+        return nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), wide, nn.AdaptiveAvgPool3d(8), nn.Conv3d(8, 512, 8))
+
+    use = card_of(explained(make, "2x1x48x48x48", device=card))
+    assert all(charge.low <= charge.high for charge in use.charges)
+    assert sum(charge.low for charge in use.charges) == use.verdict.low
+    assert sum(charge.high for charge in use.charges) == use.verdict.high
+
+
+def test_what_a_high_case_adds_stands_with_its_workspaces() -> None:
+    """By hand: the high peak is elsewhere, with 1500 bytes of tensors fewer and workspaces of 3000 more."""
+    low = {"tensors": 2000, "workspace": 100, "rounding": 50, "fragmentation": 500, "context": 10}
+    high = {"tensors": 500, "workspace": 3100, "rounding": 60, "fragmentation": 400, "context": 20}
+    charges = {charge.name: (charge.low, charge.high) for charge in _charges(low, high)}
+    assert charges == {
+        "tensors": (2000, 2000), "workspace": (100, 1510), "rounding": (50, 50), "fragmentation": (500, 500),
+        "context": (10, 20),
+    }  # fmt: skip
+
+
+def test_a_verdict_that_rests_on_cached_blocks_says_so() -> None:
+    use = card_of(explained())
+    tight = dataclasses.replace(use.verdict, capacity=24 * MIB, low=25 * MIB, high=100 * MIB, answer="low only")
+    sentence = verdict_sentence(dataclasses.replace(use, verdict=tight))
+    assert "takes 25.0 MiB to 100.0 MiB where there is room, and in 24.0 MiB gives cached blocks back" in sentence
+    assert "needs" not in sentence

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memplan
-from memplan.errors import StepError
+from memplan.errors import DataDependentError, StepError
 
 
 def guarded(x: Tensor, labels: Tensor) -> Tensor:
@@ -97,3 +97,44 @@ def test_a_mistake_within_a_branch_is_not_hidden_by_the_other_way() -> None:
 
     with pytest.raises(StepError, match="same reduction dim"):
         memplan.record(step_of(wrong), device="cpu")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_an_op_that_refuses_a_stand_in_depends_on_values(inline: bool) -> None:
+    """Sizes that are counted from values, as a router of experts does it: ones do not add up."""
+
+    def build() -> Callable[[], Any]:
+        weights, x, chosen = nn.Parameter(torch.randn(4, 8, 8)), torch.randn(32, 8), torch.randint(0, 4, (32,))
+
+        def step() -> None:
+            counts = torch.zeros(32, 4).scatter(1, chosen[:, None], 1).long().sum(0)
+            if inline:
+                parts = x.split(counts.tolist())
+            else:
+                sizes = counts.tolist()
+                parts = x.split(sizes)
+            torch.cat([part @ weights[i] for i, part in enumerate(parts)]).sum().backward()
+
+        return step
+
+    with pytest.raises(DataDependentError, match="split_sizes to sum exactly to 32") as caught:
+        memplan.record(build, device="cpu")
+    assert "memplan.measure" in str(caught.value)
+    assert memplan.simulate(memplan.measure(build, device="cpu")).peak_allocated == measured_peak(build)
+
+
+def test_an_op_that_fails_beside_a_stand_in_is_the_steps_own_mistake() -> None:
+    def build() -> Callable[[], Any]:
+        x = torch.randn(4)
+
+        def step() -> None:
+            shown(x.sum().item())
+            x.reshape(3)
+
+        return step
+
+    def shown(value: float) -> float:
+        return value + 1
+
+    with pytest.raises(StepError, match="invalid for input of size 4"):
+        memplan.record(build, device="cpu")

@@ -72,7 +72,16 @@ from memplan._torch.joint import (
     tensors_replaced,
     view_strides,
 )
-from memplan._torch.modules import OwnState, copy_hooks, count_hooks, own_state, pre_hooks, set_own_state
+from memplan._torch.modules import (
+    OwnState,
+    copy_hooks,
+    count_hooks,
+    has_shape,
+    lazy_as_fake,
+    own_state,
+    pre_hooks,
+    set_own_state,
+)
 from memplan._torch.onednn import onednn_computes_in
 from memplan._torch.opaque import (
     OPAQUE,
@@ -111,6 +120,7 @@ from memplan._torch.tensors import (
     inner_tensors,
     is_mutable,
     is_random,
+    is_view,
     is_zero,
     named_arguments,
     node_sequence,
@@ -188,6 +198,7 @@ __all__ = [
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
+    "has_shape",
     "here_alone",
     "histories_replaced",
     "in_backward",
@@ -200,9 +211,11 @@ __all__ = [
     "is_random",
     "is_symbol",
     "is_transformed",
+    "is_view",
     "is_zero",
     "joint_graph",
     "keeps_graph",
+    "lazy_as_fake",
     "leaves_of",
     "lengths_as_tensors",
     "linear_seen",

@@ -24,6 +24,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 from memplan._torch.eager import Dispatch, is_composite, no_modes
+from memplan._torch.modules import lazy_as_fake
 from memplan._torch.patches import patched
 from memplan._torch.tensors import storage_key
 
@@ -327,6 +328,15 @@ class FakeMode(FakeTensorMode):
         return self._inside
 
     @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """Take what is done in here for a part of an op: tensors say where they are, and nothing is observed."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Enter the mode for the user's code, with what goes with it. (It enters itself again for inner calls.)"""
         with (
@@ -390,5 +400,5 @@ def fake_tensors() -> Iterator[None]:
         with patched(fake_tensor, FakeTensor=FakeTensor):
             return dispatch(*args, **kwargs)
 
-    with patched(mode, dispatch=dispatch_fake), modules_converted_as_real(), mode:
+    with patched(mode, dispatch=dispatch_fake), modules_converted_as_real(), lazy_as_fake(mode), mode:
         yield

@@ -23,11 +23,11 @@ from torch import nn
 from torch._C import DispatchKey
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from memplan._torch.fake import READ_SCALAR
+from memplan._torch.modules import has_shape
 from memplan._torch.patches import eager_instead_of_compiled, patched
 from memplan._torch.values import Condition, Values
 
@@ -388,7 +388,7 @@ def effect_of(node: torch.fx.Node) -> Any:
 
 def peculiarity(tensor: torch.Tensor) -> str | None:
     """Return why no joint graph can be made of a tensor; None for a dense tensor with data."""
-    if is_lazy(tensor):
+    if not has_shape(tensor):
         return "not there yet: a lazy layer makes it in its first call"
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return "without data"

@@ -1,15 +1,23 @@
-"""Read and replace what a module holds itself.
+"""Read and replace what a module holds itself; parameters of lazy layers, real ones, and fake ones for a recording.
 
 Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters``, ``._buffers`` and ``._modules`` in the module's own
-``__dict__``, as plain dicts.
+``__dict__``, as plain dicts. Seen in torch 2.11 and 2.13: `UninitializedTensorMixin` of ``torch/nn/parameter.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+
+from memplan._torch.eager import no_modes
+from memplan._torch.patches import patched
 
 _TENSORS = ("_parameters", "_buffers")
 _FIXED = (*_TENSORS, "_modules")
@@ -79,3 +87,90 @@ def _become(old: dict[str, Any], new: dict[str, Any], fixed: tuple[str, ...] = (
     old.update(new)
     for name in old.keys() - new.keys() - set(fixed):
         del old[name]
+
+
+def has_shape(tensor: Any) -> bool:
+    """Return whether a tensor has its shape already: a lazy layer's parameter has none before the first call."""
+    return not is_lazy(tensor)
+
+
+class _Fake:
+    """What a lazy layer's fake parameters and buffers have in common; in the first call they become plain ones."""
+
+    asked: Any = None
+    """Device that the layer was made for or moved to, if any."""
+    kind: Any = None
+
+    def materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
+        """Take a shape, as `UninitializedTensorMixin.materialize` does."""
+        is_parameter = isinstance(self, UninitializedParameter)
+        self.data = torch.empty(shape, device=device or self.asked, dtype=dtype or self.kind)
+        self.__class__ = FakeTensor
+        if is_parameter:
+            self._is_param = True
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note device and dtype for the first call."""
+        given = (*args, *kwargs.values())
+        self.kind = next((value for value in given if isinstance(value, torch.dtype)), self.kind)
+        kinds = (str, int, torch.device)
+        places = [value for value in given if isinstance(value, kinds) and not isinstance(value, bool)]
+        self.asked = places[0] if places else self.asked
+        return self
+
+    def cuda(self: Any, device: Any = None, **kwargs: Any) -> Any:
+        """Note the card."""
+        return self.to("cuda" if device is None else device)
+
+    def cpu(self: Any, **kwargs: Any) -> Any:
+        """Note the host's memory."""
+        return self.to("cpu")
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """Return another one; it has no data to copy."""
+        made = memo[id(self)] = type(self)(self.requires_grad, self.asked, self.kind)
+        return made
+
+
+def _to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda self: self.to(dtype)
+
+
+for _name in ("half", "float", "double", "bfloat16"):
+    setattr(_Fake, _name, _to(getattr(torch, _name)))
+
+
+_FakeParameter: Any = type("_FakeParameter", (_Fake, UninitializedParameter, FakeTensor), {})
+_FakeBuffer: Any = type("_FakeBuffer", (_Fake, UninitializedBuffer, FakeTensor), {})
+"""Fake tensors that are parameters of lazy layers, and buffers, such as the running statistics of a lazy batch norm."""
+
+
+@contextlib.contextmanager
+def lazy_as_fake(
+    mode: FakeTensorMode, inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+) -> Iterator[None]:
+    """Let lazy layers be made on fake tensors: as torch makes them, a fake tensor cannot be one of their parameters.
+
+    ``inside`` is entered where a tensor is to say on which device it really is.
+    """
+
+    def maker(kind: type) -> Callable[..., Any]:
+        def new(
+            cls: Any, requires_grad: bool = kind is _FakeParameter, device: Any = None, dtype: Any = None, **kwargs: Any
+        ) -> Any:
+            dtype = dtype or torch.get_default_dtype()
+            with no_modes(), inside():
+                empty = torch.empty(0, device="meta", dtype=dtype)
+                made: Any = FakeTensor.__new__(kind, mode, empty, torch.device("cpu"))
+            made.requires_grad, made.asked, made.kind = requires_grad, device, dtype
+            if kind is _FakeBuffer:
+                made.persistent, made._is_buffer = kwargs.get("persistent", True), True
+            return made
+
+        return new
+
+    with (
+        patched(UninitializedParameter, __new__=maker(_FakeParameter)),
+        patched(UninitializedBuffer, __new__=maker(_FakeBuffer)),
+    ):
+        yield

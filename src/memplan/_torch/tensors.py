@@ -183,6 +183,12 @@ def viewed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def is_view(value: Any) -> bool:
+    """Return whether a value is a tensor that autograd knows as a view of another. Seen in torch 2.11 and 2.13:
+    ``_base``."""
+    return isinstance(value, torch.Tensor) and value._base is not None
+
+
 def is_mutable(func: Any) -> bool:
     """Return whether an op writes one of its arguments."""
     return func._schema.is_mutable

@@ -142,15 +142,14 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
+    trains = False if given.infer else None  # a step of the user's own may run no backward pass
     if really:
         trace = measure(described.build(), device=given.device)
-        return trace, explain_trace(trace, title=given.target, train=not given.infer)
+        return trace, explain_trace(trace, title=given.target, train=trains)
     target = choose_target(given.device, given.assumed)
     on_card = target.card is not None
     trace = record_for(described.build(on_card=on_card), target)
-    explanation = explain_trace(
-        trace, title=given.target, train=not given.infer, card=target.card, settings=given.settings
-    )
+    explanation = explain_trace(trace, title=given.target, train=trains, card=target.card, settings=given.settings)
     if given.infer:
         explanation = beside_training(explanation, described.training().build(on_card=on_card), target)
     at = lambda batch: described.with_batch(batch).build(on_card=on_card)  # noqa: E731

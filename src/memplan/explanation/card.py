@@ -17,6 +17,10 @@ _NOT_MODELLED = (
 )
 
 
+_ORDER = ("context", "workspace", "tensors", "rounding", "fragmentation")
+"""In which terms take what the high case adds."""
+
+
 def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = None) -> CardUse:
     """Return what a step for a card takes from it, and whether it fits there and on the other cards of the catalogue.
 
@@ -26,17 +30,33 @@ def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = N
     if any(s.low is not None or s.used_on for s in trace.counted):
         high = simulate(trace, settings=settings)
         reserved = reserved_bounds(trace, parse_settings(settings or ""))
+    least = max(reserved[0], low.peak_allocated)
     cases = (
-        Case(at_least(trace), low, max(reserved[0], low.peak_allocated), card, settings, is_high=False),
-        Case(trace, high, reserved[1], card, settings, is_high=True),
+        Case(at_least(trace), low, least, card, settings, is_high=False),
+        Case(trace, high, max(reserved[1], least), card, settings, is_high=True),
     )
-    charges = tuple(Charge(name, cases[0].terms[name], cases[1].terms[name]) for name in cases[1].terms)
+    charges = _charges(cases[0].terms, cases[1].terms)
     verdicts = [_verdict(cases, other) for other in catalogue() if other.name not in trace.other_kernels]
     smallest = next((verdict.device for verdict in verdicts if verdict.answer == "fits"), None)
     return CardUse(
         charges, _verdict(cases, card), tuple(verdicts), trace.other_kernels, smallest,
-        cases[1].timeline.peak_allocated, (_NOT_MODELLED,),
+        max(case.timeline.peak_allocated for case in cases), (_NOT_MODELLED,),
     )  # fmt: skip
+
+
+def _charges(low: dict[str, int], high: dict[str, int]) -> tuple[Charge, ...]:
+    """Return the terms of both cases, none lower in the high one: that is the low one and what is added to it.
+
+    With large workspaces the peak can be another moment, with fewer tensors: then part of the workspaces takes the
+    place of tensors, and only the rest is added.
+    """
+    added = sum(high.values()) - sum(low.values())
+    found: dict[str, int] = {}
+    for name in sorted(high, key=_ORDER.index):
+        more = min(added, max(0, high[name] - low[name]))
+        found[name] = low[name] + more
+        added -= more
+    return tuple(Charge(name, low[name], found[name]) for name in high)
 
 
 class Case:

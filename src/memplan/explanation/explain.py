@@ -13,7 +13,8 @@ from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.grad import beside_training
-from memplan.explanation.layers import fullest, layer_rows, op_word, saved_rows
+from memplan.explanation.holders import holders_at
+from memplan.explanation.layers import fullest, layer_rows, origin_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
@@ -133,6 +134,7 @@ def explain_trace(
         tuple(saved),
         sum(row.bytes for row in saved if row.counted),
         _peak(trace, timeline),
+        holders_at(trace, timeline.peak_tick),
         headline(by_cause, weights, timeline.peak_allocated),
         None,
         (*trace.notes, *_notes(recorded)),
@@ -208,12 +210,7 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
             break
     if best is None:
         return None
-    word = (
-        op_word(trace.ops[best.gradient_of], trace) + "'s gradient"
-        if best.gradient_of is not None
-        else op_word(best, trace)
-    )
-    return PeakRow(word, best.layer, best.where, best.phase, best.step, timeline.peak_allocated)
+    return PeakRow(origin_word(best, trace), best.layer, best.where, best.phase, best.step, timeline.peak_allocated)
 
 
 def _notes(trace: Trace) -> tuple[str, ...]:

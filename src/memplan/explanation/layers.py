@@ -44,6 +44,13 @@ def op_word(op: Op, trace: Trace) -> str:
     return base.replace("scaled_dot_product_flash_attention_for_cpu", "attention")
 
 
+def origin_word(op: Op, trace: Trace) -> str:
+    """Return the name of an op as `op_word` does; of a backward op, that of the op whose gradient it computes."""
+    if op.gradient_of is None:
+        return op_word(op, trace)
+    return op_word(trace.ops[op.gradient_of], trace) + "'s gradient"
+
+
 def fullest(trace: Trace, start: int, end: int) -> int:
     """Return the first tick within a span at which the most bytes are saved."""
     saved = [storage for storage in trace.counted if storage.cause == "saved"]

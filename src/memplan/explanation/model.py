@@ -68,6 +68,26 @@ class PeakRow:
 
 
 @dataclass(frozen=True, slots=True)
+class HolderRow:
+    """Storages alive at the allocated peak, alike in all that is told of them; ``bytes`` are those of all ``count``.
+
+    ``name`` is that of the parameter or buffer (of a gradient: whose it is), else the op that made them. ``phase`` and
+    ``step`` are those of their birth; ``step`` is 0-based, -1 while building.
+    """
+
+    name: str
+    layer: str
+    where: str | None
+    cause: str
+    phase: str
+    step: int
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """From ``batch`` on (up to the next line's), the peak is ``fixed + per_sample * batch`` bytes."""
 
@@ -101,7 +121,10 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """A term of what nvidia-smi would show, in bytes: in the low and in the high case of what is not known exactly."""
+    """A term of what nvidia-smi would show, in bytes: in the low and in the high case of what is not known exactly.
+
+    ``high`` is ``low`` and what the high case adds to it.
+    """
 
     name: str
     """``tensors``, ``workspace``, ``rounding``, ``fragmentation`` or ``context``."""
@@ -144,7 +167,7 @@ class CardUse:
     not_modelled: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """Where the memory of a step goes. All numbers are bytes.
 
@@ -165,6 +188,8 @@ class Explanation:
     saved_bytes: int
     """Of ``saved``, each storage once: the most that is kept from forward to backward at any one time."""
     peak: PeakRow | None
+    holders: tuple[HolderRow, ...]
+    """All that is alive at the allocated peak, the largest first; with ``rounding`` the bytes add up to it."""
     sentence: str
     scaling: Scaling | None
     notes: tuple[str, ...]
@@ -190,8 +215,11 @@ class Explanation:
         return data
 
     def __str__(self) -> str:
-
         return summary(self)
+
+    def __repr__(self) -> str:
+        peak = self.timeline.peak_allocated
+        return f"<Explanation of {self.title!r} on {self.device}: {format_bytes(peak)} peak, {len(self.layers)} layers>"
 
 
 def _plain(value: Any) -> Any:
@@ -214,7 +242,13 @@ def verdict_sentence(use: CardUse) -> str:
         if use.smallest
         else "with these kernels it fits on no card known here"
     )
-    return f"{words[verdict.answer]} on {verdict.title}: needs {needs} of {format_bytes(verdict.capacity)}; {smallest}"
+    room = format_bytes(verdict.capacity)
+    if verdict.low > verdict.capacity and verdict.answer != "does not fit":
+        # the allocator gives cached segments back before it gives up
+        taken = f"takes {needs} where there is room, and in {room} gives cached blocks back"
+    else:
+        taken = f"needs {needs} of {room}"
+    return f"{words[verdict.answer]} on {verdict.title}: {taken}; {smallest}"
 
 
 LABELS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from memplan._bytes import format_bytes
 from memplan.errors import MemplanError
 from memplan.explanation.model import Explanation, Line, Scaling
 from memplan.simulation.simulate import simulate
@@ -21,7 +22,8 @@ def scaled(
 ) -> Explanation:
     """Return the explanation with its fixed part and its part per sample, from one more recording at twice the batch.
 
-    Unchanged where there is no batch; with a note where the step cannot be recorded at twice the batch.
+    Unchanged where there is no batch; with a note where the step cannot be recorded at twice the batch, or takes other
+    kernels there, so that the line through the two would have fewer bytes for a larger batch, or for none.
     """
     if batch is None or batch < 1:
         return explanation
@@ -31,7 +33,15 @@ def scaled(
     except MemplanError as error:
         note = f"how the peak grows with the batch is not known: at batch {2 * batch}, {error.found}"
         return replace(explanation, notes=(*explanation.notes, note))
-    return replace(explanation, scaling=scaling_of(explanation.timeline, doubled, batch))
+    scaling = scaling_of(explanation.timeline, doubled, batch)
+    if any(line.fixed < 0 or line.per_sample < 0 for line in scaling.lines):
+        low, high = map(format_bytes, scaling.peaks)
+        note = (
+            f"how the peak grows with the batch is not known: at batch {2 * batch} other kernels run "
+            f"({low} at batch {batch}, {high} at {2 * batch})"
+        )
+        return replace(explanation, notes=(*explanation.notes, note))
+    return replace(explanation, scaling=scaling)
 
 
 def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:

@@ -19,7 +19,7 @@ _LABELS = {
     "context": "CUDA context",
 }
 _WHY = {
-    "tensors": "each at the peak of its case",
+    "tensors": "more at the peak of the high case",
     "workspace": "cuDNN chooses when it runs",
     "context": "grows as kernels are loaded",
 }

@@ -14,7 +14,15 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import printable
-from memplan.explanation.model import LABELS, Explanation, LayerRow, peak_sentence, scaling_sentence, workspace_sentence
+from memplan.explanation.model import (
+    LABELS,
+    Explanation,
+    HolderRow,
+    LayerRow,
+    peak_sentence,
+    scaling_sentence,
+    workspace_sentence,
+)
 from memplan.reports.card import charge_table, verdict_lines
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.trace.records import Assumption, loud
@@ -47,6 +55,8 @@ def render(explanation: Explanation, page: Page, top: int = 12) -> list[Renderab
     if explanation.card is not None:
         use = explanation.card
         parts += ["", charge_table(use, page), *verdict_lines(use)]
+    if explanation.holders:
+        parts += ["", _holders(explanation, top, page)]
     if explanation.layers:
         parts += ["", _by_layer(explanation, top, page), _legend(explanation)]
     reasons = list(_reasons(explanation, top))
@@ -81,6 +91,25 @@ def _by_cause(explanation: Explanation, page: Page) -> Table:
         Field("most at any time", lambda row: format_bytes(row[2]), right=True, drop=2),
     ]
     return page.rows(rows, fields, total="peak")
+
+
+def _holders(explanation: Explanation, top: int, page: Page) -> Table:
+    """Return what is alive at the peak, the largest first."""
+    fields = [
+        name_field("Who holds the peak", _holder),
+        Field("cause", lambda row: LABELS[row.cause], shrinks_to=11, drop=1),
+        Field("born", lambda row: "building" if row.step < 0 else f"{row.phase} {row.step + 1}", drop=3),
+        Field("at", lambda row: printable(row.where or "-"), shrinks_to=14, from_left=True, drop=2),
+        number_field("bytes", lambda row: row.bytes),
+    ]
+    return page.rows(explanation.holders, fields, top, "all")
+
+
+def _holder(row: HolderRow) -> str:
+    """Write the layer and what it holds; a parameter's name says both."""
+    names = row.layer and row.name.startswith(f"{row.layer}.")
+    name = row.name if names or not row.layer else f"{row.layer}: {row.name}"
+    return printable(name or "-") + (f" x {row.count}" if row.count > 1 else "")
 
 
 def _share(part: int, whole: int) -> str:

@@ -77,7 +77,7 @@ class StepPeak:
     reserved_tick: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """Bytes over time.
 
@@ -102,3 +102,6 @@ class Timeline:
         steps = ", ".join(f"step {k + 1}: {format_bytes(s.peak_allocated)}" for k, s in enumerate(self.steps))
         reserved = f", {format_bytes(self.peak_reserved)} reserved" if self.log else ""
         return f"peak {format_bytes(self.peak_allocated)}{reserved} on {self.device}" + (f" ({steps})" if steps else "")
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {self}>"

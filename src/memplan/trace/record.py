@@ -13,11 +13,10 @@ import torch
 
 from memplan import _torch
 from memplan.devices import catalogue
-from memplan.errors import RecordingError, StepError
+from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
 from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
-from memplan.trace.recording.bounds import Bounds
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame, user_frame
@@ -31,7 +30,8 @@ from memplan.trace.recording.session import (
     run_build,
     undisturbed,
 )
-from memplan.trace.recording.stand_ins import Line, Standins
+from memplan.trace.recording.stand_ins import Line, Standins, reached
+from memplan.trace.recording.values.bounds import Bounds
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
@@ -135,6 +135,8 @@ def _recorded(
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
+            if reached(error.__cause__) and not _is_raised_by_code(error):
+                return recording, _of_an_unknown_value(error)
             decision = recording.last_decision
             if decision is None or decision in other or len(other) == _GUARDS or not _is_raised_by_code(error):
                 return recording, error if first is None else _neither(first, error, other)
@@ -150,6 +152,17 @@ def _is_raised_by_code(error: StepError) -> bool:
         return False
     frame, number = frames[-1]
     return linecache.getline(frame.f_code.co_filename, number).lstrip().startswith(("raise", "assert"))
+
+
+def _of_an_unknown_value(error: StepError) -> DataDependentError:
+    """Return the error of an op that refused a value which stands for one that a recording does not know."""
+    found = DataDependentError(
+        f"a value that was read is a size or an argument here, and recording has no values, but 1: {error.found}",
+        expected="sizes and arguments that follow from the shapes of the inputs",
+        do="Run memplan.measure(build) instead: it really runs the step",
+    )
+    found.layer, found.where, found.__cause__ = error.layer, error.where, error.__cause__
+    return found
 
 
 def _neither(first: StepError, later: RecordingError, other: Collection[Line]) -> StepError:

@@ -131,12 +131,15 @@ def copy_module(module: nn.Module) -> nn.Module:
     for part in module.modules():
         own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
         for tensor in (*own, *_torch.tree_leaves(list(vars(part).values()))):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo:
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in memo and _torch.has_shape(tensor):
                 with _torch.no_modes():  # a fake mode would look at the .grad of one that is no leaf, which warns
                     plain = tensor.detach()
                 made = like(plain)
                 made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                 memo[id(tensor)] = made
+            elif isinstance(tensor, torch.Generator):  # its state is real, and copied as it is
+                with _torch.no_modes():
+                    memo[id(tensor)] = copy.deepcopy(tensor)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # __deepcopy__ is the user's code and can raise anything

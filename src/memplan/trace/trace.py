@@ -24,7 +24,7 @@ from memplan.trace.records import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Trace:
     """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
 
@@ -86,6 +86,9 @@ class Trace:
         ]
         lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
         return "\n".join(lines + list(self.notes))
+
+    def __repr__(self) -> str:
+        return f"<Trace: {str(self).splitlines()[0]}>"
 
 
 def at_least(trace: Trace) -> Trace:

@@ -84,6 +84,8 @@ class Values:
     def constant(self, node: Any) -> None:
         """Add a tensor that the graph holds itself."""
         tensor = getattr(self._module, node.target)
+        if isinstance(tensor, torch.Generator):
+            _refuse_generator(node)
         if tensor.requires_grad:
             _refuse_unregistered(node, tensor)
         number = next((known for known, one in self.constants.items() if one is tensor), None)
@@ -361,9 +363,26 @@ def _refuse_sparse(results: Sequence[Any], target: str, layer: str, where: str |
         )
 
 
+def _refuse_generator(node: Any) -> NoReturn:
+    """Raise RecordingError for a `torch.Generator` that forward() draws from: it is no tensor to put back."""
+    layer, where = _place_of(node)
+    raise RecordingError(
+        "forward() draws from a torch.Generator, and memplan plans only draws from torch's own random state",
+        expected="random numbers without generator=",
+        do="Draw without it, seeded by torch.manual_seed(), or pass what was drawn as an input",
+        layer=layer or None,
+        where=where,
+    )
+
+
+def _place_of(node: Any) -> tuple[str, str | None]:
+    """Return layer and line of the first op with a known place that reads what a node gives."""
+    return next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
+
+
 def _refuse_unregistered(node: Any, tensor: torch.Tensor) -> NoReturn:
     """Raise InputError for a tensor that needs a gradient and is not the model's: a plan would give it none."""
-    layer, where = next((place for user in node.users if any(place := _torch.place_of(user))), ("", None))
+    layer, where = _place_of(node)
     place = ", ".join(part for part in (layer, where) if part)
     what = "A parameter" if isinstance(tensor, torch.nn.Parameter) else "A tensor"
     raise InputError(

@@ -96,11 +96,14 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         _refuse_loose(model)
     named = (*model.named_parameters(), *model.named_buffers())
     for name, tensor in (*named, *((f"input {at}", tensor) for at, tensor in enumerate(inputs))):
-        if fake and isinstance(tensor, _torch.FakeTensor):
+        if fake and isinstance(tensor, _torch.FakeTensor) and _torch.has_shape(tensor):
             continue
         kind = _torch.peculiarity(tensor)
         if kind is not None:
-            raise InputError(f"{name} is {kind}", expected="dense tensors with data, of no class of their own")
+            called = "Call the model once before" if not _torch.has_shape(tensor) else None
+            raise InputError(
+                f"{name} is {kind}", expected="dense tensors with data, of no class of their own", do=called
+            )
 
 
 def _refuse_loose(model: nn.Module) -> None:

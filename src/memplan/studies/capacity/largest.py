@@ -28,7 +28,7 @@ from memplan.studies.capacity.limit import Case, Room, room_of
 from memplan.studies.sweeps.fits import LABELS, part_bytes
 from memplan.studies.sweeps.points import Bytes, measured
 from memplan.studies.sweeps.sweep import again
-from memplan.trace.recording.known_indices import NoSuchRow
+from memplan.trace.recording.values.known_indices import NoSuchRow
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 

@@ -10,7 +10,9 @@ from memplan import _torch
 from memplan.trace.recording.ledger import Entry, Note
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
-from memplan.trace.records import Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
+from memplan.trace.records import HOST, Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
+
+_COPY = "aten._to_copy.default"
 
 
 @dataclass(slots=True)
@@ -117,7 +119,7 @@ def _ops(observer: Observer, names: _Names) -> list[Op]:
         recomputed = note.phase == "backward" and note.grad_enabled and note.module != 0
         source = None
         if note.phase == "backward" and not recomputed and note.sequence is not None:
-            source = observer.by_sequence.get(note.sequence)
+            source = observer.sequences.ops.get(note.sequence)
         if note.frame is not None and note.frame not in frames:
             frames[note.frame] = format_frame(note.frame)
         where = frames[note.frame] if note.frame is not None else None
@@ -199,6 +201,21 @@ def _second_runs(ops: list[Op]) -> dict[int, list[tuple[str, str]]]:
     return found
 
 
+def _is_brought(entry: Entry, op: Op, observer: Observer, ops: list[Op]) -> bool:
+    """Return whether a storage is a copy on the card of what the host made by itself: a batch that is moved there."""
+    if entry.device == HOST or op.name != _COPY or not op.reads:
+        return False
+    sources, seen = [operand.storage for operand in op.reads], set[int]()
+    while sources:
+        source = observer.ledger.entries[sources.pop()]
+        if source.device != HOST:
+            return False
+        if source.id not in seen and source.op is not None:
+            sources += [operand.storage for operand in ops[source.op].reads]
+        seen.add(source.id)
+    return True
+
+
 def _cause(
     entry: Entry,
     observer: Observer,
@@ -229,7 +246,7 @@ def _cause(
         return "temporary"
     if op.phase == "optimizer":
         return "temporary"
-    if op.phase == "forward" and not op.reads and not op.layer:
+    if op.phase == "forward" and ((not op.reads and not op.layer) or _is_brought(entry, op, observer, ops)):
         return "input"
     if entry.id in sharers:
         return "saved"

@@ -89,7 +89,9 @@ class Ledger:
         """Return the entry of the tensor's storage, if it is known."""
         if tensor.layout != torch.strided:
             tensor = _torch.sparse_parts(tensor)[-1]
-        return self._live.get(_torch.storage_key(tensor.untyped_storage()))
+        elif not _torch.has_shape(tensor):
+            return None
+        return self._live.get(_torch.storage_key(_torch.unwrapped(tensor).untyped_storage()))
 
     def entry(self, tensor: torch.Tensor, op: int | None) -> Entry:
         """Return the entry of the tensor's storage; a storage never seen before is born now, in ``op``.
@@ -174,6 +176,8 @@ class Ledger:
         reference = _Reference(storage, self._on_death)
         reference.entry = entry
         entry.reference, entry.key = reference, key
+        if tensor.device.type == "meta":  # sizes without memory
+            entry.bytes, entry.foreign = 0, True
         if self.real:
             if _torch.is_zero(tensor):  # a gradient of which torch knows that it is zero has no memory
                 entry.bytes, entry.foreign = 0, True

@@ -53,7 +53,7 @@ class Marks:
 
     def add(self, names: dict[int, str], tensor: torch.Tensor | None, name: str) -> None:
         """Note the name of a tensor's storage, unless it has one."""
-        if tensor is not None:
+        if tensor is not None and _torch.has_shape(tensor):
             names.setdefault(self._ledger.entry(tensor, None).id, name)
 
     def _mark_gradient(self, parameter: torch.Tensor | None) -> None:

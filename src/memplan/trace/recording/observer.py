@@ -14,10 +14,11 @@ from memplan.errors import DeviceError, StepError
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.engine_forms import EngineForms
 from memplan.trace.recording.formula_forms import form_of
-from memplan.trace.recording.known_indices import Positions
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.marks import Marks
 from memplan.trace.recording.place import Place, format_frame, user_frame
+from memplan.trace.recording.sequences import Sequences
+from memplan.trace.recording.values.known_indices import Positions
 from memplan.trace.records import HOST, ON_CARD, Phase
 from memplan.trace.semantics.kinds import NONE, Extra, Semantics
 
@@ -31,6 +32,7 @@ _ONES = "aten.ones_like.default"
 # what may read both, as CUDA allows: copies, indices on the host, counters of an optimizer
 _ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
 _LIFT = "aten.lift_fresh.default"
+_NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
 _SCALAR = "aten._local_scalar_dense.default"
 _EMPTY = torch.ops.aten.empty.memory_format
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
@@ -69,7 +71,7 @@ class Observer:
         self.ledger = Ledger(real=real)
         self.marks = Marks(place, self.ledger)
         self.notes: list[Note] = []
-        self.by_sequence: dict[int, int] = {}
+        self.sequences = Sequences()
         self.read_equal: Callable[[], bool] | None = None
         self.read_apart: Callable[[str], None] | None = None
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
@@ -80,7 +82,6 @@ class Observer:
         self.engine = EngineForms(self.ledger)
         self._positions = Positions(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
-        self._sequence = _torch.sequence_number()
         self._after_backward = False
         place.on_module = self.leave_backward
         place.on_result = self._returned
@@ -119,7 +120,7 @@ class Observer:
     def calibrate(self) -> None:
         """Learn how the engine holds a gradient that nobody else does. Call it under the mode."""
         self.engine.calibrate()
-        self._sequence = _torch.sequence_number()
+        self.sequences.restart()
 
     def _note(
         self,
@@ -135,7 +136,7 @@ class Observer:
         reads, needs, on_card = self._operands(signature, args, kwargs)
         if signature.name == _UNSCALE:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
-        note = self._place_of(signature, reads, needs, index)
+        note = self._place_of(signature, reads, needs, index, args)
         self.notes.append(note)  # before it runs, so that what it raises can be located
         semantics, current = self.semantics, 0
         if self.card is not None:
@@ -165,7 +166,7 @@ class Observer:
             ledger.foreign(args[0] if args[0].untyped_storage().resizable() else result, index)
         taken = [self._take(extra, index) for extra in extras if extra.first]
         _results(result, ledger, index, note.writes)
-        if form is not None and form.absent:
+        if (form is not None and form.absent) or signature.name == _NO_MEMORY:
             ledger.foreign(result, index)
         taken += [self._take(extra, index) for extra in extras if not extra.first]
         for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
@@ -193,7 +194,7 @@ class Observer:
 
     def _stream_of(self, note: Note) -> int:
         """Return an op's stream: the engine runs a derivative formula on the stream of its forward op."""
-        source = self.by_sequence.get(note.sequence) if note.sequence is not None else None
+        source = self.sequences.ops.get(note.sequence) if note.sequence is not None else None
         note.stream = self.ledger.stream if source is None else self.notes[source].stream
         return note.stream
 
@@ -243,7 +244,7 @@ class Observer:
         return extra, entry
 
     def _place_of(
-        self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int
+        self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int, args: Any
     ) -> Note:
         place = self.place
         phase = place.phase()
@@ -258,30 +259,15 @@ class Observer:
         elif self._after_backward and phase == "forward":
             phase = self._phase_after_backward(signature, reads, needs, grad_enabled)
         if grad_enabled:
-            made = _torch.sequence_number()
-            if signature.mutable and index and self.notes[-1].name == _CLONE:
-                for number in (made - 1, made):  # an op in place whose formula needs its input clones that first
-                    if self.by_sequence.get(number) == index - 1:
-                        self.by_sequence[number] = index
-            for number in range(self._sequence + 1, made + 1):
-                self.by_sequence[number] = index
-            self._sequence = max(made, self._sequence)
+            after_clone = bool(signature.mutable and index and self.notes[-1].name == _CLONE)
+            on_view = signature.mutable and bool(needs) and _torch.is_view(args[0])
+            self.sequences.follow(index, after_clone=after_clone, on_view=on_view)
         clock = self.ledger.clock
         frame = user_frame() if phase != "backward" or grad_enabled else None
         return Note(
-            signature.name,
-            phase,
-            place.step,
-            place.module,
-            frame,
-            clock,
-            clock,
-            reads,
-            [],
-            needs,
-            sequence,
+            signature.name, phase, place.step, place.module, frame, clock, clock, reads, [], needs, sequence,
             grad_enabled,
-        )
+        )  # fmt: skip
 
     def _phase_after_backward(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool

@@ -147,6 +147,7 @@ class Place:
                 optimizer_hooks.register_optimizer_step_post_hook(self._end_update),
             ):
                 stack.callback(handle.remove)
+            stack.enter_context(_torch.patched(nn.Module, __setstate__=self._copied(nn.Module.__setstate__)))
             yield
 
     def _seen(self, module: nn.Module, name: str, value: Any) -> None:
@@ -156,8 +157,20 @@ class Place:
         if known is None or known() is not module:
             self.modules[id(module)] = weakref.ref(module)
             self.made.pop(id(module), None)
+        if isinstance(value, nn.Module):
+            self.add_modules(value)  # an averaged model registers a copy, of which nothing was registered
         if id(module) not in self.made and self.building and isinstance(value, torch.Tensor):
             self.made[id(module)] = user_frame()
+
+    def _copied(self, restore: Callable[[nn.Module, Any], None]) -> Callable[[nn.Module, Any], None]:
+        """Return `Module.__setstate__`, through which `copy.deepcopy` and unpickling make a module, noting it."""
+
+        def restore_and_note(module: nn.Module, state: Any) -> None:
+            restore(module, state)
+            if threading.get_ident() == self._thread:
+                self.add_modules(module)
+
+        return restore_and_note
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self._thread:

@@ -21,10 +21,10 @@ from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
-from memplan.trace.recording.bounds import checked_shares
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
+from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
 
 Step = Callable[[], Any]

@@ -7,6 +7,7 @@ import functools
 import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -16,11 +17,11 @@ import torch
 from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.ledger import Entry
-from memplan.trace.recording.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.recording.place import format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
-from memplan.trace.recording.splits import splits_by_value
+from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
+from memplan.trace.recording.values.splits import splits_by_value
 from memplan.trace.records import HOST, Assumption
 
 Line = tuple[str, int]
@@ -138,6 +139,19 @@ def _standin(value: float | int, reader: Reader) -> Any:
     return result
 
 
+def reached(error: BaseException | None) -> bool:
+    """Return whether a call that raised was given a stand-in: by the variables of the user's line and of torch's frames
+    below it, in lists and tuples, too."""
+    frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    users = [number for number, frame in enumerate(frames) if is_users(frame.f_code.co_filename)]
+    inner = frames[users[-1] :] if users else []
+    return any(_has_standin(value) for frame in inner for value in frame.f_locals.values())
+
+
+def _has_standin(value: Any) -> bool:
+    return any(map(_is_standin, value)) if isinstance(value, (list, tuple)) else _is_standin(value)
+
+
 class Standins:
     """Scalars for a recording, with a list of where they were read.
 
@@ -219,6 +233,7 @@ class Standins:
                 )
             )
             stack.enter_context(_torch.modules_converted_as_real())
+            stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(splits_by_value(_is_standin, lambda text: self._add("bound", text)))
             stack.enter_context(_torch.lengths_as_tensors())

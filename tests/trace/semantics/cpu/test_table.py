@@ -344,6 +344,7 @@ ELSEWHERE = (
     *("convolution", "flash_attention", "mkldnn_rnn", "_transformer_encoder", "_native_multi_head"),
     *("native_batch_norm", "native_group_norm", "linalg_vector_norm", "bmm"),
     *("_pad1d_backward", "_pad2d_backward", "_pad3d_backward", "upsample", "pool3d_backward", "grid_sampler"),
+    *("Scalar", "div.Tensor_mode"),  # these in test_scalar_operands.py
     *("pixel_unshuffle", "im2col", "col2im", "sort", "abs", "_ctc_loss"),  # these in test_kernels_expanded_gradients.py
     *("masked_select", "unique", "aten.index", "index_put"),  # these in test_selections.py
 )

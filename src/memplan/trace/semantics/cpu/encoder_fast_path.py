@@ -5,12 +5,16 @@ A whole encoder layer, or self-attention, is one op: its tensors live and die in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cpu import matmul
 from memplan.trace.semantics.layout import bytes_of
+
+Attend = Callable[[torch.Tensor, int, torch.Tensor | None], int]
+"""Of an input, the number of heads and a mask: the bytes at the peak of self-attention without its weights."""
 
 
 def _linear(x: torch.Tensor, rows: int, into: int, out: int) -> int:
@@ -23,7 +27,7 @@ def _spread(mask: torch.Tensor, scores: int) -> int:
     return 0 if mask.dtype is torch.bool else scores
 
 
-def _attention(
+def attention_peak(
     x: torch.Tensor, heads: int, mask: torch.Tensor | None, weights: bool = False, average: bool = False
 ) -> int:
     """Return the peak: projections, then the scores beside queries, keys and values, then the output's projection."""
@@ -50,11 +54,11 @@ def attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
         return 0
     weights, average = given.get("need_weights", True), given.get("average_attn_weights", True)
     kept = sum(bytes_of(t) for t in result if isinstance(t, torch.Tensor)) if isinstance(result, tuple) else 0
-    return _attention(x, heads, given.get("mask"), weights, average) - kept
+    return attention_peak(x, heads, given.get("mask"), weights, average) - kept
 
 
-def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``_transformer_encoder_layer_fwd``."""
+def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, attend: Attend = attention_peak) -> int:
+    """``_transformer_encoder_layer_fwd``; ``attend`` tells the peak of its attention."""
     x, heads, norm_first, hidden = args[0], args[2], args[8], args[14].shape[0]
     if x.is_nested or x.dim() != 3:
         return 0
@@ -64,7 +68,7 @@ def layer(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     inner = rows * hidden * x.element_size()
     feed = normed + unit + inner
     feed += max(_linear(x, rows, width, hidden), unit + _linear(x, rows, hidden, width))
-    return max(normed + _attention(x, heads, mask), feed) - unit
+    return max(normed + attend(x, heads, mask), feed) - unit
 
 
 FORMULAS = {

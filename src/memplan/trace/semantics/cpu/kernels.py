@@ -154,12 +154,10 @@ def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 def to_common(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """TensorIterator.cpp, cast_common_dtype_to_outputs: operands of another dtype are cast as a whole."""
     a, b = args[0], args[1]
-    if not isinstance(b, torch.Tensor):
-        return _cast(a, result.dtype) if not a.is_floating_point() and result.is_floating_point() else 0
-    common = a.dtype if a.dtype is b.dtype else torch.result_type(a, b)
+    common = torch.result_type(a, b)  # either can be a number
     if common is not torch.bool and result.is_floating_point() and not common.is_floating_point:
         common = result.dtype
-    return _cast(a, common) + _cast(b, common)
+    return sum(_cast(x, common) for x in (a, b) if isinstance(x, torch.Tensor))
 
 
 def to_common_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -276,7 +274,9 @@ _CASTING = (
     "hypot.default",
     "floor_divide.default",
 )
-_WITHOUT_IN_PLACE = ("maximum.default", "minimum.default", "fmax.default", "fmin.default", "pow.Tensor_Tensor")
+_WITHOUT_IN_PLACE = (
+    *("maximum.default", "minimum.default", "fmax.default", "fmin.default", "pow.Tensor_Tensor", "div.Tensor_mode"),
+)
 _IN_PLACE = ("pow_.Tensor", "floor_divide_.Tensor")
 _COMPARING = (
     "eq.Tensor",
@@ -288,6 +288,10 @@ _COMPARING = (
     "logical_and.default",
     "logical_or.default",
     "logical_xor.default",
+)
+_OF_A_NUMBER = (
+    *(f"{name}.Scalar" for name in ("eq", "ne", "lt", "le", "gt", "ge", "remainder", "fmod", "rsub", "copysign")),
+    *("xlogy.Scalar_Self", "xlogy.Scalar_Other", "pow.Scalar", "pow.Tensor_Scalar"),
 )
 _UNARY = (
     "sqrt",
@@ -389,7 +393,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.median.dim": median_of_rows,
     "aten.kthvalue.default": kthvalue,
     "aten.gelu_backward.default": copies_of(0),
-    **{f"aten.{name}": to_common for name in (*_CASTING, *_WITHOUT_IN_PLACE, *_COMPARING)},
+    **{f"aten.{name}": to_common for name in (*_CASTING, *_WITHOUT_IN_PLACE, *_COMPARING, *_OF_A_NUMBER)},
     **{f"aten.{name.replace('.', '_.')}": to_common_in_place for name in _CASTING if name != "floor_divide.default"},
     **{f"aten.{name}": to_common_in_place for name in _IN_PLACE},
     **{f"aten.{name}.default": unary for name in _UNARY},

@@ -52,20 +52,24 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
 """Overload name -> (args, kwargs, result) -> the result as the kernel makes it."""
 
 
-def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_grouped_mm``: torch describes it for CUDA's bfloat16 only; on the CPU it takes every floating-point dtype.
+def grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_grouped_mm``: torch describes it for bfloat16 only, and takes float32 and float16 on every device.
 
-    Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`.
+    Source: aten/src/ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`: rows begin at multiples of 16
+    bytes.
     """
     a, b = args[0], args[1]
     offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     rows, columns = a.shape[-2], b.shape[-1]
     dtype = kwargs.get("out_dtype") or a.dtype
+    shape = (rows, columns)
     if a.dim() == 3 and b.dim() == 3:
-        return a.new_empty((a.shape[0], rows, columns), dtype=dtype)
-    if a.dim() == 2 and b.dim() == 2:
-        return a.new_empty((offsets.shape[0], rows, columns), dtype=dtype)
-    return a.new_empty((rows, columns), dtype=dtype)
+        shape = (a.shape[0], rows, columns)
+    elif a.dim() == 2 and b.dim() == 2:
+        shape = (offsets.shape[0], rows, columns)
+    across = 16 // dtype.itemsize
+    row = -(-columns // across) * across
+    return a.new_empty_strided(shape, (rows * row, row, 1)[-len(shape) :], dtype=dtype)
 
 
 def _connectionist_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,7 +93,7 @@ def _known(lengths: Any) -> list[int] | None:
     return [int(one) for one in lengths]
 
 
-INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": _grouped_product}
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": grouped_product}
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
 
 OF_LENGTHS = dict.fromkeys(("aten._ctc_loss.default", "aten._ctc_loss.Tensor"), _connectionist_loss)

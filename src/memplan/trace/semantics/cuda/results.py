@@ -117,5 +117,6 @@ INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._cudnn_rnn_flatten_weight.default": flattened_weights,
     "aten._cudnn_rnn_backward.default": recurrent_backward,
     "aten.histc.default": histogram,
+    "aten._grouped_mm.default": results.grouped_product,
 }
-"""Overload name -> (args, kwargs) -> the result, for ops that exist on CUDA only."""
+"""Overload name -> (args, kwargs) -> the result, for ops that fake tensors of the CPU refuse."""

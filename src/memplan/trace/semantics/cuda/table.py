@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from memplan.devices import Device
-from memplan.trace.semantics.cpu import encoder_fast_path
-from memplan.trace.semantics.cuda import cublas, cudnn, kernels, results
+from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
 from memplan.trace.semantics.layout import bytes_of, is_dense
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
+_GROUPED = "aten._grouped_mm.default"
 _INDEXED = frozenset(
     {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
 )
@@ -64,12 +64,10 @@ class _Kernels:
     def extras(self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool) -> list[Extra]:
         """Return the storages that an op's kernel takes for itself."""
         found: list[Extra] = []
-        if name in cublas.USES or name in encoder_fast_path.FORMULAS:
+        if name in cublas.USES or name in encoder_fast_path.OPS or self._is_loop(name, args):
             found += self._products(name, args, kwargs, result, in_backward)
-        if (
-            name in encoder_fast_path.FORMULAS
-        ):  # transformers/cuda/attention.cu: the same parts as on the CPU, in one op
-            found.append(Extra(max(0, encoder_fast_path.FORMULAS[name](args, kwargs, result))))
+        if name in encoder_fast_path.OPS:
+            found.append(Extra(encoder_fast_path.temporaries(name, args, kwargs, result, self._arch.capability)))
         library = self._libraries.get(name)
         if library is not None:
             found += [extra for extra in library(args, result, in_backward) if extra.bytes]
@@ -82,6 +80,10 @@ class _Kernels:
         if formula is not None:
             found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]
         return found
+
+    def _is_loop(self, name: str, args: Arguments) -> bool:
+        """cuda/GroupedBlas.cpp, _grouped_mm_cuda: but for bfloat16 from Hopper on, it is a product for each group."""
+        return name == _GROUPED and not (self._arch.capability[0] in (9, 10) and args[0].dtype is torch.bfloat16)
 
     def _copied_across(self, args: Arguments, target: torch.Tensor) -> list[Extra]:
         """Copy.cu, copy_requires_temporaries: between host and card only the same layout is copied as it is."""
@@ -99,7 +101,8 @@ class _Kernels:
         self, name: str, args: Arguments, kwargs: Keywords, result: Any, in_backward: bool
     ) -> Iterator[Extra]:
         """Workspaces of cuBLAS: a handle for each thread, and the backward pass has one of its own."""
-        library = "cublas" if name in encoder_fast_path.FORMULAS else cublas.library(name, args, kwargs, result)
+        own = name in encoder_fast_path.OPS or name == _GROUPED
+        library = "cublas" if own else cublas.library(name, args, kwargs, result)
         if library is None:
             return
         yield from self._taken(library, in_backward)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import memplan
-from memplan.trace.recording.splits import even
+from memplan.trace.recording.values.splits import even
 
 SPLITS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "list": lambda h, sizes: h.split(sizes.tolist()),

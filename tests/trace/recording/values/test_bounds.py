@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memplan
 from memplan.errors import DataDependentError, UsageError
-from memplan.trace.recording import bounds
+from memplan.trace.recording.values import bounds
 
 Build = Callable[[], Callable[[], None]]
 ROWS = 400
