@@ -95,6 +95,17 @@ from memplan._torch.patches import (
     rejections_counted,
 )
 from memplan._torch.peers import memory_budget
+from memplan._torch.sparse import (
+    ROWS_COMPRESSED,
+    become,
+    distinct,
+    is_sparse,
+    known_indices,
+    runs_on_sparse,
+    sparse_compressed,
+    sparse_coo,
+    sparse_parts,
+)
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
     IN_PLACE_IN_FORMULAS,
@@ -114,7 +125,6 @@ from memplan._torch.tensors import (
     op_named,
     schema_of,
     sequence_number,
-    sparse_parts,
     storage_key,
     tensor_arguments,
     unwrapped,
@@ -126,12 +136,14 @@ from memplan._torch.thread_memory import threads_watched, with_threads
 from memplan._torch.values import Condition
 
 __all__ = [
+    "distinct",
     "DATA_DEPENDENT",
     "IN_PLACE_IN_FORMULAS",
     "IN_PLACE_ON_ZEROS",
     "OPAQUE",
     "OPAQUE_BACKWARD",
     "READ_SCALAR",
+    "ROWS_COMPRESSED",
     "Call",
     "Condition",
     "ConstantChanged",
@@ -155,6 +167,7 @@ __all__ = [
     "backward_pass",
     "backward_seen",
     "bare_step",
+    "become",
     "call_of_module",
     "call_with_hooks",
     "called_by_engine",
@@ -194,11 +207,13 @@ __all__ = [
     "is_op",
     "is_profiled",
     "is_random",
+    "is_sparse",
     "is_symbol",
     "is_transformed",
     "is_zero",
     "joint_graph",
     "keeps_graph",
+    "known_indices",
     "leaves_of",
     "lengths_as_tensors",
     "linear_seen",
@@ -223,6 +238,7 @@ __all__ = [
     "pre_hooks",
     "random_states_seen",
     "rejections_counted",
+    "runs_on_sparse",
     "say_place",
     "scaling_seen",
     "schema_of",
@@ -230,6 +246,8 @@ __all__ = [
     "sequence_of",
     "set_call",
     "set_own_state",
+    "sparse_compressed",
+    "sparse_coo",
     "sparse_parts",
     "storage_key",
     "submodule",

@@ -5,17 +5,13 @@ Everything here was seen in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._C._functorch as functorch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from memplan._torch.eager import no_modes
 
 _ATEN = torch.ops.aten
 IN_PLACE_ON_ZEROS = {
@@ -86,18 +82,6 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def is_zero(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for zeros without having memory: torch's "efficient zero tensor"."""
     return tensor._is_zerotensor()
-
-
-def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the dense tensors that a sparse one is made of, its values last."""
-    with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
-        if tensor.layout == torch.sparse_coo:
-            return [tensor._indices(), tensor._values()]
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -153,6 +153,7 @@ class _Recording:
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode, other)
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
+        self._observer.taken_for_granted = self._standins.granted
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
         if target.card is not None:

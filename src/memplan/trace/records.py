@@ -134,9 +134,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """Something the recording had to assume, and where. ``kernel``: which kernel an op takes on the card, and why."""
+    """Something the recording had to assume, and where. ``kernel``: which kernel an op takes on the card, and why;
+    ``sparse``: how many elements a sparse tensor has."""
 
-    kind: Literal["scalar", "branch", "compiled", "host", "kernel"]
+    kind: Literal["scalar", "branch", "compiled", "host", "kernel", "sparse"]
     text: str
     where: str | None
     count: int = 1

@@ -95,11 +95,17 @@ class Ledger:
         Of a sparse tensor, the entry is that of its values; its indices get one of their own.
         """
         if tensor.layout != torch.strided:
-            return [self.entry(part, op) for part in _torch.sparse_parts(tensor)][-1]
+            return self.parts(tensor, op)[-1]
         storage = tensor.untyped_storage()
         key = _torch.storage_key(storage)
         entry = self._live.get(key)
         return entry if entry is not None else self._born(storage, key, tensor, op)
+
+    def parts(self, tensor: torch.Tensor, op: int | None) -> list[Entry]:
+        """Return the entries of all that a tensor is made of: of a sparse one its indices, then its values."""
+        if tensor.layout == torch.strided:
+            return [self.entry(tensor, op)]
+        return [self.entry(part, op) for part in _torch.sparse_parts(tensor)]
 
     def resized(self, tensor: torch.Tensor, op: int) -> None:
         """Note a storage that was resized in place as another allocation: the new one is made, then the old one

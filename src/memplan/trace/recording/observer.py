@@ -67,12 +67,14 @@ class Observer:
     def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None) -> None:
         self.place = place
         self.ledger = Ledger(real=real)
-        self.marks = Marks(place, self.ledger)
         self.notes: list[Note] = []
+        self.marks = Marks(place, self.ledger, self.notes)
         self.by_sequence: dict[int, int] = {}
         self.read_equal: Callable[[], bool] | None = None
         self.read_apart: Callable[[str], None] | None = None
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
+        self.taken_for_granted: Callable[[str], None] | None = None
+        """Told what was assumed of an op's result."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self.outside = 0
         """Bytes of tensors that were there before the recording, which do not count where it is for the CPU."""
@@ -147,10 +149,9 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
+        held = self._parts_written(signature, args)
         if run is not None:
-            instead = semantics.instead.get(signature.name)
-            result = NotImplemented if instead is None else instead(args, kwargs)
-            result = run(func) if result is NotImplemented else result
+            result = self._result(semantics, signature.name, func, args, kwargs, run)
         if signature.mutable:
             for _, name in signature.positions[:1]:
                 if isinstance(args[0], torch.Tensor) and name:
@@ -173,6 +174,7 @@ class Observer:
         for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
             if not extra.held and extra.owner is None:
                 ledger.end(entry)
+        held.clear()
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
@@ -182,6 +184,34 @@ class Observer:
         if note.phase == "optimizer":
             self.marks.updating.update(note.writes)
         return result
+
+    def _result(
+        self,
+        semantics: Semantics,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: _torch.Run,
+    ) -> Any:
+        """Return an op's result, as the device gives it or as fake tensors say."""
+        if self.ledger.real:
+            return run(func)
+        if any(isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo for value in args) and not _torch.runs_on_sparse(func):
+            raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'SparseCPU' backend")
+        instead = semantics.instead.get(name)
+        result = NotImplemented if instead is None else instead(args, kwargs)
+        answered = result is not NotImplemented
+        result = result if answered else run(func)
+        granted = semantics.assumed(name, args, result, answered)
+        if granted is not None and self.taken_for_granted is not None:
+            self.taken_for_granted(granted)
+        return result
+
+    def _parts_written(self, signature: _Signature, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Return the parts of a sparse tensor that an op writes: it makes new ones before it frees these."""
+        written = args[0] if signature.mutable and args and not self.ledger.real else None
+        return _torch.sparse_parts(written) if _torch.is_sparse(written) else []
 
     def random_state(self, state: torch.Tensor) -> None:
         """Note the CPU's random state, which `torch.get_rng_state` copies into a tensor without any op."""
@@ -211,11 +241,11 @@ class Observer:
             value = args[position] if position < len(args) else kwargs.get(name)
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
-                    entry = self.ledger.entry(item, None)
-                    if entry.bytes and self._was_there_before(signature, item):
-                        self.outside += entry.bytes
-                        self.ledger.foreign(item, None)
-                    reads.append((name, entry.id))
+                    for entry in self.ledger.parts(item, None):
+                        if entry.bytes and self._was_there_before(signature, item):
+                            self.outside += entry.bytes
+                            entry.bytes, entry.foreign = 0, True
+                        reads.append((name, entry.id))
                     if entry.device == ON_CARD:
                         on_card = True
                     elif item.dim():
@@ -328,7 +358,7 @@ def _made_outside(tensor: torch.Tensor) -> StepError:
 
 def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None:
     if isinstance(result, torch.Tensor):
-        writes.append(ledger.entry(result, index).id)
+        writes.extend(entry.id for entry in ledger.parts(result, index))
         if result.device.type not in ("cpu", "meta"):
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",
