@@ -83,7 +83,7 @@ def sparse_compressed(layout: torch.layout, parts: Sequence[torch.Tensor], shape
     mode = values.fake_mode
     with in_kernel_invocation_manager(mode):
         made = _ATEN._sparse_compressed_tensor_unsafe.default(
-            *parts, list(shape), layout=layout, device=torch.device("meta")
+            *parts, list(shape), dtype=values.dtype, layout=layout, device=torch.device("meta")
         )
     return mode.fake_tensor_converter.from_meta_and_device(mode, made, values.fake_device)
 

@@ -124,7 +124,8 @@ def called_for_the_loss() -> bool:
 _DISPATCHING = frozenset(
     {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "is_in_place", "is_on_zeros",
      "in_formula", "form_of",
-     "_caller",
+     "_caller", "_adds_sparse_one",
+     "_result", "_copy", "taken_over",
      "called_by_engine", "called_for_the_loss", "make_where_asked", "interposed", "whole"}
 )  # fmt: skip
 

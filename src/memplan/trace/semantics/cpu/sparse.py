@@ -113,11 +113,15 @@ def _masked(args: Arguments, kwargs: Keywords, result: Any) -> int:
     tensor, mask = args[:2]
     if result is tensor:
         return 0
+    if compressed(result) and not compressed(tensor):
+        every, n = tensor.numel(), result._nnz()
+        made = _INDEX * (2 * n + _length(result)) + n * result.element_size()
+        return every + max(_INDEX * n, _as_places(result) - made)
     if compressed(result):
         n, rows = result._nnz(), _length(result)
         return 2 * n * result.element_size() + 7 * _INDEX * n + 2 * _INDEX * rows
     if not coo(tensor):
-        return _Parts.of(result).values
+        return _Parts.of(result).values + mask.element_size()
     parts = _Parts.of(tensor)
     table = 2 * _INDEX * (parts.count + mask._nnz())
     return table if parts.coalesced else table + parts.whole
@@ -218,9 +222,10 @@ def _to_sparse(args: Arguments, kwargs: Keywords, result: Any) -> int:
 
 def _to_dense(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """TensorConversions.cpp, sparse_compressed_to_dense: the indices as coordinates, then as places in a row."""
-    tensor = args[0]
-    if not compressed(tensor):
-        return 0
+    return _as_places(args[0]) if compressed(args[0]) else 0
+
+
+def _as_places(tensor: torch.Tensor) -> int:
     n, length = tensor._nnz(), _length(tensor)
     return _INDEX * (n + length + max(7 * n, 3 * (length - 1)))
 
@@ -257,18 +262,15 @@ def _by_rows(sparse: torch.Tensor, dense: torch.Tensor, zeros: int, result: int,
         at_once = made + beside + (zeros if turned else -result)
     index = _torch.sparse_parts(sparse)[0].dtype
     taken = _MKL_INDEX * (length + sparse._nnz()) if index is torch.int64 else 0
-    rows = dense.dim() < 2 or (dense.stride(0) == 1 if turned else dense.stride(1) == 1)
-    if dense.dim() == 2 and not turned:
-        rows = rows and dense.stride(0) >= max(1, dense.shape[1])
+    if turned:
+        dense = dense.transpose(-2, -1)
+    rows = dense.stride(-1) == 1 and (dense.dim() < 2 or dense.stride(0) >= max(1, dense.shape[1]))
     return max(at_once, made + zeros + taken + (0 if rows else bytes_of(dense)))
 
 
 def _vector_product(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """SparseBlasImpl.cpp, addmv_out_sparse_csr: MKL's indices; with coordinates, zeros to be added to."""
-    if coo(args[0]):
-        return bytes_of(result)
-    index = _torch.sparse_parts(args[0])[0].dtype
-    return _MKL_INDEX * (_length(args[0]) + args[0]._nnz()) if index is torch.int64 else 0
+    return bytes_of(result) if coo(args[0]) else _by_rows(args[0], args[1], 0, 0, turned=False)
 
 
 def _sampled(args: Arguments, kwargs: Keywords, result: Any) -> int:
@@ -288,14 +290,17 @@ def _sparse_product(args: Arguments, kwargs: Keywords, result: Any) -> int:
 def _reduced_gradient(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """SparseBlas.cpp, _sparse_mm_reduce_impl_backward_sparse_csr_cpu: the indices by columns, in order, and what
     belongs to them; gradients by rows."""
-    tensor, gradient, wanted = args[0], args[1], args[5]
+    tensor, gradient, reduction, wanted = args[0], args[1], args[3], args[5]
     n, columns = tensor._nnz(), tensor.shape[1] + 1
     by_column = _INDEX * (3 * n + columns)
     sorting = 6 * _INDEX * n
     copy = 0 if gradient.is_contiguous() else bytes_of(gradient)
     made = sum(_bytes_in(one) if _torch.is_sparse(one) else bytes_of(one) for one in result if one is not None)
-    with_values = by_column + (_INDEX + tensor.element_size()) * n + copy if wanted[1] else by_column + copy
-    return max(with_values, sorting - made)
+    if reduction in ("amax", "amin"):
+        of_each = bytes_of(gradient)
+    else:
+        of_each = (_INDEX + tensor.element_size()) * n
+    return max(by_column + copy + (of_each if wanted[1] else 0), sorting - made)
 
 
 FORMULAS: dict[str, Formula] = {
@@ -308,6 +313,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.mul.Tensor": _scaled,
     "aten.mul_.Tensor": _scaled,
     "aten.sparse_mask.default": _masked,
+    "aten._sparse_mask_projection.default": _masked,
     "aten.t.default": _turned,
     "aten.transpose.int": _turned,
     "aten._sparse_sum.dim": _summed,

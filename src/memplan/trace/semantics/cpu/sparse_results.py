@@ -76,11 +76,30 @@ def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
     return _new(tensor, tensor._nnz(), coalesced=tensor.is_coalesced(), dtype=dtype, known=known)
 
 
+def taken_over(tensor: torch.Tensor) -> bool:
+    """Return whether the engine takes a gradient for a parameter's as it is. Under a dispatch mode it copies it.
+
+    Source: torch/csrc/autograd/functions/accumulate_grad.h, `accumulateGrad`.
+    """
+    node = _torch.backward_node() if _torch.in_backward() and not torch.is_grad_enabled() else None
+    if node is None or node.name() != "torch::autograd::AccumulateGrad" or not _torch.called_by_engine():
+        return False
+    return all(part.is_contiguous() for part in _torch.sparse_parts(tensor))
+
+
 def _copy(args: Arguments, kwargs: Keywords) -> Any:
     """SparseTensor.cpp, clone_sparse; SparseCsrTensor.cpp, clone_sparse_compressed; and conversions of values."""
     if not _torch.is_sparse(args[0]) or kwargs.get("layout") not in (None, args[0].layout):
         return NotImplemented
+    if coo(args[0]) and taken_over(args[0]):
+        known, parts = _torch.known_indices(args[0]), _torch.sparse_parts(args[0])
+        return _torch.sparse_coo(*parts, args[0].shape, coalesced=args[0].is_coalesced(), known=known)
     return copied(args[0], kwargs.get("dtype"))
+
+
+def _like(position: int) -> Instead:
+    """Return an op that makes a tensor like one of its operands: as many elements at the same indices."""
+    return lambda args, kwargs: copied(args[position]) if coo(args[position]) else NotImplemented
 
 
 def coalesced(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +208,11 @@ def _masked(args: Arguments, kwargs: Keywords) -> Any:
     tensor, mask = args[:2]
     if coo(mask):
         return tensor if tensor is mask and mask.is_coalesced() else copied(mask, tensor.dtype)
-    return copied(mask, tensor.dtype) if compressed(tensor) else NotImplemented
+    if compressed(tensor):
+        return copied(mask, tensor.dtype)
+    if mask.dim() != 2 or mask.layout not in (torch.sparse_csr, torch.sparse_csc):
+        return NotImplemented
+    return _one_by_one(mask.layout, mask._nnz(), tensor)
 
 
 def _turned(args: Arguments, kwargs: Keywords) -> Any:
@@ -266,6 +289,14 @@ def _without_padding(args: Arguments, kwargs: Keywords) -> Any:
     return args[0].new_empty(args[0].shape) if padding_left_out(args) else NotImplemented
 
 
+def _one_by_one(layout: torch.layout, count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return a compressed tensor whose plain indices are one of two rows that say where the elements are."""
+    length = like.shape[0 if layout == torch.sparse_csr else 1] + 1
+    dense = like if like.layout == torch.strided else _torch.sparse_parts(like)[-1]
+    plain = dense.new_empty((2, count), dtype=torch.int64).select(0, 1)
+    return _torch.sparse_compressed(layout, (plain.new_empty(length), plain, dense.new_empty(count)), like.shape)
+
+
 def _compressed_as(layout: torch.layout) -> Instead:
     """SparseCsrTensor.cpp and TensorConversions.cpp, dense_to_sparse_compressed, coo_to_sparse_csr and
     sparse_compressed_to_flipped."""
@@ -274,16 +305,11 @@ def _compressed_as(layout: torch.layout) -> Instead:
         tensor = args[0]
         if tensor.dim() != 2 or (compressed(tensor) and tensor.layout not in (torch.sparse_csr, torch.sparse_csc)):
             return NotImplemented
-        rows = layout == torch.sparse_csr
-        length = tensor.shape[0 if rows else 1] + 1
-        if coo(tensor) and rows:
-            indices, values = _torch.sparse_parts(coalesced(tensor))
-            plain = indices.select(0, 1)
-        else:
-            old = tensor if tensor.layout == torch.strided else _torch.sparse_parts(tensor)[-1]
-            values = old.new_empty(old.numel())
-            plain = old.new_empty((2, old.numel()), dtype=torch.int64).select(0, 1)
-        return _torch.sparse_compressed(layout, (plain.new_empty(length), plain, values), tensor.shape)
+        if not coo(tensor) or layout == torch.sparse_csc:
+            return _one_by_one(layout, tensor.numel() if tensor.layout == torch.strided else tensor._nnz(), tensor)
+        indices, values = _torch.sparse_parts(coalesced(tensor))
+        parts = indices.new_empty(tensor.shape[0] + 1), indices.select(0, 1), values
+        return _torch.sparse_compressed(layout, parts, tensor.shape)
 
     return result
 
@@ -339,8 +365,30 @@ def _product(args: Arguments, kwargs: Keywords) -> Any:
     return _new(one, count, coalesced=True, shape=shape)
 
 
+def _dense_product(first: int) -> Instead:
+    """SparseBlas.cpp, addmm_out_sparse_compressed_cpu. Fake tensors have no kernel for it."""
+
+    def result(args: Arguments, kwargs: Keywords) -> Any:
+        one, other = args[first : first + 2]
+        if not (compressed(one) or compressed(other)) or (_torch.is_sparse(one) and _torch.is_sparse(other)):
+            return NotImplemented
+        dense = other if _torch.is_sparse(one) else one
+        return dense.new_empty((one.shape[0], other.shape[1]))
+
+    return result
+
+
+def _reduced(args: Arguments, kwargs: Keywords) -> Any:
+    """SparseBlas.cpp, _sparse_mm_reduce_impl_sparse_csr_cpu: for a derivative, where the largest elements are."""
+    tensor, other, reduction = args
+    result = other.new_empty((tensor.shape[0], other.shape[1]))
+    with_places = reduction in ("amax", "amin") and torch.is_grad_enabled()
+    with_places = with_places and (tensor.requires_grad or other.requires_grad)
+    return result, other.new_empty(result.shape if with_places else (0,), dtype=torch.int64)
+
+
 def _reduced_gradient(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseMatMul..., SparseBlas.cpp, _sparse_mm_reduce_impl_backward_sparse_csr_cpu."""
+    """SparseBlas.cpp, _sparse_mm_reduce_impl_backward_sparse_csr_cpu."""
     tensor, other, wanted = args[0], args[2], args[5]
     return copied(tensor) if wanted[0] else None, other.new_empty(other.shape) if wanted[1] else None
 
@@ -349,8 +397,10 @@ INSTEAD: Mapping[str, Instead] = {
     "aten.clone.default": _copy,
     "aten._to_copy.default": _copy,
     "aten.neg.default": _copy,
-    "aten._sparse_softmax.default": _copy,
-    "aten._sparse_log_softmax.default": _copy,
+    **{f"aten._sparse_{name}.default": _copy for name in ("softmax", "log_softmax")},
+    **{f"aten._sparse_{name}_backward_data.default": _like(1) for name in ("softmax", "log_softmax")},
+    "aten._sparse_sum_backward.default": _like(1),
+    "aten._sparse_mask_projection.default": _like(1),
     _COALESCE: _coalesce,
     "aten._sparse_coo_tensor_with_dims_and_tensors.default": _made,
     **{f"aten.{name}.default": _elementwise(f"aten.{name}.default") for name in UNARY},
@@ -382,6 +432,10 @@ INSTEAD: Mapping[str, Instead] = {
     "aten.sparse_compressed_tensor.comp_plain_value": _without_size,
     "aten.sparse_sampled_addmm.default": _sampled,
     "aten._sparse_sparse_matmul.default": _product,
+    "aten.mm.default": _dense_product(0),
+    "aten.addmm.default": _dense_product(1),
+    "aten._sparse_addmm.default": _dense_product(1),
+    "aten._sparse_mm_reduce_impl.default": _reduced,
     "aten._sparse_mm_reduce_impl_backward.default": _reduced_gradient,
 }
 """Overload name -> (args, kwargs) -> the result; NotImplemented where no sparse tensor is concerned."""
