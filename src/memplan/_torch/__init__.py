@@ -99,6 +99,7 @@ from memplan._torch.sparse import (
     ROWS_COMPRESSED,
     become,
     distinct,
+    is_from_outside,
     is_sparse,
     known_indices,
     runs_on_sparse,
@@ -136,7 +137,6 @@ from memplan._torch.thread_memory import threads_watched, with_threads
 from memplan._torch.values import Condition
 
 __all__ = [
-    "distinct",
     "DATA_DEPENDENT",
     "IN_PLACE_IN_FORMULAS",
     "IN_PLACE_ON_ZEROS",
@@ -188,6 +188,7 @@ __all__ = [
     "culprit",
     "default_device_replaced",
     "define_opaque",
+    "distinct",
     "eager_instead_of_compiled",
     "effect_of",
     "factories_replaced",
@@ -203,6 +204,7 @@ __all__ = [
     "inner_tensors",
     "is_backward",
     "is_composite",
+    "is_from_outside",
     "is_mutable",
     "is_op",
     "is_profiled",

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.patches import patched
+from memplan._torch.sparse import FakeSparse
 from memplan._torch.tensors import storage_key
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
@@ -263,6 +264,7 @@ class FakeMode(FakeTensorMode):
         self._observe = dispatch
         self._inside = False
         self._memo = _Memo()
+        self._sparse = FakeSparse(self)
         self.replacements: Replacements | None = None
         self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Around an op that makes a tensor on a card: what says that it lies there."""
@@ -293,6 +295,7 @@ class FakeMode(FakeTensorMode):
         self._inside = True
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:
+            args = self._sparse.replaced(args)
             return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
         finally:
             fake_tensor.FakeTensor = seen

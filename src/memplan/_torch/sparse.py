@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan._torch.eager import no_modes
 
 _ATEN = torch.ops.aten
 ROWS_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr)
 _COLUMNS_COMPRESSED = (torch.sparse_csc, torch.sparse_bsc)
-_KNOWN = "_memplan_indices"
+_KNOWN, _OUTSIDE = "_memplan_indices", "_memplan_outside"
 
 
 def is_sparse(value: Any) -> bool:
@@ -86,6 +87,39 @@ def sparse_compressed(layout: torch.layout, parts: Sequence[torch.Tensor], shape
             *parts, list(shape), dtype=values.dtype, layout=layout, device=torch.device("meta")
         )
     return mode.fake_tensor_converter.from_meta_and_device(mode, made, values.fake_device)
+
+
+class FakeSparse:
+    """Fakes of the sparse tensors from outside of a recording that it meets: of their parts, which torch's lose."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._made = WeakIdKeyDictionary()
+
+    def replaced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of an op with fakes of the sparse tensors among them."""
+        if not any(is_sparse(arg) and not isinstance(arg, FakeTensor) for arg in args):
+            return args
+        return tuple(self._of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._made.get(tensor)
+        if made is None:
+            real = sparse_parts(tensor)
+            parts = [self._mode.from_tensor(part) for part in real]
+            if tensor.layout == torch.sparse_coo:
+                coalesced = tensor.is_coalesced()
+                made = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
+            else:
+                made = sparse_compressed(tensor.layout, parts, tensor.shape)
+            setattr(made, _OUTSIDE, True)
+            self._made[tensor] = made
+        return made
+
+
+def is_from_outside(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was there before a recording: it is real, or the fake of a sparse one that is."""
+    return not isinstance(tensor, FakeTensor) or hasattr(tensor, _OUTSIDE)
 
 
 def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,8 @@ class Observer:
         if signature.silent:
             if self.read_scalar is not None and signature.name == _SCALAR:
                 return self.read_scalar(args[0], run)
+            if args and _torch.is_sparse(args[0]):  # what a fake of one from outside shares is from there, too
+                self._operands(signature, args, kwargs)
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
@@ -268,7 +270,7 @@ class Observer:
         """Return whether a tensor is from outside of a recording for the CPU, and not lifted into it."""
         if self.ledger.real or self.card is not None or signature.name == _LIFT:
             return False
-        return not isinstance(tensor, _torch.FakeTensor)
+        return _torch.is_from_outside(tensor)
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
         """Return what a kernel allocates for itself."""

@@ -119,6 +119,8 @@ def _masked(args: Arguments, kwargs: Keywords, result: Any) -> int:
         return every + max(_INDEX * n, _as_places(result) - made)
     if compressed(result):
         n, rows = result._nnz(), _length(result)
+        if not n:
+            return 0
         return 2 * n * result.element_size() + 7 * _INDEX * n + 2 * _INDEX * rows
     if not coo(tensor):
         return _Parts.of(result).values + mask.element_size()
@@ -227,7 +229,7 @@ def _to_dense(args: Arguments, kwargs: Keywords, result: Any) -> int:
 
 def _as_places(tensor: torch.Tensor) -> int:
     n, length = tensor._nnz(), _length(tensor)
-    return _INDEX * (n + length + max(7 * n, 3 * (length - 1)))
+    return _INDEX * (n + length + max(7 * n, 3 * (length - 1))) if n else 0
 
 
 def _product(first: int) -> Formula:
@@ -254,6 +256,8 @@ def _product(first: int) -> Formula:
 
 def _by_rows(sparse: torch.Tensor, dense: torch.Tensor, zeros: int, result: int, *, turned: bool) -> int:
     """SparseBlasImpl.cpp, addmm_sparse_input_dense_result."""
+    if not sparse._nnz() or not dense.numel():
+        return zeros
     length, at_once, made = _length(sparse), 0, 0
     if (sparse.layout == torch.sparse_csr) == turned:
         made, beside = _flipping(sparse)
