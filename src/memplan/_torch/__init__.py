@@ -50,8 +50,14 @@ from memplan._torch.fake import (
     READ_SCALAR,
     FakeMode,
     FakeTensor,
+    become,
+    distinct,
     fake_tensors,
+    is_from_outside,
+    known_indices,
     modules_converted_as_real,
+    sparse_compressed,
+    sparse_coo,
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
@@ -95,18 +101,6 @@ from memplan._torch.patches import (
     rejections_counted,
 )
 from memplan._torch.peers import memory_budget
-from memplan._torch.sparse import (
-    ROWS_COMPRESSED,
-    become,
-    distinct,
-    is_from_outside,
-    is_sparse,
-    known_indices,
-    runs_on_sparse,
-    sparse_compressed,
-    sparse_coo,
-    sparse_parts,
-)
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
     IN_PLACE_IN_FORMULAS,
@@ -121,11 +115,14 @@ from memplan._torch.tensors import (
     inner_tensors,
     is_mutable,
     is_random,
+    is_sparse,
     is_zero,
     node_sequence,
     op_named,
+    runs_on_sparse,
     schema_of,
     sequence_number,
+    sparse_parts,
     storage_key,
     tensor_arguments,
     unwrapped,
@@ -143,7 +140,6 @@ __all__ = [
     "OPAQUE",
     "OPAQUE_BACKWARD",
     "READ_SCALAR",
-    "ROWS_COMPRESSED",
     "Call",
     "Condition",
     "ConstantChanged",

@@ -5,13 +5,18 @@ Everything here was seen in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._C._functorch as functorch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memplan._torch.eager import no_modes
 
 _ATEN = torch.ops.aten
 IN_PLACE_ON_ZEROS = {
@@ -82,6 +87,33 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def is_zero(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for zeros without having memory: torch's "efficient zero tensor"."""
     return tensor._is_zerotensor()
+
+
+def is_sparse(value: Any) -> bool:
+    """Return whether a value is a tensor of a sparse layout."""
+    return isinstance(value, torch.Tensor) and value.layout != torch.strided and bool(_names(value.layout))
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that a sparse one is made of, its values last."""
+    with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
+        return [getattr(tensor, name)() for name in _names(tensor.layout)]
+
+
+def _names(layout: torch.layout) -> tuple[str, ...]:
+    if layout == torch.sparse_coo:
+        return "_indices", "_values"
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return "crow_indices", "col_indices", "values"
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return "ccol_indices", "row_indices", "values"
+    return ()
+
+
+@functools.cache
+def runs_on_sparse(func: Any) -> bool:
+    """Return whether the CPU has a kernel of an op for sparse tensors with coordinates."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "SparseCPU")
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

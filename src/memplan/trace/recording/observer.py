@@ -151,9 +151,9 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
-        held = self._parts_written(signature, args)
+        held = [] if ledger.real else _parts_written(signature, args)
         if run is not None:
-            result = self._result(semantics, signature.name, func, args, kwargs, run)
+            result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
         if signature.mutable:
             for _, name in signature.positions[:1]:
                 if isinstance(args[0], torch.Tensor) and name:
@@ -187,34 +187,6 @@ class Observer:
             self.marks.updating.update(note.writes)
         return result
 
-    def _result(
-        self,
-        semantics: Semantics,
-        name: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: _torch.Run,
-    ) -> Any:
-        """Return an op's result, as the device gives it or as fake tensors say."""
-        if self.ledger.real:
-            return run(func)
-        if any(isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo for value in args) and not _torch.runs_on_sparse(func):
-            raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'SparseCPU' backend")
-        instead = semantics.instead.get(name)
-        result = NotImplemented if instead is None else instead(args, kwargs)
-        answered = result is not NotImplemented
-        result = result if answered else run(func)
-        granted = semantics.assumed(name, args, result, answered)
-        if granted is not None and self.taken_for_granted is not None:
-            self.taken_for_granted(granted)
-        return result
-
-    def _parts_written(self, signature: _Signature, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Return the parts of a sparse tensor that an op writes: it makes new ones before it frees these."""
-        written = args[0] if signature.mutable and args and not self.ledger.real else None
-        return _torch.sparse_parts(written) if _torch.is_sparse(written) else []
-
     def random_state(self, state: torch.Tensor) -> None:
         """Note the CPU's random state, which `torch.get_rng_state` copies into a tensor without any op."""
         if self.card is None:
@@ -243,12 +215,13 @@ class Observer:
             value = args[position] if position < len(args) else kwargs.get(name)
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
-                    for entry in self.ledger.parts(item, None):
-                        if entry.bytes and self._was_there_before(signature, item):
-                            self.outside += entry.bytes
+                    parts = self.ledger.parts(item, None)
+                    if self._was_there_before(signature, item):
+                        self.outside += sum(entry.bytes for entry in parts)
+                        for entry in parts:
                             entry.bytes, entry.foreign = 0, True
-                        reads.append((name, entry.id))
-                    if entry.device == ON_CARD:
+                    reads += [(name, entry.id) for entry in parts]
+                    if parts[-1].device == ON_CARD:
                         on_card = True
                     elif item.dim():
                         on_host = True
@@ -306,19 +279,9 @@ class Observer:
         clock = self.ledger.clock
         frame = user_frame() if phase != "backward" or grad_enabled else None
         return Note(
-            signature.name,
-            phase,
-            place.step,
-            place.module,
-            frame,
-            clock,
-            clock,
-            reads,
-            [],
-            needs,
-            sequence,
+            signature.name, phase, place.step, place.module, frame, clock, clock, reads, [], needs, sequence,
             grad_enabled,
-        )
+        )  # fmt: skip
 
     def _phase_after_backward(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], grad_enabled: bool
@@ -347,6 +310,34 @@ class Observer:
         self.marks.mark_gradients()
         self._after_backward = False
         self.marks.updating.clear()
+
+
+def _result(
+    semantics: Semantics,
+    name: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: _torch.Run,
+    say: Callable[[str], None] | None,
+) -> Any:
+    """Return an op's result as the device gives it, or as fake tensors say. ``say`` is told what is assumed of it."""
+    sparse = any(isinstance(one, torch.Tensor) and one.layout == torch.sparse_coo for one in args)
+    if sparse and not _torch.runs_on_sparse(func):
+        raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'SparseCPU' backend")
+    instead = semantics.instead.get(name)
+    result = NotImplemented if instead is None else instead(args, kwargs)
+    answered = result is not NotImplemented
+    result = result if answered else run(func)
+    text = semantics.assumed(name, args, result, answered)
+    if text is not None and say is not None:
+        say(text)
+    return result
+
+
+def _parts_written(signature: _Signature, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the parts of a sparse tensor that an op writes: it makes new ones before it frees these."""
+    return _torch.sparse_parts(args[0]) if signature.mutable and args and _torch.is_sparse(args[0]) else []
 
 
 def _made_outside(tensor: torch.Tensor) -> StepError:

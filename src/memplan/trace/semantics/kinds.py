@@ -37,8 +37,8 @@ class Semantics:
     ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
     ``instead``: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result``; NotImplemented: as
     they say.
-    ``assumed``: of ``(name, args, result, answered)``, what was taken for granted of a result; None where it is certain.
-    ``answered``: ``instead`` gave it.
+    ``assumed``: of ``(name, args, result, answered)``, what was taken for granted of a result; None where it is
+    certain. ``answered``: ``instead`` gave it.
     """
 
     extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]

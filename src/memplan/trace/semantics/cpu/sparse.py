@@ -57,7 +57,7 @@ class _Parts:
 
     @property
     def coalescing(self) -> int:
-        """The same, and what is made."""
+        """Return the same, and what is made."""
         return 0 if self.coalesced else self.whole + self.sorting
 
 
@@ -300,10 +300,7 @@ def _reduced_gradient(args: Arguments, kwargs: Keywords, result: Any) -> int:
     sorting = 6 * _INDEX * n
     copy = 0 if gradient.is_contiguous() else bytes_of(gradient)
     made = sum(_bytes_in(one) if _torch.is_sparse(one) else bytes_of(one) for one in result if one is not None)
-    if reduction in ("amax", "amin"):
-        of_each = bytes_of(gradient)
-    else:
-        of_each = (_INDEX + tensor.element_size()) * n
+    of_each = bytes_of(gradient) if reduction in ("amax", "amin") else (_INDEX + tensor.element_size()) * n
     return max(by_column + copy + (of_each if wanted[1] else 0), sorting - made)
 
 

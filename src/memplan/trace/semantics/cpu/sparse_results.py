@@ -92,8 +92,8 @@ def _copy(args: Arguments, kwargs: Keywords) -> Any:
     if not _torch.is_sparse(args[0]) or kwargs.get("layout") not in (None, args[0].layout):
         return NotImplemented
     if coo(args[0]) and taken_over(args[0]):
-        known, parts = _torch.known_indices(args[0]), _torch.sparse_parts(args[0])
-        return _torch.sparse_coo(*parts, args[0].shape, coalesced=args[0].is_coalesced(), known=known)
+        known, (indices, values) = _torch.known_indices(args[0]), _torch.sparse_parts(args[0])
+        return _torch.sparse_coo(indices, values, args[0].shape, coalesced=args[0].is_coalesced(), known=known)
     return copied(args[0], kwargs.get("dtype"))
 
 
@@ -128,14 +128,14 @@ def _made(args: Arguments, kwargs: Keywords) -> Any:
 
 def _elementwise(name: str) -> Instead:
     """SparseUnaryOps.cpp and SparseTensorMath.cpp, pow_out_sparse_scalar: new values of what is coalesced first."""
-    op = _torch.op_named(name)
+    op: Any = _torch.op_named(name)
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
         tensor = args[0]
         if not _torch.is_sparse(tensor):
             return NotImplemented
-        dtype = op(_torch.sparse_parts(tensor)[-1], *args[1:], **kwargs).dtype
-        return copied(coalesced(tensor) if coo(tensor) else tensor, dtype)
+        made: Any = op(_torch.sparse_parts(tensor)[-1], *args[1:], **kwargs)
+        return copied(coalesced(tensor) if coo(tensor) else tensor, made.dtype)
 
     return result
 
@@ -240,9 +240,8 @@ def _joined(args: Arguments, kwargs: Keywords) -> Any:
 
 def summed_dims(args: Arguments, kwargs: Keywords) -> list[int]:
     """Return the dimensions that a sum runs over."""
-    dims = args[1] if len(args) > 1 else kwargs.get("dim")
-    every = range(args[0].dim())
-    return sorted(every if not dims else [dim % args[0].dim() for dim in ([dims] if isinstance(dims, int) else dims)])
+    every, dims = int(args[0].dim()), kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return sorted(range(every) if not dims else [dim % every for dim in ([dims] if isinstance(dims, int) else dims)])
 
 
 def _summed(args: Arguments, kwargs: Keywords) -> Any:
