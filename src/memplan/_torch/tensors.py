@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +96,23 @@ def is_sparse(value: Any) -> bool:
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a sparse one is made of, its values last."""
-    with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
+    with _unseen(tensor) if isinstance(tensor, FakeTensor) else no_modes():
         return [getattr(tensor, name)() for name in _names(tensor.layout)]
+
+
+@contextlib.contextmanager
+def _unseen(tensor: FakeTensor) -> Iterator[None]:
+    """Let a recording take ops on its fake tensor for parts of one that runs, which it does not note."""
+    mode: Any = tensor.fake_mode
+    before = getattr(mode, "_inside", None)
+    if before is None:
+        yield
+        return
+    mode._inside = True
+    try:
+        yield
+    finally:
+        mode._inside = before
 
 
 def _names(layout: torch.layout) -> tuple[str, ...]:
