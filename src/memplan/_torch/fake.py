@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +19,16 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import lazy_as_fake
 from memplan._torch.patches import patched
-from memplan._torch.tensors import storage_key
+from memplan._torch.tensors import is_sparse, sparse_parts, storage_key
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
 """Exceptions that a fake tensor raises where an output's shape, or a branch, depends on values."""
@@ -239,6 +241,96 @@ def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtyp
 
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_KNOWN, _OUTSIDE = "_memplan_indices", "_memplan_outside"
+
+
+def sparse_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: Sequence[int],
+    *,
+    coalesced: bool,
+    known: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a sparse tensor over fake indices and values, without any op that a recording sees.
+
+    ``known``: what the indices are, where that is known and the fake ones do not say it.
+    """
+    result = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        indices.shape[0], values.dim() - 1, list(shape), indices, values, dtype=values.dtype, layout=torch.sparse_coo,
+        device=torch.device("cpu"), pin_memory=False, is_coalesced=coalesced,
+    )  # fmt: skip
+    setattr(result, _KNOWN, getattr(indices, "constant", None) if known is None else known)
+    return result
+
+
+def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the indices of a sparse tensor, where `sparse_coo` knew them."""
+    return getattr(tensor, _KNOWN, None)
+
+
+def distinct(indices: torch.Tensor) -> torch.Tensor:
+    """Return the columns of indices that are known, each once and in order."""
+    with no_modes():
+        return torch.unique(indices, dim=1)
+
+
+def sparse_compressed(layout: torch.layout, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor in a compressed sparse layout over fake parts: compressed and plain indices, and values.
+
+    torch refuses to make one of fake tensors: "Values and compressed tensor instance need to be on the same device".
+    """
+    values: Any = parts[-1]
+    mode = values.fake_mode
+    with in_kernel_invocation_manager(mode):
+        made = torch.ops.aten._sparse_compressed_tensor_unsafe.default(
+            *parts, list(shape), dtype=values.dtype, layout=layout, device=torch.device("meta")
+        )
+    return mode.fake_tensor_converter.from_meta_and_device(mode, made, values.fake_device)
+
+
+def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Give a sparse tensor the parts of another, as an op in place does. Return it."""
+    target.data = source
+    setattr(target, _KNOWN, known_indices(source))
+    return target
+
+
+class _FakeSparse:
+    """Fakes of the sparse tensors from outside of a recording that it meets, made of fakes of their parts.
+
+    torch's own have no elements, and neither has a copy of a sparse tensor, of which `sparse_coo` makes one that has.
+    Seen in torch 2.13.
+    """
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._made = WeakIdKeyDictionary()
+
+    def replaced(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of an op with fakes of the sparse tensors among them."""
+        if not any(is_sparse(arg) and not isinstance(arg, FakeTensor) for arg in args):
+            return args
+        return tuple(self._of(arg) if is_sparse(arg) and not isinstance(arg, FakeTensor) else arg for arg in args)
+
+    def _of(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._made.get(tensor)
+        if made is None:
+            real = sparse_parts(tensor)
+            parts = [self._mode.from_tensor(part) for part in real]
+            if tensor.layout == torch.sparse_coo:
+                coalesced = tensor.is_coalesced()
+                made = sparse_coo(parts[0], parts[1], tensor.shape, coalesced=coalesced, known=real[0])
+            else:
+                made = sparse_compressed(tensor.layout, parts, tensor.shape)
+            setattr(made, _OUTSIDE, True)
+            self._made[tensor] = made
+        return made
+
+
+def is_from_outside(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was there before a recording: it is real, or the fake of a sparse one that is."""
+    return not isinstance(tensor, FakeTensor) or hasattr(tensor, _OUTSIDE)
 
 
 class Replacements(Protocol):
@@ -267,6 +359,7 @@ class FakeMode(FakeTensorMode):
         self._observe = dispatch
         self._inside = False
         self._memo = _Memo()
+        self._sparse = _FakeSparse(self)
         self.replacements: Replacements | None = None
         self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
         """Around an op that makes a tensor on a card: what says that it lies there."""
@@ -299,6 +392,7 @@ class FakeMode(FakeTensorMode):
         self._inside = True
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:
+            args = self._sparse.replaced(args)
             return self._observe(func, args, kwargs, lambda op: self._run(op, types, args, kwargs))
         finally:
             fake_tensor.FakeTensor = seen

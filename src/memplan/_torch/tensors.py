@@ -6,8 +6,9 @@ Everything here was seen in torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,16 +89,46 @@ def is_zero(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
+def is_sparse(value: Any) -> bool:
+    """Return whether a value is a tensor of a sparse layout."""
+    return isinstance(value, torch.Tensor) and value.layout != torch.strided and bool(_names(value.layout))
+
+
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a sparse one is made of, its values last."""
-    with no_modes() if not isinstance(tensor, FakeTensor) else contextlib.nullcontext():
-        if tensor.layout == torch.sparse_coo:
-            return [tensor._indices(), tensor._values()]
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return []
+    with _unseen(tensor) if isinstance(tensor, FakeTensor) else no_modes():
+        return [getattr(tensor, name)() for name in _names(tensor.layout)]
+
+
+@contextlib.contextmanager
+def _unseen(tensor: FakeTensor) -> Iterator[None]:
+    """Let a recording take ops on its fake tensor for parts of one that runs, which it does not note."""
+    mode: Any = tensor.fake_mode
+    before = getattr(mode, "_inside", None)
+    if before is None:
+        yield
+        return
+    mode._inside = True
+    try:
+        yield
+    finally:
+        mode._inside = before
+
+
+def _names(layout: torch.layout) -> tuple[str, ...]:
+    if layout == torch.sparse_coo:
+        return "_indices", "_values"
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return "crow_indices", "col_indices", "values"
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return "ccol_indices", "row_indices", "values"
+    return ()
+
+
+@functools.cache
+def runs_on_sparse(func: Any) -> bool:
+    """Return whether the CPU has a kernel of an op for sparse tensors with coordinates."""
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "SparseCPU")
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -140,7 +171,8 @@ def called_for_the_loss() -> bool:
 _DISPATCHING = frozenset(
     {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "is_in_place", "is_on_zeros",
      "in_formula", "form_of",
-     "_caller",
+     "_caller", "_adds_sparse_one",
+     "_result", "_copy", "taken_over",
      "called_by_engine", "called_for_the_loss", "make_where_asked", "interposed", "whole"}
 )  # fmt: skip
 

@@ -129,7 +129,8 @@ class _Draft:
 
 
 def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
-    """Weights and their gradients; a weight that several layers own counts for the first."""
+    """Weights and their gradients, of sparse ones the indices, too; a weight that several layers own counts for the
+    first."""
     owner: dict[str, str] = {}
     seen: set[int] = set()
     for layer in trace.layers:
@@ -140,11 +141,12 @@ def _add_weights(trace: Trace, drafts: dict[str, _Draft]) -> None:
             storage = trace.storages[weight]
             owner[storage.name] = layer.name
             drafts.setdefault(layer.name, _Draft()).weight_bytes += storage.bytes
-    most: dict[str, int] = {}
+    most: dict[tuple[str, str], int] = {}
     for storage in trace.storages:
         if storage.cause == "parameter_gradient" and storage.name in owner:
-            most[storage.name] = max(most.get(storage.name, 0), storage.bytes)
-    for name, size in most.items():
+            part = storage.name, storage.dtype
+            most[part] = max(most.get(part, 0), storage.bytes)
+    for (name, _), size in most.items():
         drafts[owner[name]].gradient_bytes += size
 
 

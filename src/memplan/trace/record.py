@@ -196,6 +196,7 @@ class _Recording:
         bounds = Bounds(target.assumed, self._standins.bounded)
         self._mode.bound = lambda func, args, kwargs: bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
+        self._observer.taken_for_granted = self._standins.granted
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
         if target.card is not None:

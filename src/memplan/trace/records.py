@@ -138,9 +138,10 @@ class Assumption:
     """Something the recording had to assume, and where.
 
     ``kernel``: which kernel an op takes on the card, and why. ``bound``: how large a result is that depends on values.
+    ``sparse``: how many elements a sparse tensor has.
     """
 
-    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel"]
+    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse"]
     text: str
     where: str | None
     count: int = 1
@@ -148,7 +149,7 @@ class Assumption:
 
 def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
     """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
-    return [one for one in assumptions if one.kind in ("branch", "bound", "host")]
+    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse")]
 
 
 @dataclass(frozen=True, slots=True)

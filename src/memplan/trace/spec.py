@@ -141,9 +141,11 @@ def realize(value: Any) -> Any:
 
 def like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return a tensor of the same shape, strides and dtype, by default on the CPU: fake under a fake mode, else a
-    copy."""
+    copy. A sparse one has as many elements, at the same indices."""
     from memplan import _torch
 
+    if _torch.is_sparse(tensor):
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if not isinstance(made, _torch.FakeTensor) and tensor.device.type != "meta":
         with torch.no_grad():
@@ -152,8 +154,9 @@ def like(tensor: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tens
 
 
 def with_batch(value: Any, old: int, new: int) -> Any:
-    """Return the same specs and tensors with a leading dimension of ``new`` wherever it was ``old``."""
-    if isinstance(value, torch.Tensor) and value.shape[:1] == (old,):
+    """Return the same specs and tensors with a leading dimension of ``new`` wherever it was ``old``; sparse tensors,
+    whose other indices are not known, as they are."""
+    if isinstance(value, torch.Tensor) and value.shape[:1] == (old,) and value.layout == torch.strided:
         made = torch.empty_strided((new, *value.shape[1:]), value.stride(), dtype=value.dtype, device="meta")
         return made.requires_grad_(value.requires_grad)
     if isinstance(value, Spec):

@@ -82,12 +82,20 @@ class EngineForms:
         held, other = args[0], args[1]
         if not isinstance(other, torch.Tensor) or held.shape != other.shape or held.dtype != other.dtype:
             return False
-        if _torch.use_counts(held) != self._last_reference or not is_dense(held):
+        if _torch.is_sparse(held) or _torch.use_counts(held) != self._last_reference or not is_dense(held):
             return False
+        if _torch.is_sparse(other):
+            return self._adds_sparse_one(held, notes)
         node = _torch.backward_node()  # the one that ran last
         if node is not None and self._made_by(node, held, notes) and not _torch.gives_twice(node):
             return False  # a sum of the formula's own
         return _torch.called_by_engine()
+
+    def _adds_sparse_one(self, held: torch.Tensor, notes: Sequence[Note]) -> bool:
+        """Return whether the engine adds a sparse gradient that it has to a dense one that has just come. The other way
+        round it makes a third (input_buffer.cpp, `accumulate`)."""
+        node = _torch.backward_node()
+        return node is not None and self._made_by(node, held, notes) and _torch.called_by_engine()
 
     def _made_by(self, node: Any, tensor: torch.Tensor, notes: Sequence[Note]) -> bool:
         """Return whether a node of autograd has made a tensor."""

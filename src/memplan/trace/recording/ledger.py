@@ -99,11 +99,17 @@ class Ledger:
         Of a sparse tensor, the entry is that of its values; its indices get one of their own.
         """
         if tensor.layout != torch.strided:
-            return [self.entry(part, op) for part in _torch.sparse_parts(tensor)][-1]
+            return self.parts(tensor, op)[-1]
         storage = tensor.untyped_storage()
         key = _torch.storage_key(storage)
         entry = self._live.get(key)
         return entry if entry is not None else self._born(storage, key, tensor, op)
+
+    def parts(self, tensor: torch.Tensor, op: int | None) -> list[Entry]:
+        """Return the entries of all that a tensor is made of: of a sparse one its indices, then its values."""
+        if tensor.layout == torch.strided:
+            return [self.entry(tensor, op)]
+        return [self.entry(part, op) for part in _torch.sparse_parts(tensor)]
 
     def resized(self, tensor: torch.Tensor, op: int) -> None:
         """Note a storage that was resized in place as another allocation: the new one is made, then the old one
@@ -123,10 +129,12 @@ class Ledger:
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
-    def outside(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that was there before the recording: it does not count."""
-        self.before += self.entry(tensor, None).bytes
-        self.foreign(tensor, None)
+    def outside(self, parts: list[Entry]) -> None:
+        """Note the storages of a tensor that was there before the recording: they do not count."""
+        for entry in parts:
+            if entry.op is None:
+                self.before += entry.bytes
+                entry.bytes, entry.foreign = 0, True
 
     def take_to(self, device: str) -> None:
         """Put every storage on a device, and every one to come."""

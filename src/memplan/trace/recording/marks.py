@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.trace.recording.ledger import Ledger
+from memplan.trace.recording.ledger import Ledger, Note
 from memplan.trace.recording.place import Place
 
 
 class Marks:
     """Facts about storages that no op shows: who holds them. Ids of entries; with names where there are any."""
 
-    def __init__(self, place: Place, ledger: Ledger) -> None:
+    def __init__(self, place: Place, ledger: Ledger, notes: Sequence[Note]) -> None:
         self.weights: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
         self.gradients: dict[int, int] = {}
@@ -29,6 +30,7 @@ class Marks:
         """Parameters met in an op before any module or optimizer named them."""
         self._place = place
         self._ledger = ledger
+        self._notes = notes
 
     def mark_gradients(self) -> None:
         """Look up every parameter's gradient."""
@@ -59,10 +61,19 @@ class Marks:
     def _mark_gradient(self, parameter: torch.Tensor | None) -> None:
         if parameter is None or not parameter.is_leaf or parameter.grad is None:
             return
-        gradient, weight = self._ledger.find(parameter.grad), self._ledger.find(parameter)
-        if gradient is not None and weight is not None:
-            self.gradients[gradient.id] = weight.id
-            self.updating.add(gradient.id)
+        weight = self._ledger.find(parameter)
+        if weight is None:
+            return
+        gradient = parameter.grad
+        if gradient.layout != torch.strided:
+            for indices in self._ledger.parts(gradient, None)[:-1]:
+                # a sparse gradient may share its indices with the input
+                if indices.op is not None and self._notes[indices.op].phase == "backward":
+                    self.gradients[indices.id] = weight.id
+        values = self._ledger.find(gradient)
+        if values is not None:
+            self.gradients[values.id] = weight.id
+            self.updating.add(values.id)
 
     def before_update(self) -> None:
         """Look up every parameter that an optimizer updates, and its gradient."""

@@ -69,12 +69,14 @@ class Observer:
     def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None) -> None:
         self.place = place
         self.ledger = Ledger(real=real)
-        self.marks = Marks(place, self.ledger)
         self.notes: list[Note] = []
         self.sequences = Sequences()
+        self.marks = Marks(place, self.ledger, self.notes)
         self.read_equal: Callable[[], bool] | None = None
         self.read_apart: Callable[[str], None] | None = None
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
+        self.taken_for_granted: Callable[[str], None] | None = None
+        """Told what was assumed of an op's result."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self.card: Residence | None = None
         self.semantics = semantics or NONE
@@ -100,6 +102,8 @@ class Observer:
         if signature.silent:
             if self.read_scalar is not None and signature.name == _SCALAR:
                 return self.read_scalar(args[0], run)
+            if args and _torch.is_sparse(args[0]):  # what a fake of one from outside shares is from there, too
+                self._operands(signature, args, kwargs)
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
             return self.read_equal()
@@ -146,10 +150,9 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
+        held = [] if ledger.real else _parts_written(signature, args)
         if run is not None:
-            instead = semantics.instead.get(signature.name)
-            result = NotImplemented if instead is None else instead(args, kwargs)
-            result = run(func) if result is NotImplemented else result
+            result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
         if signature.mutable:
             for _, name in signature.positions[:1]:
                 if isinstance(args[0], torch.Tensor) and name:
@@ -172,6 +175,7 @@ class Observer:
         for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
             if not extra.held and extra.owner is None:
                 ledger.end(entry)
+        held.clear()
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
@@ -210,11 +214,11 @@ class Observer:
             value = args[position] if position < len(args) else kwargs.get(name)
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
-                    entry = self.ledger.entry(item, None)
-                    if entry.bytes and entry.op is None and self._was_there_before(signature, item):
-                        self.ledger.outside(item)
-                    reads.append((name, entry.id))
-                    if entry.device == ON_CARD:
+                    parts = self.ledger.parts(item, None)
+                    if self._was_there_before(signature, item):
+                        self.ledger.outside(parts)
+                    reads += [(name, entry.id) for entry in parts]
+                    if parts[-1].device == ON_CARD:
                         on_card = True
                     elif item.dim():
                         on_host = True
@@ -234,7 +238,7 @@ class Observer:
 
     def _was_there_before(self, signature: _Signature, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is from outside of a recording for the CPU, and not lifted into it."""
-        return not (self.ledger.real or self.card or signature.name == _LIFT or isinstance(tensor, _torch.FakeTensor))
+        return not (self.ledger.real or self.card or signature.name == _LIFT) and _torch.is_from_outside(tensor)
 
     def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
         """Return what a kernel allocates for itself."""
@@ -298,6 +302,34 @@ class Observer:
         self.marks.updating.clear()
 
 
+def _result(
+    semantics: Semantics,
+    name: str,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: _torch.Run,
+    say: Callable[[str], None] | None,
+) -> Any:
+    """Return an op's result as the device gives it, or as fake tensors say. ``say`` is told what is assumed of it."""
+    sparse = any(isinstance(one, torch.Tensor) and one.layout == torch.sparse_coo for one in args)
+    if sparse and not _torch.runs_on_sparse(func):
+        raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'SparseCPU' backend")
+    instead = semantics.instead.get(name)
+    result = NotImplemented if instead is None else instead(args, kwargs)
+    answered = result is not NotImplemented
+    result = result if answered else run(func)
+    text = semantics.assumed(name, args, result, answered)
+    if text is not None and say is not None:
+        say(text)
+    return result
+
+
+def _parts_written(signature: _Signature, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the parts of a sparse tensor that an op writes: it makes new ones before it frees these."""
+    return _torch.sparse_parts(args[0]) if signature.mutable and args and _torch.is_sparse(args[0]) else []
+
+
 def _made_outside(tensor: torch.Tensor) -> StepError:
     return StepError(
         f"the step uses a real parameter of shape {tuple(tensor.shape)} that was made outside of build",
@@ -309,7 +341,7 @@ def _made_outside(tensor: torch.Tensor) -> StepError:
 
 def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None:
     if isinstance(result, torch.Tensor):
-        writes.append(ledger.entry(result, index).id)
+        writes.extend(entry.id for entry in ledger.parts(result, index))
         if result.device.type not in ("cpu", "meta"):
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",

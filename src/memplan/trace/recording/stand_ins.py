@@ -255,6 +255,10 @@ class Standins:
         """Note that an op takes one of several kernels on the card, for a reason."""
         self._add("kernel", f"{op}: {reason}")
 
+    def granted(self, text: str) -> None:
+        """Note what was taken for granted of a result that depends on values."""
+        self._add("sparse", text)
+
     def apart(self, op: str) -> None:
         """Note that an op reads tensors on the card and of the host."""
         name = op.removeprefix("aten.").split(".")[0]

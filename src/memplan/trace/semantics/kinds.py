@@ -37,11 +37,14 @@ class Semantics:
     ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
     ``instead``: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result``; NotImplemented: as
     they say.
+    ``assumed``: of ``(name, args, result, answered)``, what was taken for granted of a result; None where it is
+    certain. ``answered``: ``instead`` gave it.
     """
 
     extras: Callable[[str, Arguments, Keywords, Any, bool], Sequence[Extra]]
     results: Mapping[str, Callable[[Arguments, Keywords, Any], Any]]
     instead: Mapping[str, Callable[[Arguments, Keywords], Any]]
+    assumed: Callable[[str, Arguments, Any, bool], str | None] = lambda name, args, result, answered: None
 
 
 NONE = Semantics(lambda name, args, kwargs, result, in_backward: (), {}, {})

@@ -14,6 +14,8 @@ from memplan.trace.semantics.cpu import (
     matmul,
     scalar_operands,
     selections,
+    sparse,
+    sparse_results,
 )
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
@@ -36,6 +38,8 @@ _FORMULAS: dict[str, Formula] = {
 
 def transient_bytes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the bytes that the kernel holds at its worst moment beyond what was there before and its results."""
+    if sparse.concerns(name, args, result):
+        return sparse.transient_bytes(name, args, kwargs, result)
     formula = _FORMULAS.get(name)
     return 0 if formula is None else max(0, formula(args, kwargs, result))
 
@@ -45,4 +49,6 @@ def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backwa
     return (Extra(taken),) if taken else ()
 
 
-SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE})
+SEMANTICS = Semantics(
+    _extras, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE, **sparse_results.INSTEAD}, sparse_results.assumed
+)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memplan.devices import Device
+from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace
@@ -27,7 +28,15 @@ def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torc
 
     ``stream()`` tells the number of the current stream, ``on_card`` whether a tensor lies on the card.
     """
-    return Semantics(_Kernels(device, stream, on_card).extras, results.RESULTS, results.INSTEAD)
+    extras = _Kernels(device, stream, on_card).extras
+    return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed)
+
+
+def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
+    """Say what of a sparse result is assumed as on the CPU, and that CUDA's kernels may take more beside it."""
+    if name in sparse.FORMULAS and sparse.concerns(name, args, result):
+        return "what kernels on sparse tensors take beside their results is not known on a card and NOT COUNTED"
+    return sparse_results.assumed(name, args, result, answered)
 
 
 def is_own(name: str) -> bool:
