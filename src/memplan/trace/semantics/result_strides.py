@@ -114,18 +114,16 @@ _ALONE = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cla
 exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish isnan leaky_relu lgamma log log10 log1p log2 logical_not
 logit mish neg reciprocal relu round rsqrt selu sgn sigmoid sign sin sinc sinh softplus softshrink sqrt square tan tanh
 threshold trunc"""
-_TOGETHER = """atan2 elu_backward fmax fmin gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward hypot
-logaddexp logaddexp2 logical_and logical_or logical_xor logit_backward maximum minimum mish_backward sigmoid_backward
-silu_backward softplus_backward tanh_backward addcdiv addcmul"""
+_TOGETHER = """addcdiv addcmul atan2 elu_backward fmax fmin gelu_backward hardsigmoid_backward hardswish_backward
+hardtanh_backward hypot logaddexp logaddexp2 logical_and logical_or logical_xor logit_backward maximum minimum
+mish_backward sigmoid_backward silu_backward softplus_backward tanh_backward"""
 _TWO = "add sub mul div eq ne ge gt le lt remainder fmod bitwise_and bitwise_or bitwise_xor"
 _LIKE = "clone empty_like zeros_like ones_like full_like rand_like randn_like flip hardtanh relu6"
-_CONTIGUOUS = (
-    "tril triu _log_softmax _softmax_backward_data _log_softmax_backward_data linalg_vector_norm mse_loss_backward"
-)
+_CONTIGUOUS = """tril triu _log_softmax _log_softmax_backward_data _softmax_backward_data linalg_vector_norm
+mse_loss_backward smooth_l1_loss_backward huber_loss_backward native_layer_norm native_layer_norm_backward"""
 _OF_SIZE = "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_nearest3d upsample_trilinear3d"
 
 STRIDES: Mapping[str, Correction] = {
-    # views, Memory
     "aten.view.default": _view,
     "aten._unsafe_view.default": _view,
     # TensorIterator.cpp, by the operands that a kernel gives it: BinaryOps.cpp, UnaryOps.cpp, Activation.cpp
@@ -145,10 +143,6 @@ STRIDES: Mapping[str, Correction] = {
     # SoftMax.cpp, TriangularOps.cpp, LinearAlgebra.cpp, Loss.cpp, layer_norm.cpp
     **{f"aten.{name}.default": in_order() for name in _CONTIGUOUS.split()},
     "aten.masked_fill.Scalar": in_order(),
-    "aten.smooth_l1_loss_backward.default": in_order(),
-    "aten.huber_loss_backward.default": in_order(),
-    "aten.native_layer_norm.default": in_order(),
-    "aten.native_layer_norm_backward.default": in_order(),
     # UpSample.cpp
     **{f"aten.{name}.default": as_suggested(0) for name in _OF_SIZE.split()},
 }

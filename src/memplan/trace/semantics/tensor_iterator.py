@@ -19,7 +19,7 @@ Sizes = Sequence[int]
 def elementwise_strides(operands: Sequence[torch.Tensor], shape: Sizes, *, beside_number: bool = False) -> Strides:
     """Return the strides of the result of an elementwise kernel.
 
-    Source: aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type`, `compute_strides`, `allocate_or_resize_outputs`.
+    Source: aten/src/ATen/TensorIterator.cpp, `fast_set_up`, `compute_strides`, `allocate_or_resize_outputs`.
 
     Args:
         operands: in the kernel's order.
