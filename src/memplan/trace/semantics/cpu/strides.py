@@ -50,9 +50,11 @@ def _formatted(tensor: torch.Tensor, *, last: bool) -> torch.Tensor:
 
 
 def _convolution_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
-    """ConvUtils.h: a weight's gradient that more than one format describes is contiguous, unless it is in groups."""
+    """Convolution.cpp: a weight's gradient that more than one format describes is contiguous, unless the weight is in
+    channels last or in groups."""
     of_input, of_weight, of_bias = results
-    if of_weight is not None and args[9] == 1 and of_weight.is_contiguous():
+    plain = args[9] == 1 and not suggests_channels_last(args[2])
+    if plain and of_weight is not None and of_weight.is_contiguous():
         of_weight = laid_out(of_weight, contiguous_strides(of_weight.shape))
     return of_input, of_weight, of_bias
 
