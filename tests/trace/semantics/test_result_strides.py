@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import laid_out, shapes, strides
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -198,7 +198,7 @@ def by_schema(name: str) -> Callable[[Draw, list[int]], tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", STRIDES)
-@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=12)
 @given(data=st.data(), shape=shapes().filter(lambda shape: max([shape[0], *shape[2:]]) > 1))
 def test_an_op_gives_its_result_the_strides_of_its_kernel(name: str, data: st.DataObject, shape: list[int]) -> None:
     def draw(sizes: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

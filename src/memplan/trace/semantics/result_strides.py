@@ -83,8 +83,11 @@ def as_suggested(position: int, of: int = 0) -> Correction:
     """Return the correction for a result in an argument's memory format (``Tensor::suggest_memory_format``)."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        last = suggests_channels_last(args[position])
-        return _replaced(result, of, lambda made: (channels_last_strides if last else contiguous_strides)(made.shape))
+        def strides(made: torch.Tensor) -> Strides:
+            last = suggests_channels_last(args[position])
+            return (channels_last_strides if last else contiguous_strides)(made.shape)
+
+        return _replaced(result, of, strides)
 
     return corrected
 
@@ -99,7 +102,14 @@ def _replaced(result: Any, of: int, strides: Callable[[torch.Tensor], Strides]) 
 
 
 def _are_strided(*tensors: Any) -> bool:
-    return all(isinstance(one, torch.Tensor) and one.layout is torch.strided for one in tensors)
+    return all(isinstance(one, torch.Tensor) and one.layout is torch.strided and is_told(one) for one in tensors)
+
+
+def is_told(tensor: torch.Tensor) -> bool:
+    """Return whether sizes are numbers, or one of them is 1. To compare other symbols would tie a graph to its sizes;
+    there torch's own strides stand."""
+    numbers = [size for size in tensor.shape if type(size) is int]
+    return len(numbers) == tensor.dim() or 1 in numbers
 
 
 def _view(args: Arguments, kwargs: Keywords, result: Any) -> Any:

@@ -15,6 +15,7 @@ from memplan.trace.semantics.result_strides import (
     as_suggested,
     elementwise,
     in_order,
+    is_told,
     laid_out,
     like,
     then,
@@ -69,7 +70,8 @@ def _of_cpu(correction: Correction) -> Correction:
     """Return the correction for tensors in the host's memory: a graph that is traced for a card asks for it, too."""
 
     def corrected(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-        return correction(args, kwargs, result) if args[0].device.type in ("cpu", "meta") else result
+        own = args[0].device.type in ("cpu", "meta") and is_told(args[0])
+        return correction(args, kwargs, result) if own else result
 
     return corrected
 

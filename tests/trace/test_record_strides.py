@@ -21,7 +21,7 @@ import memplan
 
 Build = Callable[[], Callable[[], Any]]
 Seen = list[tuple[str, list[Any]]]
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("transformers", "monai", "peft")
 FEW = frozenset({"conv_vae", "resnet18_channels_last", "sdpa_transformer", "mobilenet"})
 """Steps of the zoo that are compared in every run of the tests."""
