@@ -68,6 +68,13 @@ def suggests_channels_last(tensor: torch.Tensor) -> bool:
     return like_channels_last(tensor.shape, tensor.stride())
 
 
+def in_own_format(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor.contiguous(tensor.suggest_memory_format())``: itself, or a copy that is laid out in a format."""
+    if not suggests_channels_last(tensor):
+        return tensor.contiguous()
+    return tensor.contiguous(memory_format=torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d)
+
+
 def copied_to(tensor: torch.Tensor, last: bool) -> int:
     """Return the bytes of ``tensor.contiguous(memory_format)``, channels last or plain."""
     if not last:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from memplan import _torch
 from memplan.trace.semantics.cpu import results as recorded
+from memplan.trace.semantics.result_strides import then
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -51,36 +51,16 @@ def _resized(args: Arguments, kwargs: Keywords, result: Any) -> Any:
     return result.new_empty(columns.numel()).as_strided(result.shape, result.stride())
 
 
-def _contiguous_gradient(args: Arguments, kwargs: Keywords, results: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the input's gradient of a layer norm, laid out in order whatever the input's layout.
-
-    Source: aten/src/ATen/native/layer_norm.cpp, `layer_norm_backward_cpu`.
-    """
-    of_input, *others = results
-    if of_input is not None and not of_input.is_contiguous():
-        of_input = of_input.contiguous()
-    return of_input, *others
-
-
-def _as_kernels_view(args: Arguments, kwargs: Keywords, result: Any) -> Any:
-    """Return a view with the strides that the kernel gives dimensions of size 1: other kernels look at them, too, to
-    tell which layout is meant."""
-    if 1 not in result.shape:
-        return result
-    strides = _torch.view_strides(args[0], result.shape)
-    return result if strides == result.stride() else result.as_strided(result.shape, strides)
-
-
-RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
-    **recorded.RESULTS,
+_IN_MIXED_PRECISION = {
     TRAINING_NORM: _with_statistics,
     "aten._native_batch_norm_legit.no_stats": _with_statistics,
     "aten.native_layer_norm.default": _with_statistics,
     "aten.native_group_norm.default": _with_statistics,
     "aten.native_group_norm_backward.default": _like_operands,
-    "aten.native_layer_norm_backward.default": _contiguous_gradient,
-    "aten.view.default": _as_kernels_view,
-    "aten._unsafe_view.default": _as_kernels_view,
+}
+RESULTS: Mapping[str, Callable[[Arguments, Keywords, Any], Any]] = {
+    **recorded.RESULTS,
+    **{name: then(recorded.RESULTS[name], correction) for name, correction in _IN_MIXED_PRECISION.items()},
     "aten.col2im.default": _resized,
 }
 INSTEAD = recorded.INSTEAD

@@ -121,6 +121,27 @@ def test_dropout_without_anything_random_is_as_ever(p: float, training: bool, sh
     assert chosen == []
 
 
+@pytest.mark.parametrize("affine", [True, False])
+def test_cudnns_batch_norm_reads_a_copy_of_an_input_in_no_format(affine: bool) -> None:
+    """Normalization.cpp, `_batch_norm_impl_index`: without weight and bias, torch's own kernel reads any layout."""
+    tokens, rows = torch.randn(8, 50, 16), torch.randn(8, 16, 50)
+    images = torch.randn(2, 16, 4, 4).contiguous(memory_format=torch.channels_last)
+    weight, zeros = (torch.ones(16), torch.zeros(16)) if affine else (None, None), torch.zeros(16)
+    for x, copies in ((tokens.transpose(1, 2), affine), (rows, False), (images, False)):
+        with card() as mode:
+            functional.batch_norm(x, zeros, zeros, *weight, training=True)
+        assert mode.names.count("clone") == copies
+
+
+def test_cudnns_batch_norm_keeps_the_copy() -> None:
+    with card():
+        x = leaf(8, 50, 16)
+        weight, zeros = leaf(16), torch.zeros(16)
+        saved = kept(lambda: functional.batch_norm(x.transpose(1, 2), zeros, zeros, weight, weight, training=True))
+    assert ("float32", (8, 16, 50)) in saved
+    assert ("float32", (8, 50, 16)) not in saved
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_rms_norm_keeps_its_input_and_a_float_a_row(dtype: torch.dtype) -> None:
     with card() as mode:

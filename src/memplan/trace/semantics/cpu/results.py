@@ -1,4 +1,4 @@
-"""Ops whose results are other on the CPU than fake tensors say: sizes that no shape tells."""
+"""Ops whose results are other on the CPU than fake tensors say: sizes that no shape tells, and strides."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from memplan.trace.semantics.cpu.convolution import resized
 from memplan.trace.semantics.cpu.lstm import with_both_biases, with_workspace
+from memplan.trace.semantics.cpu.strides import STRIDES
 
 _NO_REDUCTION = 0
 
@@ -39,6 +40,7 @@ def _as_large_as_its_operand(args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
+    **STRIDES,
     "aten.convolution.default": resized,
     "aten.col2im.default": _as_large_as_its_operand,
     "aten.im2col.default": _as_large_as_its_operand,

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend
 from memplan._torch import dispatch
 from memplan.errors import DataDependentError
 from memplan.trace.semantics.cuda import sdpa_choice
-from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
+from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes, uses_batch_norm
 from memplan.trace.semantics.cuda.sdpa_choice import Arch, Enabled
+from memplan.trace.semantics.layout import in_own_format
 
 OnCard = Callable[[torch.Tensor], bool]
 Chosen = Callable[[str, str], None]
@@ -67,6 +68,7 @@ def installed(
     table = _Table(on_card, arch, chosen, others)
     order = sdpa_choice.default_order(arch, sdpa_choice.versions()[1])
     kernels = {
+        "batch_norm": table.batch_norm,
         "dropout": table.dropout,
         "scaled_dot_product_attention": table.attention,
         "softmax.int": table.softmax,
@@ -120,6 +122,26 @@ class _Table:
         if train and 0 < p < 1 and x.numel() and self._on_card(x):
             return _ATEN.native_dropout.default(x, p, train)[0]
         return dispatch.composite(_ATEN.dropout.default, x, p, train)
+
+    def batch_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        epsilon: float,
+        enabled: bool,
+    ) -> torch.Tensor:
+        """native/Normalization.cpp, _batch_norm_impl_index: cuDNN's reads, and keeps, its input in its memory format: a
+        copy where it is laid out in no format."""
+        if self._on_card(x) and uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
+            x = in_own_format(x)
+        return dispatch.composite(
+            _ATEN.batch_norm.default, x, weight, bias, mean, variance, training, momentum, epsilon, enabled
+        )
 
     def softmax(self, x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """native/SoftMax.cpp: from float16 to float32 without a copy in float32 first."""

@@ -14,6 +14,7 @@ import torch
 from memplan.trace.semantics.cpu import results
 from memplan.trace.semantics.cuda.cublas import torch_version
 from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
+from memplan.trace.semantics.result_strides import STRIDES, then
 
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
@@ -57,6 +58,7 @@ def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> A
 
 
 RESULTS: dict[str, Result] = {
+    **STRIDES,
     **{
         name: results.RESULTS[name]
         for name in (
@@ -66,7 +68,7 @@ RESULTS: dict[str, Result] = {
             "aten.binary_cross_entropy.default",
         )
     },
-    "aten.native_layer_norm.default": wide_statistics,
+    "aten.native_layer_norm.default": then(STRIDES["aten.native_layer_norm.default"], wide_statistics),
     "aten.native_batch_norm.default": wide_statistics,
     "aten._native_batch_norm_legit.default": wide_statistics,
     "aten._native_batch_norm_legit.no_stats": wide_statistics,
