@@ -15,12 +15,12 @@ import memplan
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the blocks of AVX2 are rules of their own"
 )
-LAYERS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    "of lines": (lambda *channels, **how: nn.Conv1d(*channels, 3, padding=1, **how), (9,)),
-    "of images": (lambda *channels, **how: nn.Conv2d(*channels, 3, padding=1, **how), (9, 9)),
-    "of single pixels": (lambda *channels, **how: nn.Conv2d(*channels, 1, **how), (9, 9)),
-    "of volumes": (lambda *channels, **how: nn.Conv3d(*channels, 3, **how), (5, 5, 5)),
-    "transposed": (lambda *channels, **how: nn.ConvTranspose2d(*channels, 3, **how), (9, 9)),
+LAYERS: dict[str, tuple[Callable[[int, int, bool], nn.Module], tuple[int, ...]]] = {
+    "of lines": (lambda a, b, bias: nn.Conv1d(a, b, 3, padding=1, bias=bias), (9,)),
+    "of images": (lambda a, b, bias: nn.Conv2d(a, b, 3, padding=1, bias=bias), (9, 9)),
+    "of single pixels": (lambda a, b, bias: nn.Conv2d(a, b, 1, bias=bias), (9, 9)),
+    "of volumes": (lambda a, b, bias: nn.Conv3d(a, b, 3, bias=bias), (5, 5, 5)),
+    "transposed": (lambda a, b, bias: nn.ConvTranspose2d(a, b, 3, bias=bias), (9, 9)),
 }
 
 
@@ -41,7 +41,7 @@ def test_a_bias_that_fills_no_block_is_padded(name: str, channels: tuple[int, in
     for bias in (False, True):
 
         def build(bias: bool = bias) -> Any:
-            layer, x = make(*channels, bias=bias), torch.rand(batch, channels[0], *space, requires_grad=True)
+            layer, x = make(*channels, bias), torch.rand(batch, channels[0], *space, requires_grad=True)
 
             def step() -> None:
                 x.grad = None
