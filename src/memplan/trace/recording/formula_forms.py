@@ -6,13 +6,14 @@ mode depends on values, the usual ones are taken: no zeros in a product, everyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.ledger import Note
 
 Bytes = Callable[[tuple[Any, ...], Any], int]
 """Of the arguments and the result of an op."""
@@ -53,20 +54,46 @@ _EVENLY = {
 }
 _LEFT_OUT = ("ones.default", "cat.default", "cumprod.default", "flip.default", "clone.default")
 _PRODUCT = {f"aten.{name}": _ABSENT for name in _LEFT_OUT}
-FORMS: Mapping[str, Mapping[str, Form]] = {
+_OF_ZEROS = (
+    "zeros.default", "masked_fill.Scalar", "bitwise_not.default", "max.dim", "zeros_like.default", "cumprod.default",
+    "ne.Scalar", "sub.Scalar", "gather.default", "sum.dim_IntList",
+)  # fmt: skip
+_RUNNING_PRODUCT: dict[str, Form | tuple[Form | None, ...]] = {
+    **{f"aten.{name}": _ABSENT for name in _OF_ZEROS},
+    **{f"aten.{name}": (None, _ABSENT) for name in ("mul.Tensor", "eq.Scalar")},  # the first is as it is
+    **{f"aten.{name}": (_ABSENT, None) for name in ("cumsum.default", "where.self")},  # the last, the result
+}
+FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _EVENLY),
     "ProdBackward0": _PRODUCT,
     "ProdBackward1": _PRODUCT | {"aten.cat.default": Form(absent=True, beside=_of_zeros)},
+    "CumprodBackward0": _RUNNING_PRODUCT,
     "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection)},
 }
-"""By node of autograd and by op."""
+"""By node of autograd and by op: of the op each time, or of its first call, the second and so on, None as it is."""
 _OPS = frozenset(op for forms in FORMS.values() for op in forms)
+_NO_MEMORY = "aten._efficientzerotensor.default"
+"""A gradient of which torch knows that it is zero."""
 
 
-def form_of(op: str) -> Form | None:
-    """Return what stands for an op that is called now; None where it is as it is."""
+def form_of(op: str, notes: Sequence[Note]) -> Form | None:
+    """Return what stands for an op that is called now, the last of the notes; None where it is as it is."""
+    if op == _NO_MEMORY:
+        return _ABSENT
     if op not in _OPS or not _torch.in_backward() or torch.is_grad_enabled():
         return None
     node = _torch.backward_node()
     form = None if node is None else FORMS.get(node.name(), {}).get(op)
+    if isinstance(form, tuple):
+        form = form[min(_calls_before(op, notes), len(form) - 1)]
     return form if form is not None and _torch.called_by_engine() else None  # not a hook of the user's
+
+
+def _calls_before(op: str, notes: Sequence[Note]) -> int:
+    """Return how often the running node has called an op before."""
+    before = 0
+    for note in reversed(notes[:-1]):
+        if note.sequence != notes[-1].sequence:
+            break
+        before += note.name == op
+    return before

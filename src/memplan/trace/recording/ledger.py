@@ -136,6 +136,12 @@ class Ledger:
                 self.before += entry.bytes
                 entry.bytes, entry.foreign = 0, True
 
+    def lifted(self, source: torch.Tensor, result: torch.Tensor, op: int) -> None:
+        """Note what `torch.tensor` copies, whose result counts, or what `torch.from_numpy` reads, in numpy's memory."""
+        self.foreign(source, op)
+        if not source.untyped_storage().resizable():
+            self.foreign(result, op)
+
     def take_to(self, device: str) -> None:
         """Put every storage on a device, and every one to come."""
         self.device = device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from memplan.errors import DeviceError, StepError
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.engine_forms import EngineForms
 from memplan.trace.recording.formula_forms import form_of
+from memplan.trace.recording.held_numbers import HeldNumbers
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.marks import Marks
 from memplan.trace.recording.place import Place, format_frame, user_frame
@@ -82,6 +83,7 @@ class Observer:
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
         self.engine = EngineForms(self.ledger)
+        self._numbers = HeldNumbers(self.ledger)
         self._positions = Positions(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
         self._after_backward = False
@@ -142,6 +144,7 @@ class Observer:
             self.marks.found_inf.add(ledger.entry(args[1], None).id)
         note = self._place_of(signature, reads, needs, index, args)
         self.notes.append(note)  # before it runs, so that what it raises can be located
+        self._numbers.reached(note.sequence)
         semantics, current = self.semantics, 0
         if self.card is not None:
             # in C++ a tensor that is made from nothing is made for one on the card; in Python `destination` tells
@@ -159,23 +162,19 @@ class Observer:
                     ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
-        form = None if ledger.real or self.card is not None else form_of(signature.name)
+        form = None if ledger.real or self.card is not None else form_of(signature.name, self.notes)
         if form is None:
             extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
+            extras = self._numbers.without(extras, signature.name, args, note.sequence)
         else:
             extras = (Extra(form.beside(args, result)),)
         if signature.name == _LIFT:
-            # torch.from_numpy: the memory is numpy's; torch.tensor: what is lifted is the result
-            ledger.foreign(args[0] if args[0].untyped_storage().resizable() else result, index)
-        taken = [self._take(extra, index) for extra in extras if extra.first]
-        _results(result, ledger, index, note.writes)
-        if (form is not None and form.absent) or signature.name == _NO_MEMORY:
-            ledger.foreign(result, index)
-        taken += [self._take(extra, index) for extra in extras if not extra.first]
-        for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
-            if not extra.held and extra.owner is None:
-                ledger.end(entry)
+            ledger.lifted(args[0], result, index)
+        absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
+        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent))
         held.clear()
+        if self.card is None and note.grad_enabled and "self" in needs:
+            self._numbers.made(signature.name, args, result, index)
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
@@ -239,13 +238,6 @@ class Observer:
     def _was_there_before(self, signature: _Signature, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is from outside of a recording for the CPU, and not lifted into it."""
         return not (self.ledger.real or self.card or signature.name == _LIFT) and _torch.is_from_outside(tensor)
-
-    def _take(self, extra: Extra, index: int) -> tuple[Extra, Entry]:
-        """Return what a kernel allocates for itself."""
-        entry = self.ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)
-        if extra.workspace:
-            self.marks.workspaces.add(entry.id)
-        return extra, entry
 
     def _place_of(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int, args: Any
@@ -339,9 +331,34 @@ def _made_outside(tensor: torch.Tensor) -> StepError:
     )
 
 
-def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None:
+def _births(
+    result: Any, extras: Sequence[Extra], ledger: Ledger, index: int, note: Note, absent: bool
+) -> Iterator[int]:
+    """Note an op's results, and what its kernel takes before them, after them or for as long as them.
+
+    Yields:
+        Ids of what are workspaces.
+    """
+    taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
+    _results(result, ledger, index, note.writes, absent)
+    taken += [(extra, _take(extra, ledger, index)) for extra in extras if not extra.first]
+    for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
+        if not extra.held and extra.owner is None:
+            ledger.end(entry)
+        if extra.workspace:
+            yield entry.id
+
+
+def _take(extra: Extra, ledger: Ledger, index: int) -> Entry:
+    return ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)
+
+
+def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool) -> None:
+    """Note the tensors among the results; absent ones take no memory."""
     if isinstance(result, torch.Tensor):
         writes.extend(entry.id for entry in ledger.parts(result, index))
+        if absent:
+            ledger.foreign(result, index)
         if result.device.type not in ("cpu", "meta"):
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",
@@ -350,4 +367,4 @@ def _results(result: Any, ledger: Ledger, index: int, writes: list[int]) -> None
             )
     elif isinstance(result, (list, tuple)):
         for item in result:
-            _results(item, ledger, index, writes)
+            _results(item, ledger, index, writes, absent)

@@ -71,6 +71,11 @@ OPS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "softmax": (IMAGE, lambda x: x.softmax(-1)),
     "log softmax": (IMAGE, lambda x: x.log_softmax(1)),
     "gelu": (IMAGE, F.gelu),
+    "gelu by tanh": (IMAGE, lambda x: F.gelu(x, approximate="tanh")),
+    "batch norm and its update": (
+        IMAGE,
+        lambda x: torch.ops.aten._batch_norm_with_update(x, *torch.rand(4, 8), 0.1, 1e-5)[0],
+    ),
     "silu": (IMAGE, F.silu),
     "elu": (IMAGE, F.elu),
     "prelu": (IMAGE, lambda x: F.prelu(x, torch.ones(8))),

@@ -258,7 +258,9 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     work = _data_gradient(s) if transposed else _forward(s)
     pad = 0
     if bias is not None and transposed and not work.last:
-        pad = work.result  # the bias is added afterwards
+        pad = work.result + _ALIGNED  # the bias is added afterwards
+    elif bias is not None and not transposed and not _by_avx2(s):
+        pad = _padded_bias(s, simd())
     return copies + _finish(work, y, pad) - y
 
 
@@ -279,16 +281,17 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         plain = _forward if transposed else _data_gradient
         work = _in_place(s, not transposed) if last else plain(s)
         moments.append(work.weight + work.scratch + held if last else _finish(work, held, 0))
-    new = held
+    bias_bytes = gradient.shape[1] * s.itemsize if mask[2] else 0
+    new = held + bias_bytes
     if mask[1] or mask[2]:
         work = _in_place_weight_gradient(s) if last else _weight_gradient(s)
         new += w if mask[1] else 0
         if last:
-            moments.append(held + work.weight + max(work.scratch, 2 * w))
+            moments.append(held + work.weight + max(work.scratch, 2 * w) + bias_bytes)
         else:
             bias = _for_the_bias(s, work) if mask[2] and not transposed else 0
-            moments.append(held + work.source + work.other + work.weight + work.scratch + bias)
-            moments.append(held + work.weight + w)
+            moments.append(held + work.source + work.other + work.weight + work.scratch + bias + bias_bytes)
+            moments.append(held + work.weight + w + 2 * bias_bytes)
     return copies + max(0, max(moments) - new)
 
 
@@ -297,7 +300,25 @@ def _for_the_bias(s: Shape, work: Work) -> int:
         return 0
     if _by_avx2(s):
         return onednn_avx2.bias_gradient(s)
-    return 12_544 if s.narrow % simd() else 0
+    block = _FEW if _few_into_many(s) else simd()
+    if not s.narrow % block:
+        return 0
+    return 12_544 if _batch_threads(s, block) > 1 else _padded_bias(s, block)
+
+
+def _padded_bias(s: Shape, block: int) -> int:
+    """Return the bias, or its gradient, where its channels fill no block (``padded_bias``)."""
+    return padded(s.narrow, block) * s.itemsize + _ALIGNED if s.narrow % block and not s.bf16 else 0
+
+
+def _few_into_many(s: Shape) -> bool:
+    """Return whether the weight's gradient takes blocks of 8, for an input of few channels."""
+    return s.groups == 1 and 3 < s.wide < simd() and not s.simple
+
+
+_FEW = 8
+_ALIGNED = 128
+"""Bytes that a buffer of oneDNN's may move by, to be aligned."""
 
 
 def _works_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -89,7 +89,8 @@ def backward(
     w, into = bytes_of(weight) // groups, bytes_of(x) // groups
     moments = [0]
     if mask[0]:
-        moments.append(data - (w if mask[1] else 0))
+        bias = gradient.shape[1] * size if mask[2] and x.dim() == 5 else 0
+        moments.append(data - (w if mask[1] else 0) - bias)
     if mask[1]:
         moments.append(weights + turned)
     extra = max(moments)

@@ -1,4 +1,4 @@
-"""Temporaries of PyTorch's own CPU kernels: norms, softmax, losses, pooling, reductions, casts.
+"""Temporaries of PyTorch's own CPU kernels: norms, softmax, pooling, reductions, casts.
 
 Each formula names the file under ATen/native it comes from. ``result`` is the op's result, ``args`` its
 operands as dispatched. What stays below 64 KiB or 2 % of the op's own tensors is left out.
@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cpu.scalar_operands import of_number
+from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
 _REDUCED = (torch.bfloat16, torch.float16)
-_MEAN = 1
-"""Of ``at::Reduction``."""
 
 
 def copies_of(*positions: int) -> Formula:
@@ -46,6 +44,11 @@ def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
     x, training = args[0], args[5]
     rows = 3 if training and not x.is_contiguous() else 2
     return rows * x.shape[1] * _accumulated(x)
+
+
+def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Normalization.cpp, _batch_norm_with_update_cpu: the same, in training."""
+    return batch_norm((*args[:5], True), kwargs, result)
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -102,48 +105,11 @@ def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
     return x.numel() + x.numel() // max(1, x.shape[dim])
 
 
-def unreduced_loss(buffers: int) -> Formula:
-    """Loss.cpp: an unreduced loss and its reduction, which float32 accumulates.
-
-    The structured losses (mse_loss, smooth_l1_loss, soft_margin_loss) also leave the unreduced loss as the
-    result's storage; the fake result has a scalar's. ``buffers`` are the operand-sized ones, the result too.
-    """
-
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-        shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-        numel = torch.Size(shape).numel()
-        if result.dim() == len(shape) and result.numel() == numel and numel != 1:
-            return 0
-        taken = buffers * numel * result.element_size()
-        if result.dtype in _REDUCED:
-            taken = max(taken, (buffers if buffers < 3 else 1) * numel * result.element_size() + 4 * numel)
-        return taken - result.untyped_storage().nbytes()
-
-    return formula
-
-
-def cross_entropy_with_logits(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Loss.cpp, binary_cross_entropy_with_logits: two operand-sized terms, then their reduction."""
-    x = args[0]
-    if result.dim():
-        return bytes_of(x)
-    mean = len(args) < 5 or args[4] == _MEAN
-    number = of_number(1, x.dtype) if mean else 0
-    return 2 * bytes_of(x) + (4 * x.numel() if x.dtype in _REDUCED else number)
-
-
 def pool_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """DilatedMaxPool2d.cpp and the like: indices and result in the memory format of the output's gradient."""
     last = suggests_channels_last(args[0])
     indices = [a for a in args[2:] if isinstance(a, torch.Tensor) and a.dtype is torch.int64]
     return sum(copied_to(t, last) for t in [args[0], result, *indices])
-
-
-def resize(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """cpu/UpSampleKernel.cpp: a small image is resized in channels last, whatever its format."""
-    if sum(result.shape[2:]) > 128 or result.shape[1] == 1:
-        return 0
-    return copied_to(args[0], True) + copied_to(result, True)
 
 
 def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -184,11 +150,10 @@ def summed_as(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 
 
 def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, mean_out: reduced precision is summed in float32, cast as a whole."""
+    """ReduceOps.cpp, mean_out: the sum is divided by the number of elements; see `averaged`."""
     x = args[0]
-    wide = torch.float32 if result.dtype in _REDUCED else result.dtype
-    cast = _cast(x, wide) + (result.numel() * 4 if result.dtype in _REDUCED else 0)
-    return max(cast, of_number(1, result.dtype))  # the sum is divided by the number of elements
+    cast = 0 if result.dtype in _REDUCED else _cast(x, result.dtype)
+    return max(cast, averaged(x.numel(), result.dtype, result.numel()))
 
 
 def infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -252,6 +217,12 @@ def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
     return bytes_of(args[0]) + bytes_of(result)
+
+
+def gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Activation.cpp: oneDNN, which knows the exact form alone and no float64, copies a gradient for itself."""
+    gradient, form = args[0], args[2] if len(args) > 2 else kwargs.get("approximate", "none")
+    return copied(gradient) if form == "none" and gradient.dtype is not torch.float64 else 0
 
 
 def rms_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -320,7 +291,6 @@ _BY_FORMAT = (
     "pixel_shuffle",
     "channel_shuffle",
 )
-_RESIZING = ("upsample_nearest2d", "upsample_bilinear2d", "_upsample_nearest_exact2d")
 _POOL_BACKWARD = (
     "max_pool2d_with_indices_backward",
     "avg_pool2d_backward",
@@ -344,6 +314,8 @@ _COPYING_GRADIENTS = (
 FORMULAS: dict[str, Formula] = {
     "aten.native_batch_norm.default": batch_norm,
     "aten.native_batch_norm_backward.default": batch_norm_backward,
+    "aten._batch_norm_with_update.default": batch_norm_with_update,
+    "aten.batch_norm_backward.default": batch_norm_backward,
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.abs.default": magnitude,
@@ -356,13 +328,6 @@ FORMULAS: dict[str, Formula] = {
     "aten._log_softmax_backward_data.default": copies_of(0, 1),
     "aten._safe_softmax.default": safe_softmax,
     "aten.log_sigmoid_forward.default": copies_of(0),
-    "aten.soft_margin_loss_backward.default": lambda args, kwargs, result: 2 * result.untyped_storage().nbytes(),
-    "aten.mse_loss.default": unreduced_loss(2),
-    "aten.smooth_l1_loss.default": unreduced_loss(2),
-    "aten.l1_loss.default": unreduced_loss(2),
-    "aten.huber_loss.default": unreduced_loss(1),
-    "aten.kl_div.default": unreduced_loss(3),
-    "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten.where.self": where,
     "aten.mean.default": mean,
@@ -392,13 +357,12 @@ FORMULAS: dict[str, Formula] = {
     "aten.median.default": one_more,
     "aten.median.dim": median_of_rows,
     "aten.kthvalue.default": kthvalue,
-    "aten.gelu_backward.default": copies_of(0),
+    "aten.gelu_backward.default": gelu_backward,
     **{f"aten.{name}": to_common for name in (*_CASTING, *_WITHOUT_IN_PLACE, *_COMPARING, *_OF_A_NUMBER)},
     **{f"aten.{name.replace('.', '_.')}": to_common_in_place for name in _CASTING if name != "floor_divide.default"},
     **{f"aten.{name}": to_common_in_place for name in _IN_PLACE},
     **{f"aten.{name}.default": unary for name in _UNARY},
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
-    **{f"aten.{name}.default": resize for name in _RESIZING},
     "aten.avg_pool3d.default": copies_of(0),
     **{f"aten.{name}.default": copies_of(0) for name in _COPYING_GRADIENTS},
     "aten.nll_loss2d_forward.default": copies_of(0),

@@ -41,7 +41,9 @@ def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``mm``."""
+    """``mm``; where nothing is summed, it only fills its result."""
+    if not args[0].numel() or not args[1].numel():
+        return 0
     return _copies(args[0], args[1]) + scratch(args[0], args[1])
 
 
@@ -66,7 +68,13 @@ def _batched(a: torch.Tensor, b: torch.Tensor) -> int:
     return scratch(a, b) + sum(0 if t.transpose(1, 2).is_contiguous() else copied(t) for t in (a, b))
 
 
+def by_vector(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``mv`` (Blas.cpp, gemv): the matrix contiguous, where BLAS cannot read it."""
+    return _copies(args[0]) if args[0].numel() else 0
+
+
 FORMULAS = {
+    "aten.mv.default": by_vector,
     "aten.mm.default": product,
     "aten.addmm.default": sum_and_product,
     "aten.addmm_.default": sum_and_product,

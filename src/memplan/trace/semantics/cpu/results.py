@@ -39,9 +39,21 @@ def _as_large_as_its_operand(args: tuple[Any, ...], kwargs: dict[str, Any], resu
     return result.new_empty(args[0].numel()).as_strided(result.shape, result.stride())
 
 
+def _bags(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """Return an embedding bag's results with the size of each bag, the last offset's too, and one index more.
+
+    Source: aten/src/ATen/native/EmbeddingBag.cpp, `make_bag_size_out` and `make_offset2bag_out`.
+    """
+    out, bags, _, largest = result
+    if bags.numel():
+        bags = bags.new_empty(bags.numel() + 1)[:-1]
+    return out, bags, args[2].new_empty(args[2].shape), largest
+
+
 RESULTS: dict[str, Callable[[tuple[Any, ...], dict[str, Any], Any], Any]] = {
     **STRIDES,
     "aten.convolution.default": resized,
+    "aten._embedding_bag.default": _bags,
     "aten.col2im.default": _as_large_as_its_operand,
     "aten.im2col.default": _as_large_as_its_operand,
     "aten.mkldnn_rnn_layer.default": with_workspace,
@@ -95,7 +107,19 @@ def _known(lengths: Any) -> list[int] | None:
     return [int(one) for one in lengths]
 
 
-INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {"aten._grouped_mm.default": grouped_product}
+def _gradient_of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_embedding_bag_backward``: torch runs it on fake tensors as on real ones, and reads memory that is not there.
+
+    Source: aten/src/ATen/native/EmbeddingBag.cpp, `_embedding_bag_dense_backward_cpu`.
+    """
+    gradient, rows, sparse = args[0], args[6], args[9]
+    return NotImplemented if sparse else gradient.new_empty((rows, gradient.shape[1]))
+
+
+INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
+    "aten._grouped_mm.default": grouped_product,
+    "aten._embedding_bag_backward.default": _gradient_of_bags,
+}
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
 
 OF_LENGTHS = dict.fromkeys(("aten._ctc_loss.default", "aten._ctc_loss.Tensor"), _connectionist_loss)

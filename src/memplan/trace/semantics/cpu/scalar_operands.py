@@ -57,5 +57,20 @@ def _taken(name: str, one: Any, other: Any) -> int:
 
 def of_number(number: complex, common: torch.dtype) -> int:
     """Return the bytes that a number takes as the operand of a kernel that computes in a dtype."""
-    wrapped = next((dtype for kind, dtype in _WRAPPED.items() if isinstance(number, kind)), torch.float64)
-    return wrapped.itemsize + (0 if wrapped is common else common.itemsize)
+    dtype = wrapped(number)
+    return dtype.itemsize + (0 if dtype is common else common.itemsize)
+
+
+def wrapped(number: complex) -> torch.dtype:
+    """Return the dtype of the tensor that torch makes of a number."""
+    return next((dtype for kind, dtype in _WRAPPED.items() if isinstance(number, kind)), torch.float64)
+
+
+def averaged(numel: int, dtype: torch.dtype, results: int = 1) -> int:
+    """Return what a mean takes beside its result: sums, divided in place by the number of elements.
+
+    Reduced precision is summed in float32, cast as a whole (ReduceOps.cpp, mean_kernel_impl and mean_out).
+    """
+    if dtype in (torch.bfloat16, torch.float16):
+        return 4 * results + max(4 * numel, of_number(1, torch.float32))
+    return of_number(1, dtype)

@@ -19,6 +19,7 @@ from memplan.trace.semantics.cpu import (
 )
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
+from memplan.trace.semantics.cpu.temporaries import fourier, indexing, linear_algebra, losses, resampling
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -29,6 +30,11 @@ _FORMULAS: dict[str, Formula] = {
     "aten._scaled_dot_product_flash_attention_for_cpu.default": flash_attention.forward,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": flash_attention.backward,
     **kernels.FORMULAS,
+    **losses.FORMULAS,
+    **linear_algebra.FORMULAS,
+    **fourier.FORMULAS,
+    **indexing.FORMULAS,
+    **resampling.FORMULAS,
     **matmul.FORMULAS,
     **lstm.FORMULAS,
     **selections.FORMULAS,

@@ -1,0 +1,1 @@
+"""Temporaries inside PyTorch's own CPU kernels, by kind of op."""

@@ -1,0 +1,117 @@
+"""Temporaries of indexing, repeating and embedding bags on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cpu.scalar_operands import of_number
+from memplan.trace.semantics.layout import bytes_of, copied
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+_INTEGER = 8
+
+
+def long_indices(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, ensure_nonempty and the like: indices of int32 as int64."""
+    index = args[2]
+    return 0 if index.dtype is torch.int64 else _INTEGER * index.numel()
+
+
+def repeat(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorShape.cpp, repeat: the order of the dimensions as tensors of integers (movedim's of an unfolded result)."""
+    dims = len(args[1])
+    if 0 in args[1]:
+        return 0
+    return 4 * _INTEGER * dims if dims else _INTEGER
+
+
+def unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """UnfoldBackward.cpp: the positions along the dimension, where windows overlap."""
+    gradient, sizes, dim, size, step = args[:5]
+    return 0 if step >= size or not sizes else _INTEGER * ((gradient.shape[dim] - 1) * step + size)
+
+
+def _clamped(indices: Any) -> int:
+    return sum(bytes_of(index) for index in indices if index is not None)
+
+
+def masked_index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, _unsafe_masked_index: clamped indices, what they give, and the mask negated."""
+    return _clamped(args[2]) + bytes_of(result) + args[1].numel()
+
+
+def masked_index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, _unsafe_masked_index_put_accumulate: the same, before the result is made."""
+    mask, values = args[1], args[3]
+    return _clamped(args[2]) + bytes_of(values) + max(0, mask.numel() - bytes_of(result))
+
+
+def selected(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the mask as integers, to be counted, then, of a gradient that is not contiguous, places
+    and their sums; everything counts as selected."""
+    gradient, mask = args[0], args[1]
+    places = 0 if gradient.is_contiguous() and mask.is_contiguous() else 2 * _INTEGER * gradient.numel()
+    return max(_INTEGER * (1 + mask.numel()) - bytes_of(result), places)
+
+
+def normal(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """DistributionTemplates.h, CHECK_NORMAL_TENSOR_STD: the smallest deviation is compared with zero."""
+    deviation = args[1]
+    return deviation.element_size() + of_number(0, deviation.dtype) + 1
+
+
+def _bag_of_each(indices: torch.Tensor) -> int:
+    return (indices.numel() + 1) * indices.element_size()
+
+
+def bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """EmbeddingBag.cpp, _embedding_bag_dense_backward_cpu: bags of the indices (which no sum has kept), these sorted, a
+    copy of the gradient; and weights in that order. Of a maximum, a row of the gradient and its places at a time."""
+    gradient, indices, _, bags, _, places, _, _, mode = args[:9]
+    weights = args[10] if len(args) > 10 else None
+    if mode == _MAX:
+        return copied(gradient) + bytes_of(places) + bytes_of(gradient) + _INTEGER * gradient.shape[0]
+    made = 0 if bags.numel() or not indices.numel() else _bag_of_each(indices)
+    integers = bytes_of(indices)
+    ordered = integers + (0 if weights is None else bytes_of(weights))
+    dense = copied(gradient) + integers + _INTEGER * indices.numel() + max(_INTEGER * indices.numel(), ordered)
+    return made + dense
+
+
+_MAX = 2
+
+
+def bag_weights_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """EmbeddingBag.cpp, _embedding_bag_per_sample_weights_backward_cpu: bags of the indices, summed up."""
+    indices, bags = args[2], args[4]
+    return 0 if bags.numel() or not indices.numel() else 2 * _bag_of_each(indices)
+
+
+def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """SegmentReduce.cpp: the gradient contiguous."""
+    return copied(args[0])
+
+
+_BY_INDEX = (
+    "gather.default",
+    *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value")),
+    *(f"scatter_add{place}.default" for place in ("", "_")),
+    *(f"scatter_reduce{place}.two" for place in ("", "_")),
+)
+
+FORMULAS: dict[str, Formula] = {
+    **{f"aten.{name}": long_indices for name in _BY_INDEX},
+    "aten.repeat.default": repeat,
+    "aten.unfold_backward.default": unfold_backward,
+    "aten._unsafe_masked_index.default": masked_index,
+    "aten._unsafe_masked_index_put_accumulate.default": masked_index_put,
+    "aten.masked_scatter_backward.default": selected,
+    "aten.normal.Tensor_Tensor": normal,
+    "aten.normal.float_Tensor": normal,
+    "aten._embedding_bag_backward.default": bag_backward,
+    "aten._embedding_bag_per_sample_weights_backward.default": bag_weights_backward,
+    "aten._segment_reduce_backward.default": segments_backward,
+}

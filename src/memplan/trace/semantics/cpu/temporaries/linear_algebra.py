@@ -1,0 +1,182 @@
+"""Temporaries of linear algebra on the CPU: BatchLinearAlgebra.cpp, LinearAlgebra.cpp, and the workspaces of LAPACK.
+
+``n`` is the order of the matrices, ``batch`` their number. Workspaces are those that MKL asks for, whose formulas are
+LAPACK's with its own blocks; they were read off for real matrices, and of complex ones nothing is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cpu.scalar_operands import of_number
+from memplan.trace.semantics.layout import bytes_of, copied
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+_INFO = 4
+"""Bytes of what LAPACK says of a matrix."""
+
+
+def _order(matrices: torch.Tensor) -> tuple[int, int]:
+    return prod(matrices.shape[:-2]), matrices.shape[-1]
+
+
+def _infos(batch: int) -> int:
+    return _INFO * max(1, batch)
+
+
+def _checked(infos: int) -> int:
+    """_linalg_check_errors: all of LAPACK's answers as booleans, and whether any is set."""
+    return 1 + infos
+
+
+def check_errors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return what it takes to see that LAPACK succeeded."""
+    return _checked(args[0].numel())
+
+
+def cholesky_solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return a copy of the factors for each result, which the answers of LAPACK lie beside."""
+    batch, order = max(1, prod(result.shape[:-2])), args[1].shape[-1]
+    return batch * order * order * result.element_size() + _infos(batch) + _checked(batch)
+
+
+def _permutation_sign(batch: int, n: int) -> int:
+    """lu_det_P: pivots and their places, which of them differ, and how many do, counted as integers."""
+    return (4 + batch) * n + 8 * batch + max(8 * batch * n, of_number(1, torch.int64))
+
+
+def determinant(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return a factor of each matrix, and the sign of its permutation, which is cast to be multiplied."""
+    batch, n = _order(args[0])
+    size = batch * args[0].element_size()
+    return _infos(batch) + size + max(_permutation_sign(batch, n), 8 * batch + size)
+
+
+def log_determinant(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the sign of the permutation, then signs along the diagonal and their product."""
+    batch, n = _order(args[0])
+    size = batch * args[0].element_size()
+    return _infos(batch) + max(_permutation_sign(batch, n), 8 * batch + size * (n + 2))
+
+
+def _general_workspace(n: int, dtype: torch.dtype, vectors: bool) -> int:
+    """``geev``: elements of its workspace; in blocks in float32, and of large matrices."""
+    if dtype is torch.float64 and n < _LARGE_DOUBLES:
+        return (4 if vectors else 3) * n + 1
+    return (386 if vectors and (n >= 16 or dtype is torch.float64) else 34) * n + 1
+
+
+_LARGE_DOUBLES = 128
+
+
+def eigenvalues(vectors: bool) -> Formula:
+    """Return what linalg_eig and _linalg_eigvals take: values as pairs of reals, a copy, a workspace."""
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+        x = args[0]
+        if x.is_complex():
+            return 0
+        batch, n = _order(x)
+        beside = _infos(batch) + 2 * batch * n * x.element_size() + (bytes_of(x) if vectors else 0)
+        workspace = x.element_size() * max(2, _general_workspace(n, x.dtype, vectors))
+        return beside + max(bytes_of(x) + workspace, of_number(0.0, x.dtype) + batch * n)
+
+    return formula
+
+
+def _symmetric_workspace(n: int, dtype: torch.dtype, vectors: bool) -> tuple[int, int]:
+    """``syevd``: elements and integers of its workspaces."""
+    if n <= 1:
+        return 2, 1
+    if vectors:
+        return 2 + 6 * n + 2 * n * n, 3 + 5 * n
+    block = 1 if n < 16 else 20 if dtype is torch.float32 else 24
+    return (block + 2) * n + 1, 1
+
+
+def eigenvalues_of_symmetric(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return LAPACK's workspaces; without vectors a copy of the matrices too."""
+    x, vectors = args[0], args[2] if len(args) > 2 else kwargs.get("compute_v", True)
+    if x.is_complex() or not x.numel():
+        return 0
+    batch, n = _order(x)
+    elements, integers = _symmetric_workspace(n, x.dtype, vectors)
+    taken = max(elements * x.element_size() + 4 * integers, _checked(max(1, batch)))
+    return _infos(batch) + taken + (0 if vectors else bytes_of(x))
+
+
+def solve_with_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return whether each pivot is one, compared with a number."""
+    return _pivots_checked(args[1])
+
+
+def solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the same of the pivots that it returns."""
+    return _pivots_checked(result[2])
+
+
+def _pivots_checked(pivots: torch.Tensor) -> int:
+    return of_number(0, pivots.dtype) + pivots.numel() if pivots.numel() else 0
+
+
+def unpack(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the rows' numbers, and these for each matrix of a batch; a square part of a batch to cut."""
+    factors = args[0]
+    if not result[0].numel():
+        return 0
+    (batch, _), (rows, columns) = _order(factors), factors.shape[-2:]
+    batched = factors.dim() > 2
+    cut = batch * min(rows, columns) ** 2 * factors.element_size() if batched and rows != columns else 0
+    return max(cut, 8 * rows * (1 + batch if batched else 1))
+
+
+def singular_values(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return a copy of the matrices, which LAPACK destroys."""
+    x = args[0]
+    return _infos(_order(x)[0]) + bytes_of(x) if x.numel() else 0
+
+
+def triangular(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return factors of the reflections, beside a row as a workspace (that of a large matrix has more), or a
+    triangle to be cut from each tall matrix of a batch."""
+    x, (q, r) = args[0], result
+    batch, columns = _order(x)
+    rows, size = x.shape[-2], x.element_size()
+    cut = bytes_of(r) if x.dim() > 2 and rows > columns and q.shape[-1] == columns else 0
+    return batch * min(rows, columns) * size + max(size * (1 + max(columns, q.shape[-1])), cut)
+
+
+def reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``geqrf`` and ``orgqr``: a row as a workspace; that of a large matrix has more."""
+    x = args[0]
+    return (x.shape[-1] + 1) * x.element_size() if x.numel() else 0
+
+
+def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``ormqr``: reflections by column, and a row or a column of the other matrix as a workspace."""
+    x, other, left = args[0], args[2], args[3] if len(args) > 3 else kwargs.get("left", True)
+    return copied(x.mT) + other.shape[-1 if left else -2] * other.element_size() if other.numel() else 0
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten._linalg_check_errors.default": check_errors,
+    **{f"aten.{name}.default": cholesky_solve for name in ("cholesky_solve", "_cholesky_solve_helper")},
+    "aten._linalg_det.default": determinant,
+    "aten._linalg_slogdet.default": log_determinant,
+    "aten.linalg_eig.default": eigenvalues(True),
+    "aten._linalg_eigvals.default": eigenvalues(False),
+    "aten.linalg_eigvals.default": eigenvalues(False),
+    "aten._linalg_eigh.default": eigenvalues_of_symmetric,
+    "aten.linalg_lu_solve.default": solve_with_factors,
+    "aten._linalg_solve_ex.default": solve,
+    "aten.lu_unpack.default": unpack,
+    "aten._linalg_svd.default": singular_values,
+    "aten.linalg_qr.default": triangular,
+    "aten.geqrf.default": reflections,
+    "aten.linalg_householder_product.default": reflections,
+    "aten.ormqr.default": by_reflections,
+}

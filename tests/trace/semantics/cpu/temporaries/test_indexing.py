@@ -1,0 +1,88 @@
+"""Indexing, repeating and embedding bags: the predicted peak beside what torch's profiler saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocator import measured_peak
+from torch import Tensor
+from torch.nn import functional as F
+
+import memplan
+
+INTS = torch.int32
+
+
+def short(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=INTS)
+
+
+def indices(x: Tensor) -> list[Tensor | None]:
+    return [torch.zeros(4, 1, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)]
+
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gathered": lambda x: x.gather(0, short(3, 6)),
+    "scattered": lambda x: x.scatter(0, short(3, 6), torch.ones(3, 6)),
+    "a number scattered": lambda x: x.scatter(0, short(3, 6), 1.5),
+    "scattered and added": lambda x: x.scatter_add(0, short(3, 6), torch.ones(3, 6)),
+    "scattered and reduced": lambda x: x.scatter_reduce(0, short(3, 6), torch.ones(3, 6), "sum"),
+    "repeated": lambda x: x.repeat(2, 3),
+    "repeated in front": lambda x: x.repeat(2, 1, 1),
+    "repeated not at all": lambda x: x.repeat(0, 1),
+    "one, repeated": lambda x: x[0, 0].repeat(3, 2),
+    "tiled": lambda x: x.tile(2),
+    "windows": lambda x: x.unfold(0, 2, 1),
+    "windows of rows": lambda x: x.unfold(1, 3, 2),
+    "windows apart": lambda x: x.unfold(1, 2, 2),
+    "an outer product added": lambda x: torch.addr(x, x[:, 0], x[0]),
+    "times a vector": lambda x: torch.ones(()).expand(5, 4) @ x[:, 0],
+    "where a mask is": lambda x: torch.ops.aten._unsafe_masked_index(x, torch.ones(4, 6) > 0, indices(x), 0),
+    "added where a mask is": lambda x: torch.ops.aten._unsafe_masked_index_put_accumulate(
+        x, torch.ones(4, 6) > 0, indices(x), torch.ones(4, 6)
+    ),
+    "all of another": lambda x: x.masked_scatter(torch.ones(4, 6) > 0, torch.ones(4, 6)),
+    "of another": lambda x: torch.zeros(4, 6).masked_scatter(torch.ones(4, 6) > 0, x),
+    "drawn": lambda x: torch.normal(x, x.detach()),
+}
+
+
+def peaks(shape: tuple[int, ...], op: Callable[[Tensor], Tensor]) -> tuple[int, int]:
+    def build() -> Any:
+        x = torch.rand(shape, requires_grad=True)
+
+        def step() -> None:
+            x.grad = None
+            op(x).sum().backward()
+
+        return step
+
+    return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated, measured_peak(build)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_takes_what_the_allocator_saw(name: str) -> None:
+    predicted, measured = peaks((4, 6), OPS[name])
+    assert predicted == measured
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+def test_an_embedding_bag(mode: str, last: bool) -> None:
+    def bag(table: Tensor) -> Tensor:
+        rows, bags = torch.tensor([0, 3, 4, 1, 1, 0]), torch.tensor([0, 3, 6] if last else [0, 3])
+        weights = torch.rand(6, requires_grad=True) if mode == "weighted" else None
+        how = "sum" if mode == "weighted" else mode
+        return F.embedding_bag(rows, table, bags, mode=how, per_sample_weights=weights, include_last_offset=last)
+
+    predicted, measured = peaks((10, 5), bag)
+    assert predicted == measured
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_segments(reduce: str) -> None:
+    predicted, measured = peaks((5, 3), lambda x: torch.segment_reduce(x, reduce, lengths=torch.tensor([2, 3])))
+    assert predicted == measured

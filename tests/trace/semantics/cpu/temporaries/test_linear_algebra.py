@@ -1,0 +1,106 @@
+"""Linear algebra: the predicted peak beside what torch's profiler saw without a mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocator import measured_peak
+from torch import Tensor
+
+import memplan
+
+SHAPES = ((5, 5), (3, 4, 4), (2, 3, 6, 6), (20, 20))
+
+
+def positive(x: Tensor) -> Tensor:
+    return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype)
+
+
+OPS: dict[str, Callable[[Tensor], Any]] = {
+    "determinant": torch.linalg.det,
+    "its sign and logarithm": torch.linalg.slogdet,
+    "its logarithm": lambda x: torch.logdet(positive(x)),
+    "eigenvalues": lambda x: torch.linalg.eigvals(x).abs(),
+    "eigenvectors": lambda x: torch.linalg.eig(x).eigenvectors.abs(),
+    "eigenvalues of a symmetric one": torch.linalg.eigvalsh,
+    "eigenvectors of a symmetric one": torch.linalg.eigh,
+    "solved": lambda x: torch.linalg.solve(x, x),
+    "solved by its factors": lambda x: torch.cholesky_solve(x, torch.linalg.cholesky(positive(x))),
+    "inverse": torch.linalg.inv,
+    "pseudoinverse": torch.linalg.pinv,
+    "singular values": torch.linalg.svd,
+    "reflections": torch.linalg.qr,
+    "factors": torch.linalg.lu,
+    "factors, unpacked": lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x)),
+    "chain": lambda x: torch.linalg.multi_dot([x, x, x, x]) if x.dim() == 2 else x * 2,
+}
+FORWARD: dict[str, Callable[[Tensor], Any]] = {
+    "determinant": torch.linalg.det,
+    "its sign and logarithm": torch.linalg.slogdet,
+    "eigenvectors": torch.linalg.eig,
+    "eigenvectors of a symmetric one": torch.linalg.eigh,
+    "solved by its factors": lambda x: torch.cholesky_solve(x, x),
+    "singular values": torch.linalg.svd,
+    "reflections": torch.linalg.qr,
+    "all reflections": lambda x: torch.linalg.qr(x, "complete"),
+    "product of reflections": lambda x: torch.linalg.householder_product(x, x[..., 0].contiguous()),
+    "times a product of reflections": lambda x: torch.ormqr(x, x[..., 0].contiguous(), x),
+    "factors, unpacked": lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x)),
+}
+
+
+def peaks(op: Callable[[Tensor], Any], shape: tuple[int, ...], dtype: torch.dtype, grad: bool) -> tuple[int, int]:
+    def build() -> Any:
+        torch.manual_seed(0)
+        x = torch.rand(shape, dtype=dtype, requires_grad=grad)
+
+        def step() -> None:
+            x.grad = None
+            results = op(x)
+            if grad:
+                results = (results,) if isinstance(results, Tensor) else results
+                sum(one.sum() for one in results if one.requires_grad).backward()  # pyright: ignore[reportAttributeAccessIssue]
+
+        return step
+
+    return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated, measured_peak(build)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_and_its_derivative_take_what_the_allocator_saw(name: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        predicted, measured = peaks(OPS[name], shape, dtype, True)
+        assert predicted == measured, shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FORWARD)
+def test_an_op_takes_what_the_allocator_saw(name: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        predicted, measured = peaks(FORWARD[name], shape, dtype, False)
+        assert predicted == measured, shape
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (2, 3, 5), (2, 4, 5, 3)])
+def test_factors_that_are_not_square_are_cut_to_it(shape: tuple[int, ...]) -> None:
+    predicted, measured = peaks(lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x)), shape, torch.float32, False)
+    assert predicted == measured
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (3, 6), (2, 6, 3)])
+def test_reflections_of_matrices_that_are_not_square(shape: tuple[int, ...]) -> None:
+    for mode in ("reduced", "complete"):
+        predicted, measured = peaks(lambda x, mode=mode: torch.linalg.qr(x, mode), shape, torch.float32, False)
+        assert predicted == measured, mode
+
+
+def test_a_product_without_terms_takes_no_copies() -> None:
+    def build() -> Any:
+        x, y = torch.rand(2, 0, requires_grad=True), torch.rand(0, 2, requires_grad=True)
+        return lambda: (x @ y).sum().backward()
+
+    assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)
