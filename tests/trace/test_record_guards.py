@@ -99,8 +99,7 @@ def test_a_mistake_within_a_branch_is_not_hidden_by_the_other_way() -> None:
         memplan.record(step_of(wrong), device="cpu")
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_an_op_that_refuses_a_stand_in_depends_on_values(inline: bool) -> None:
+def test_an_op_that_refuses_a_stand_in_depends_on_values() -> None:
     """Sizes that are counted from values, as a router of experts does it: ones do not add up."""
 
     def build() -> Callable[[], Any]:
@@ -108,11 +107,8 @@ def test_an_op_that_refuses_a_stand_in_depends_on_values(inline: bool) -> None:
 
         def step() -> None:
             counts = torch.zeros(32, 4).scatter(1, chosen[:, None], 1).long().sum(0)
-            if inline:
-                parts = x.split(counts.tolist())
-            else:
-                sizes = counts.tolist()
-                parts = x.split(sizes)
+            sizes = counts.tolist()
+            parts = x.split_with_sizes(sizes)
             torch.cat([part @ weights[i] for i, part in enumerate(parts)]).sum().backward()
 
         return step

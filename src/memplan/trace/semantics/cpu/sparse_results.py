@@ -264,11 +264,11 @@ def _summed(args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _bag_gradient(args: Arguments, kwargs: Keywords) -> Any:
-    """EmbeddingBag.cpp, _embedding_bag_sparse_backward."""
+    """EmbeddingBag.cpp, _embedding_bag_sparse_backward and _embedding_bag_dense_backward_cpu."""
     gradient, indices, rows, sparse = args[0], args[1], args[6], args[9]
-    if not sparse:
-        return NotImplemented
     width = gradient.shape[-1]
+    if not sparse:
+        return gradient.new_empty((rows, width))
     values = gradient.new_empty((indices.numel(), width))
     return _torch.sparse_coo(indices.reshape(1, -1), values, (rows, width), coalesced=False)
 
