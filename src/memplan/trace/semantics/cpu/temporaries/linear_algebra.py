@@ -162,7 +162,20 @@ def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     return copied(x.mT) + other.shape[-1 if left else -2] * other.element_size() if other.numel() else 0
 
 
+def exponential(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LinearAlgebra.cpp, linalg_matrix_exp: the matrices scaled, buffers of five times their size, made twice over for
+    a batch; of one matrix two more. A small matrix alone takes a shorter way: which one, values say."""
+    x = args[0]
+    batch, n = _order(x)
+    if n <= 1 or not batch:
+        return 0
+    if batch == 1:
+        return 12 * bytes_of(x) + 8 + 4 * x.element_size()
+    return 10 * bytes_of(x) + 3 * batch * x.element_size()
+
+
 FORMULAS: dict[str, Formula] = {
+    "aten.linalg_matrix_exp.default": exponential,
     "aten._linalg_check_errors.default": check_errors,
     **{f"aten.{name}.default": cholesky_solve for name in ("cholesky_solve", "_cholesky_solve_helper")},
     "aten._linalg_det.default": determinant,
