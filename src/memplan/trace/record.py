@@ -137,6 +137,8 @@ def _recorded(
         except StepError as error:
             if reached(error.__cause__) and not _is_raised_by_code(error):
                 return recording, _of_an_unknown_value(error)
+            if recording.last_bound is not None and not _is_raised_by_code(error):
+                return recording, _of_a_bound(error, recording.last_bound)
             decision = recording.last_decision
             if decision is None or decision in other or len(other) == _GUARDS or not _is_raised_by_code(error):
                 return recording, error if first is None else _neither(first, error, other)
@@ -160,6 +162,18 @@ def _of_an_unknown_value(error: StepError) -> DataDependentError:
         f"a value that was read is a size or an argument here, and recording has no values, but 1: {error.found}",
         expected="sizes and arguments that follow from the shapes of the inputs",
         do="Run memplan.measure(build) instead: it really runs the step",
+    )
+    found.layer, found.where, found.__cause__ = error.layer, error.where, error.__cause__
+    return found
+
+
+def _of_a_bound(error: StepError, selected: Line) -> DataDependentError:
+    """Return the error of an op for which the most that values can select is too much."""
+    line = format_frame(selected)
+    found = DataDependentError(
+        f"what values select at {line} is taken at its largest, and then {error.found}",
+        expected="sizes that fit whatever is selected, or the share that is selected when it really runs",
+        do=f"Give the share, as in --assume {line}=0.5 (assume={{'{line}': 0.5}}); or run memplan.measure(build)",
     )
     found.layer, found.where, found.__cause__ = error.layer, error.where, error.__cause__
     return found
@@ -222,6 +236,11 @@ class _Recording:
     def branches(self) -> tuple[Line, ...]:
         """Return the lines at which a value that is not known decided a branch."""
         return tuple(self._standins.branches)
+
+    @property
+    def last_bound(self) -> Line | None:
+        """Return the line at which values selected something last, which was taken at its largest."""
+        return self._standins.last_bound
 
     def run(self, build: Build, steps: int) -> Trace | None:
         """Build and run the step.

@@ -171,6 +171,8 @@ class Standins:
         self._other = other
         self.last_decision: Line | None = None
         """Line at which a value decided a branch last."""
+        self.last_bound: Line | None = None
+        """Line at which values selected something last."""
         self.branches: dict[Line, None] = {}
         """Lines at which a value decided a branch, in order, which can be taken the other way."""
 
@@ -345,6 +347,7 @@ class Standins:
 
     def bounded(self, op: str, taken: int, most: int) -> None:
         """Note that an op selects by value, and how much of it is taken to be selected."""
+        self.last_bound = user_frame()
         why = "the most there can be" if taken == most else "as was assumed"
         self._add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
 

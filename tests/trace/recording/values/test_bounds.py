@@ -101,6 +101,21 @@ def test_what_has_no_largest_is_refused() -> None:
         memplan.record(build)
 
 
+def test_where_the_most_does_not_fit_a_share_is_asked_for() -> None:
+    def build() -> Callable[[], None]:
+        x, mask, half = torch.zeros(8), torch.rand(8).argsort() < 4, torch.ones(4)
+
+        def step() -> None:
+            x[mask] += half
+
+        return step
+
+    with pytest.raises(DataDependentError, match=r"--assume .*test_bounds.py:\d+=0.5") as caught:
+        memplan.record(build)
+    line = str(caught.value).split("assume={'")[1].split("'")[0]
+    assert memplan.simulate(memplan.record(build, assume={line: 0.5})).peak_allocated == measured_peak(build)
+
+
 def packed(kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:
     def build() -> Callable[[], None]:
         net = kind(16, 8, batch_first=True, num_layers=2, bidirectional=True)
