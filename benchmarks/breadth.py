@@ -495,12 +495,9 @@ def report(rows: list[Row]) -> str:
     for title, told in (("Not within it", False), ("What rests on values", True)):
         mine = [f"{row['name']} {row['relative_error']:+.2%}" for row in off if _rests_on_values(row) is told]
         lines += ["", f"{title}: " + (", ".join(mine) or "none")]
-    failed = [
-        (row["name"], row.get("refused", row.get("crashed"))) for row in rows if {"refused", "crashed"} & set(row)
-    ]
-    return "\n".join(
-        [*lines, "", "Refused: " + ("; ".join(f"{name} ({why[:120]})" for name, why in failed) or "none"), ""]
-    )
+    failed = [row for row in rows if "refused" in row or "crashed" in row]
+    refusals = [f"{row['name']} ({str(row.get('refused', row.get('crashed')))[:120]})" for row in failed]
+    return "\n".join([*lines, "", "Refused: " + ("; ".join(refusals) or "none"), ""])
 
 
 def _rests_on_values(row: Row) -> bool:
