@@ -166,6 +166,61 @@ def test_a_tensor_from_outside_does_not_count_and_is_told() -> None:
         assert any("1.0 MiB of tensors that were made outside" in note for note in trace.notes)
 
 
+@pytest.mark.parametrize(
+    "seen",
+    [
+        lambda x: x[:100],
+        lambda x: x.detach(),
+        lambda x: x.unsqueeze(0),
+        lambda x: x.chunk(3)[1],
+        lambda x: x.t().t(),
+        lambda x: torch.stack(list(x)),
+    ],
+)
+def test_views_of_a_tensor_from_outside_do_not_count_either(seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(1024, 256)
+
+    def build() -> Callable[[], None]:
+        layer = torch.nn.Linear(256, 8)
+        return lambda: layer(seen(x)).sum().backward()
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+    assert memplan.simulate(memplan.measure(build)).peak_allocated == measured_peak(build)
+
+
+def test_threads_of_others_do_not_count() -> None:
+    go = [True]
+
+    def beside() -> None:
+        while go:
+            thread = threading.Thread(target=lambda: torch.zeros(1 << 20))
+            thread.start()
+            thread.join()
+
+    build = lambda: plain(mlp(64), torch.randn(8, 64))  # noqa: E731
+    other = threading.Thread(target=beside)
+    other.start()
+    try:
+        measured = memplan.simulate(memplan.measure(build)).peak_allocated
+    finally:
+        go.clear()
+        other.join()
+    assert measured == measured_peak(build)
+
+
+def test_a_thread_that_cannot_start_is_left_as_it_was() -> None:
+    def build() -> Callable[[], None]:
+        thread = threading.Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+        with pytest.raises(RuntimeError, match="once"):
+            thread.start()
+        assert thread.run.__qualname__ == "Thread.run"
+        return lambda: None
+
+    assert not any("still running" in note for note in memplan.measure(build).notes)
+
+
 def test_what_other_threads_allocate_counts() -> None:
     """The peak is that of the same work in this thread."""
 

@@ -78,6 +78,15 @@ def test_where_both_ways_raise_the_message_names_the_branch() -> None:
     assert isinstance(error.value.__cause__, ValueError)
 
 
+def test_a_guard_on_one_line() -> None:
+    def guarded(x: Tensor, labels: Tensor) -> Tensor:
+        if labels.max() >= 4:
+            raise ValueError("no such label")
+        return x.sum()
+
+    memplan.record(step_of(guarded), device="cpu")
+
+
 def test_an_exception_that_no_value_leads_to_stays_as_it_is() -> None:
     def wrong(x: Tensor, labels: Tensor) -> Tensor:
         if labels.max() < 4:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -28,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memplan._torch.eager import Dispatch, is_composite, no_modes
 from memplan._torch.modules import lazy_as_fake
 from memplan._torch.patches import patched
-from memplan._torch.tensors import is_sparse, sparse_parts, storage_key
+from memplan._torch.tensors import KNOWN, is_sparse, known_indices, sparse_coo, sparse_parts, storage_key
 
 DATA_DEPENDENT = (DynamicOutputShapeException, DataDependentOutputException)
 """Exceptions that a fake tensor raises where an output's shape, or a branch, depends on values."""
@@ -241,38 +242,7 @@ def _fake_empty(mode: FakeTensorMode, shape: Any, stride: Any, dtype: torch.dtyp
 
 
 Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-_KNOWN, _OUTSIDE = "_memplan_indices", "_memplan_outside"
-
-
-def sparse_coo(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    shape: Sequence[int],
-    *,
-    coalesced: bool,
-    known: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return a sparse tensor over fake indices and values, without any op that a recording sees.
-
-    ``known``: what the indices are, where that is known and the fake ones do not say it.
-    """
-    result = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
-        indices.shape[0], values.dim() - 1, list(shape), indices, values, dtype=values.dtype, layout=torch.sparse_coo,
-        device=torch.device("cpu"), pin_memory=False, is_coalesced=coalesced,
-    )  # fmt: skip
-    setattr(result, _KNOWN, getattr(indices, "constant", None) if known is None else known)
-    return result
-
-
-def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the indices of a sparse tensor, where `sparse_coo` knew them."""
-    return getattr(tensor, _KNOWN, None)
-
-
-def distinct(indices: torch.Tensor) -> torch.Tensor:
-    """Return the columns of indices that are known, each once and in order."""
-    with no_modes():
-        return torch.unique(indices, dim=1)
+_OUTSIDE = "_memplan_outside"
 
 
 def sparse_compressed(layout: torch.layout, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
@@ -292,7 +262,7 @@ def sparse_compressed(layout: torch.layout, parts: Sequence[torch.Tensor], shape
 def become(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Give a sparse tensor the parts of another, as an op in place does. Return it."""
     target.data = source
-    setattr(target, _KNOWN, known_indices(source))
+    setattr(target, KNOWN, known_indices(source))
     return target
 
 
@@ -358,7 +328,10 @@ class FakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._observe = dispatch
         self._inside = False
+        self._alone = threading.RLock()
+        """Held by the thread of a step that dispatches an op: what is noted of it is one piece."""
         self._memo = _Memo()
+        self._of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
         self.replacements: Replacements | None = None
         self.going: Callable[[torch.device], contextlib.AbstractContextManager[None]] | None = None
@@ -389,6 +362,10 @@ class FakeMode(FakeTensorMode):
         if self.going is not None and device is not None and torch.device(device).type == "cuda":
             with self.going(torch.device(device)):
                 return self.__torch_dispatch__(func, types, args, {**kwargs, "device": _CPU})
+        with self._alone:
+            return self._dispatched(func, types, args, kwargs)
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._inside = True
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, FakeTensor
         try:
@@ -407,6 +384,14 @@ class FakeMode(FakeTensorMode):
             if bounded is NotImplemented:
                 raise
             return bounded
+
+    def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a tensor from outside, the same for as long as that is there."""
+        if tensor not in self._of_outside:
+            known = self._with_value(tensor)
+            of_shape = not isinstance(known, FakeTensor) and not is_sparse(known)
+            self._of_outside[tensor] = self.from_tensor(known) if of_shape else known
+        return self._of_outside[tensor]
 
     def _with_value(self, arg: Any) -> Any:
         """Return what stands for a small real tensor that comes from outside: its values are known."""

@@ -7,6 +7,7 @@ Seen in torch 2.11, 2.13 and 2.15: ``nn.Module._parameters``, ``._buffers`` and 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -154,10 +155,14 @@ def lazy_as_fake(
     ``inside`` is entered where a tensor is to say on which device it really is.
     """
 
-    def maker(kind: type) -> Callable[..., Any]:
+    here = threading.get_ident()
+
+    def maker(kind: type, own: Callable[..., Any]) -> Callable[..., Any]:
         def new(
             cls: Any, requires_grad: bool = kind is _FakeParameter, device: Any = None, dtype: Any = None, **kwargs: Any
         ) -> Any:
+            if threading.get_ident() != here:
+                return own(cls, requires_grad, device=device, dtype=dtype, **kwargs)
             dtype = dtype or torch.get_default_dtype()
             with no_modes(), inside():
                 empty = torch.empty(0, device="meta", dtype=dtype)
@@ -170,7 +175,7 @@ def lazy_as_fake(
         return new
 
     with (
-        patched(UninitializedParameter, __new__=maker(_FakeParameter)),
-        patched(UninitializedBuffer, __new__=maker(_FakeBuffer)),
+        patched(UninitializedParameter, __new__=maker(_FakeParameter, UninitializedParameter.__new__)),
+        patched(UninitializedBuffer, __new__=maker(_FakeBuffer, UninitializedBuffer.__new__)),
     ):
         yield

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -131,6 +132,41 @@ def runs_on_sparse(func: Any) -> bool:
     return torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "SparseCPU")
 
 
+KNOWN = "_memplan_indices"
+"""Attribute of a sparse tensor: its indices, where they are known."""
+
+
+def sparse_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: Sequence[int],
+    *,
+    coalesced: bool,
+    known: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a sparse tensor over fake indices and values, without any op that a recording sees.
+
+    ``known``: what the indices are, where that is known and the fake ones do not say it.
+    """
+    result = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default(
+        indices.shape[0], values.dim() - 1, list(shape), indices, values, dtype=values.dtype, layout=torch.sparse_coo,
+        device=torch.device("cpu"), pin_memory=False, is_coalesced=coalesced,
+    )  # fmt: skip
+    setattr(result, KNOWN, getattr(indices, "constant", None) if known is None else known)
+    return result
+
+
+def known_indices(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the indices of a sparse tensor, where `sparse_coo` knew them."""
+    return getattr(tensor, KNOWN, None)
+
+
+def distinct(indices: torch.Tensor) -> torch.Tensor:
+    """Return the columns of indices that are known, each once and in order."""
+    with no_modes():
+        return torch.unique(indices, dim=1)
+
+
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the plain tensors that a tensor subclass made of others holds, as a quantized weight does, by the names of
     its attributes; ``{"": tensor}`` for one that holds memory itself. Seen in torch 2.11, 2.13 and 2.15:
@@ -168,19 +204,13 @@ def called_for_the_loss() -> bool:
     return _caller() == "_make_grads"
 
 
-_DISPATCHING = frozenset(
-    {"__torch_dispatch__", "<lambda>", "dispatch", "run_marked", "_note", "_place_of", "is_in_place", "is_on_zeros",
-     "in_formula", "form_of",
-     "_caller", "_adds_sparse_one",
-     "_result", "_copy", "taken_over",
-     "called_by_engine", "called_for_the_loss", "make_where_asked", "interposed", "whole"}
-)  # fmt: skip
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def _caller() -> str:
-    """Name of the innermost function outside of our dispatch."""
+    """Name of the innermost function that is not memplan's own."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name in _DISPATCHING:
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     return frame.f_code.co_name if frame is not None else ""
 

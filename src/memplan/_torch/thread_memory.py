@@ -32,20 +32,27 @@ class Threads:
 @contextlib.contextmanager
 def threads_watched() -> Iterator[Threads]:
     """Note what is allocated in threads that start in here, once they have ended."""
-    threads = Threads()
+    threads, watched = Threads(), {threading.get_ident()}
     start = threading.Thread.start
 
     def start_watched(self: threading.Thread) -> None:
-        run = self.run
+        if threading.get_ident() not in watched:
+            return start(self)
+        before = self.run
 
         def run_watched() -> None:
-            del self.run  # the thread's own again, which its class has
+            self.run = before
+            watched.add(threading.get_ident())
             with _watched(threads):
-                run()
+                before()
 
-        threads.started += 1
         self.run = run_watched
-        start(self)
+        try:
+            start(self)
+        except BaseException:
+            self.run = before
+            raise
+        threads.started += 1
 
     with patched(threading.Thread, start=start_watched):
         yield threads

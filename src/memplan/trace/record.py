@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import os
+import re
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import Place, format_frame, user_frame
+from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.recording.session import (
     Build,
     Target,
@@ -137,7 +138,7 @@ def _recorded(
         except StepError as error:
             if reached(error.__cause__) and not _is_raised_by_code(error):
                 return recording, _of_an_unknown_value(error)
-            if recording.last_bound is not None and not _is_raised_by_code(error):
+            if recording.last_bound is not None and recording.last_bound == _line_of(error):
                 return recording, _of_a_bound(error, recording.last_bound)
             decision = recording.last_decision
             if decision is None or decision in other or len(other) == _GUARDS or not _is_raised_by_code(error):
@@ -153,7 +154,13 @@ def _is_raised_by_code(error: StepError) -> bool:
     if not frames or any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames):
         return False
     frame, number = frames[-1]
-    return linecache.getline(frame.f_code.co_filename, number).lstrip().startswith(("raise", "assert"))
+    return re.search(r"\b(raise|assert)\b", linecache.getline(frame.f_code.co_filename, number)) is not None
+
+
+def _line_of(error: StepError) -> Line | None:
+    """Return the line of the user's at which an op raised; None where a statement raised."""
+    cause = error.__cause__
+    return None if cause is None or _is_raised_by_code(error) else frame_of_error(cause)
 
 
 def _of_an_unknown_value(error: StepError) -> DataDependentError:
@@ -181,11 +188,10 @@ def _of_a_bound(error: StepError, selected: Line) -> DataDependentError:
 
 def _neither(first: StepError, later: RecordingError, other: Collection[Line]) -> StepError:
     """Return the first error, with what came of taking branches the other way."""
-    if later.found == first.found:
-        return first
     places = ", ".join(sorted(str(format_frame(line)) for line in other))
+    then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
-        f"{first.found}; a value decides at {places} that a recording does not know, and the other way {later.found}",
+        f"{first.found}; a value decides at {places} that a recording does not know, and the other way {then}",
         expected=first.expected, do=first.do,
     )  # fmt: skip
     joined.layer, joined.where, joined.__cause__ = first.layer, first.where, first.__cause__
@@ -207,8 +213,9 @@ class _Recording:
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode, other)
-        bounds = Bounds(target.assumed, self._standins.bounded)
-        self._mode.bound = lambda func, args, kwargs: bounds.result(func, args, kwargs, user_frame())
+        self._observer.fake_of = self._mode.fake_of
+        self._bounds = Bounds(target.assumed, self._standins.bounded, on_card=target.card is not None)
+        self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._observer.taken_for_granted = self._standins.granted
         self._card: Card | None = None
@@ -279,7 +286,7 @@ class _Recording:
             parts = finish(observer, bounds[0])
             del step
         calls = tuple(self._card.calls) if self._card is not None else ()
-        notes = self._target.notes + of_outside(observer.ledger.before)
+        notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),

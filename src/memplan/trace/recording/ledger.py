@@ -129,11 +129,12 @@ class Ledger:
         entry = self.entry(tensor, op)
         entry.bytes, entry.foreign = 0, True
 
-    def outside(self, parts: list[Entry]) -> None:
-        """Note the storages of a tensor that was there before the recording: they do not count."""
-        for entry in parts:
+    def outside(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
+        """Note a tensor that was there before the recording, and what stands for it: neither counts."""
+        real = [entry for entry in self.parts(tensor, None) if entry.op is None]
+        self.before += sum(entry.bytes for entry in real)
+        for entry in (*real, *self.parts(fake, None)):
             if entry.op is None:
-                self.before += entry.bytes
                 entry.bytes, entry.foreign = 0, True
 
     def lifted(self, source: torch.Tensor, result: torch.Tensor, op: int) -> None:

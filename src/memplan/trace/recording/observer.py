@@ -79,6 +79,8 @@ class Observer:
         self.taken_for_granted: Callable[[str], None] | None = None
         """Told what was assumed of an op's result."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
+        self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+        """Returns what stands for a tensor from outside."""
         self.card: Residence | None = None
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
@@ -104,7 +106,7 @@ class Observer:
         if signature.silent:
             if self.read_scalar is not None and signature.name == _SCALAR:
                 return self.read_scalar(args[0], run)
-            if args and _torch.is_sparse(args[0]):  # what a fake of one from outside shares is from there, too
+            if args and (_torch.is_sparse(args[0]) or self._was_there_before(signature, args[0])):
                 self._operands(signature, args, kwargs)
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
@@ -214,8 +216,10 @@ class Observer:
             for item in (value,) if not isinstance(value, (list, tuple)) else value:
                 if isinstance(item, torch.Tensor):
                     parts = self.ledger.parts(item, None)
-                    if self._was_there_before(signature, item):
-                        self.ledger.outside(parts)
+                    if parts[-1].op is None and self._was_there_before(
+                        signature, item
+                    ):  # and so is all that shares its fake's storage
+                        self.ledger.outside(item, self.fake_of(item))
                     reads += [(name, entry.id) for entry in parts]
                     if parts[-1].device == ON_CARD:
                         on_card = True

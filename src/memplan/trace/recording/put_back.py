@@ -29,7 +29,9 @@ class Outside:
         self._contents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        self._optimizers: dict[int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any]]] = {}
+        self._optimizers: dict[
+            int, tuple[weakref.ref[torch.optim.Optimizer], dict[Any, Any], list[dict[str, Any]]]
+        ] = {}
         place.on_update = self._keep_state
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,11 +55,13 @@ class Outside:
             tensor.grad = gradient
         for generator, state in self._generators.values():
             generator.set_state(state)
-        for reference, state in self._optimizers.values():
+        for reference, state, groups in self._optimizers.values():
             optimizer = reference()
             if optimizer is not None:
                 optimizer.state.clear()
                 optimizer.state.update(state)
+                for group, options in zip(optimizer.param_groups, groups, strict=False):
+                    group.update(options)
 
     def _written(self, func: Any) -> list[tuple[int, str]]:
         known = self._arguments.get(func)
@@ -81,8 +85,20 @@ class Outside:
             self._contents[key] = whole, whole.clone()
 
     def _keep_state(self, optimizer: torch.optim.Optimizer) -> None:
-        state = {key: dict(value) if isinstance(value, dict) else value for key, value in optimizer.state.items()}
-        self._optimizers.setdefault(id(optimizer), (weakref.ref(optimizer), state))
+        if id(optimizer) in self._optimizers:
+            return
+        state = {key: _copied(value) for key, value in optimizer.state.items()}
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer), state, groups
+
+
+def _copied(value: Any) -> Any:
+    """Return the same in containers of its own."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [*map(_copied, value)] if type(value) is list else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

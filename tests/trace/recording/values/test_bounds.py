@@ -13,11 +13,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import memplan
-from memplan.errors import DataDependentError, UsageError
+from memplan.errors import DataDependentError, StepError, UsageError
 from memplan.trace.recording.values import bounds
 
 Build = Callable[[], Callable[[], None]]
 ROWS = 400
+
+_KEPT: list[Tensor] = []
+
+
+def _kept(selected: Tensor) -> Tensor:
+    """What is selected stays, as a variable of the step would."""
+    _KEPT[:] = [selected]
+    return selected
+
 
 SELECTING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda h, mask: h[mask],
@@ -25,6 +34,7 @@ SELECTING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "places": lambda h, mask: h[mask.nonzero().squeeze(1)] * 2,
     "where": lambda h, mask: h[torch.where(mask)[0]] * 2,
     "masked_select": lambda h, mask: h.masked_select(mask[:, None]),
+    "masked_select, kept": lambda h, mask: _kept(h.masked_select((mask[:, None]) & (h.detach() == h.detach()))),
     "rows put back": lambda h, mask: torch.zeros_like(h).index_put((mask,), h[mask]) * 2,
     "distinct": lambda h, mask: h[torch.unique(torch.where(mask, torch.arange(ROWS), 0))] * 2,
     "in a row": lambda h, mask: h[torch.unique_consecutive(torch.where(mask, torch.arange(ROWS), 0))] * 2,
@@ -114,6 +124,41 @@ def test_where_the_most_does_not_fit_a_share_is_asked_for() -> None:
         memplan.record(build)
     line = str(caught.value).split("assume={'")[1].split("'")[0]
     assert memplan.simulate(memplan.record(build, assume={line: 0.5})).peak_allocated == measured_peak(build)
+
+
+def test_another_mistake_is_not_blamed_on_what_is_selected() -> None:
+    def build() -> Callable[[], None]:
+        layer, x = nn.Linear(16, 16), torch.randn(8, 16)
+
+        def step() -> None:
+            chosen = layer(x)[torch.rand(8) > 0.5]
+            nn.Linear(3, 3)(chosen)
+
+        return step
+
+    with pytest.raises(StepError, match="same reduction dim"):
+        memplan.record(build)
+
+
+def test_a_share_for_a_line_at_which_nothing_selects_is_told() -> None:
+    trace = memplan.record(selecting("rows", unknown(0.5)), assume={"test_bounds.py:1": 0.5})
+    assert any("test_bounds.py:1, where nothing selects" in note for note in trace.notes)
+
+
+def test_at_most_two_booleans_are_distinct() -> None:
+    def build() -> Callable[[], None]:
+        x = torch.rand(1000) > 0.5
+        return lambda: (torch.unique(x), None)[1]
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
+def test_sequences_of_a_share_are_padded_to_the_longest() -> None:
+    build = packed(nn.GRU, lambda: torch.tensor([50, 7, 7, 6, 6, 6, 5, 5, 4, 4]) + torch.randint(0, 1, (10,)), False)
+    line = memplan.record(build).assumptions[0].where
+    assert line is not None
+    predicted = memplan.simulate(memplan.record(build, assume={line: 0.2})).peak_allocated
+    assert predicted == pytest.approx(measured_peak(build), rel=0.1)
 
 
 def packed(kind: Callable[..., nn.RNNBase], lengths: Callable[[], Any], in_order: bool) -> Build:

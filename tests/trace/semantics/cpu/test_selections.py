@@ -50,6 +50,18 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda: (torch.rand(N, 4), all_of(N, 4), torch.tensor(1.0)),
         lambda given: given[0].index_put_((given[1],), given[2]),
     ),
+    "put a row at a mask": (
+        lambda: (torch.rand(N, 4), all_of(N), torch.ones(4)),
+        lambda given: given[0].index_put_((given[1],), given[2]),
+    ),
+    "add a number at a mask": (
+        lambda: (torch.rand(N, 4), all_of(N, 4), torch.ones(1)),
+        lambda given: given[0].index_put_((given[1],), given[2], accumulate=True),
+    ),
+    "scatter what does not lie in order": (
+        lambda: (torch.rand(N, 4), all_of(N, 4), torch.ones(1).expand(4 * N)),
+        lambda given: given[0].masked_scatter_(given[1], given[2]),
+    ),
     "places": (lambda: all_of(N, 4), torch.nonzero),
 }  # fmt: skip
 

@@ -29,14 +29,18 @@ class Bounds:
         tell: told the name of an op, how many elements are taken and how many there can be.
     """
 
-    def __init__(self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None], *, on_card: bool = False
+    ) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         self._tell = tell
+        self._used: set[str] = set()
+        self._on_card = on_card
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
         form = _FORMS.get(str(func))
-        if form is None:
+        if form is None or (self._on_card and form is _SEQUENCES):
             return NotImplemented
         given = _torch.named_arguments(func, args, kwargs)
         share, most = self._share(frame), form.most(given)
@@ -46,12 +50,21 @@ class Bounds:
             self._tell(str(func).split(".")[1], taken, most)
         return form.made(given, taken)
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return what has to be said of places that a share was assumed for, and at which nothing selects."""
+        places = [f"{file}:{line}" for file, line, _ in self._shares]
+        return tuple(
+            f"a share was assumed for {one}, where nothing selects by value" for one in places if one not in self._used
+        )
+
     def _share(self, frame: Line | None) -> float:
         if frame is None:
             return 1.0
         path, number = os.path.abspath(frame[0]), str(frame[1])
         for file, line, share in self._shares:
             if line == number and (path == os.path.abspath(file) or path.endswith(os.sep + file)):
+                self._used.add(f"{file}:{line}")
                 return share
         return 1.0
 
@@ -85,7 +98,8 @@ class _Form:
 
 
 def _elements(given: Keywords) -> int:
-    return given["self"].numel()
+    x = given["self"]
+    return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in given else x.numel()
 
 
 def _places(given: Keywords, taken: int) -> torch.Tensor:
@@ -150,19 +164,27 @@ def _packed(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
     How many is read in C++, so that it is a real tensor.
     """
     x, batch = given["input"], given["lengths"].shape[0]
-    lengths = _lengths(given) or [math.ceil(taken / batch)] * batch
+    lengths = _lengths(given) or _with_one_whole(taken, batch, x.shape[1 if given["batch_first"] else 0])
     with _torch.no_modes():
         sizes = torch.tensor([sum(length > step for length in lengths) for step in range(max(lengths))])
     return x.new_empty((sum(lengths), *x.shape[2:])), sizes
 
 
+def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
+    """Return lengths of so many steps in all: padded again, they are as long as the longest, which is whole."""
+    others = max(batch - 1, 1)
+    return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
+
+
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
+_SEQUENCES = _Form(_steps, _packed, _known_steps)
+"""Only on the CPU: how many sequences have a step lies there, too, and on a card nothing says so."""
 _FORMS: Mapping[str, _Form] = {
     "aten.nonzero.default": _Form(_elements, _places),
     "aten.masked_select.default": _Form(
         _selected, lambda given, taken: given["self"].new_empty(taken), _known_to_be_selected
     ),
-    "aten._pack_padded_sequence.default": _Form(_steps, _packed, _known_steps),
+    "aten._pack_padded_sequence.default": _SEQUENCES,
     "aten._unique2.default": _Form(_elements, _distinct),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
 }

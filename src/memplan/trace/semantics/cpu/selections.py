@@ -61,9 +61,18 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if values.numel() == 1 and not accumulates and len(_masks(indices)) == len(indices) == 1:
         return 0
-    rest = x.numel() // max(1, math.prod(_indexed_sizes(x, indices)))
-    selected = values.numel() // max(1, rest)
-    return _places(indices, selected)
+    rest = x.dim() - len(_indexed_sizes(x, indices))
+    whole = values.dim() > rest and values.shape[0] != 1
+    return _places(indices, values.shape[0] if whole else _largest(indices))
+
+
+def _largest(indices: Sequence[Any]) -> int:
+    """Return how many places masks select: as many as is known, else all there are."""
+    masks = _masks(indices)
+    if not masks:
+        return 0
+    known = getattr(masks[0], "constant", None)
+    return masks[0].numel() if known is None else int(known.sum())
 
 
 def _places(indices: Sequence[Any], selected: int) -> int:
@@ -87,7 +96,14 @@ def _indexed_sizes(x: torch.Tensor, indices: Sequence[Any]) -> list[int]:
     return sizes
 
 
+def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, masked_scatter__cpu: the source in order."""
+    return copied(args[2])
+
+
 FORMULAS: dict[str, Formula] = {
+    "aten.masked_scatter.default": masked_scatter,
+    "aten.masked_scatter_.default": masked_scatter,
     "aten.masked_select.default": masked_select,
     "aten._unique2.default": distinct,
     "aten.unique_dim.default": distinct_rows,
