@@ -375,6 +375,16 @@ class FakeMode(FakeTensorMode):
             fake_tensor.FakeTensor = seen
             self._inside = False
 
+    def _one_thread_at_a_time(self) -> Any:
+        """Return how fake tensors are dispatched in threads of the step, where no mode is: while no other thread is."""
+        dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
+
+        def alone(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with self._alone:
+                return dispatch(cls, func, types, args, kwargs)
+
+        return classmethod(alone)
+
     def _described(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args = tuple([self._with_value(arg) for arg in args])
         try:
@@ -424,6 +434,7 @@ class FakeMode(FakeTensorMode):
             patched(fake_tensor.log, disabled=True),
             _hidden(lambda: self._inside),
             # the foreach functions are for these types alone, and a fake tensor stands for one of them
+            patched(FakeTensor, __torch_dispatch__=self._one_thread_at_a_time()),
             patched(_FOREACH[0], _foreach_supported_types=[*_FOREACH[0]._foreach_supported_types, FakeTensor]),
             patched(_FOREACH[1], _foreach_supported_types=[*_FOREACH[1]._foreach_supported_types, FakeTensor]),
             self,

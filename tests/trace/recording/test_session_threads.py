@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,3 +98,52 @@ def test_a_thread_that_trains_beside_it_is_left_alone() -> None:
     """In a process of its own, which this once ended by a segmentation fault."""
     ran = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_lazy_layers_of_other_threads_are_real() -> None:
+    go, made = [True], list[type]()
+
+    def beside() -> None:
+        while go:
+            layer = nn.LazyLinear(4)
+            made.append(type(layer.weight))
+            layer(torch.randn(2, 3))
+
+    def build() -> Callable[[], None]:
+        layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+
+        def step() -> None:
+            time.sleep(0.01)
+            layer(x).sum().backward()
+
+        return step
+
+    alone = memplan.simulate(memplan.record(build)).peak_allocated
+    other = threading.Thread(target=beside)
+    other.start()
+    try:
+        peaks = {memplan.simulate(memplan.record(build)).peak_allocated for _ in range(3)}
+    finally:
+        go.clear()
+        other.join()
+    assert peaks == {alone}
+    assert set(made) == {nn.parameter.UninitializedParameter}
+
+
+def test_threads_of_a_step_are_recorded_one_op_at_a_time() -> None:
+    def build() -> Callable[[], None]:
+        layer, x = nn.Linear(64, 64), torch.randn(256, 64)
+
+        def step() -> None:
+            made: list[torch.Tensor] = []
+            threads = [threading.Thread(target=lambda: made.append(layer(x).relu().pow(2))) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            torch.stack(made).sum().backward()
+
+        return step
+
+    peaks = {memplan.simulate(memplan.record(build, steps=1)).peak_allocated for _ in range(5)}
+    assert peaks == {memplan.simulate(memplan.measure(build, steps=1)).peak_allocated}
