@@ -10,6 +10,7 @@ from memplan.checks.changed_step import Unmendable, Unmended
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for
+from memplan.trace.recording.held_numbers import LARGEST_NUMBER
 from memplan.trace.recording.session import choose_target
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
@@ -100,13 +101,18 @@ def _born_in(trace: Trace) -> dict[int, list[Storage]]:
     return found
 
 
+def _is_kernels(storage: Storage) -> bool:
+    """Return whether a kernel took a storage for itself; the number of a product, which autograd holds, is none."""
+    return not storage.dtype and storage.died is not None and storage.bytes > LARGEST_NUMBER
+
+
 def _pair(op: Op, own: list[Storage], other: list[Storage], sizes: Sizes) -> Iterator[Storage]:
     """Give an op's storages the sizes of their counterparts; yields temporaries of its kernel that are new."""
     if op.name == _CONSTANT:
         return  # run again, it is there before the step
     tensors = [[s for s in storages if s.dtype] for storages in (own, other)]
     # a library's workspace is taken once and held for good: whichever op comes first has it
-    hidden = [[s for s in storages if not s.dtype and s.died is not None] for storages in (own, other)]
+    hidden = [[s for s in storages if _is_kernels(s)] for storages in (own, other)]
     if len(tensors[0]) != len(tensors[1]):
         raise Unmendable(f"{op.name} would make other tensors")
     for before, after in (*zip(*tensors, strict=True), *zip(*hidden, strict=False)):

@@ -19,6 +19,9 @@ from memplan.trace.semantics.kinds import Extra
 _OPS = frozenset(f"aten.{name}.Tensor" for name in ("mul", "div", "mul_", "div_"))
 """Ops whose derivative by the first operand reads the second (derivatives.yaml)."""
 
+LARGEST_NUMBER = torch.complex128.itemsize
+"""Bytes that a number takes at most."""
+
 
 class _Token:
     """What a node of autograd holds, to be told when it is gone."""
