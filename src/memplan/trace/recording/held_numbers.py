@@ -48,6 +48,8 @@ class HeldNumbers:
         """Note the number among the operands of an op that has run: the result's node will keep it."""
         if name not in _OPS or isinstance(args[1], torch.Tensor) or self._ledger.real:
             return
+        if _torch.is_view(result):  # its node may be made while an op is dispatched, under a lock that asking waits for
+            return
         self._new = weakref.ref(result), self._ledger.hidden(wrapped(args[1]).itemsize, index)
 
     def reached(self, sequence: int | None) -> None:
