@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from textwrap import shorten
 
 from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
@@ -35,7 +36,9 @@ def with_both_ways(trace: Trace, branches: Sequence[Line], again: Again) -> Trac
         where, other = format_frame(line), again(taken | {line})
         if not isinstance(other, Trace):
             if isinstance(other, RecordingError):
-                found[where] = Assumption("scalar", _ENDS.format(how=other.found.rstrip(".")[:160]), where)
+                found[where] = Assumption(
+                    "scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where
+                )
             continue
         one, two = most_at_once(trace), most_at_once(other)
         if max(one, two) <= _SAME * min(one, two):

@@ -63,8 +63,8 @@ def measure(build: Build, *, device: str | None = None, steps: int = 2) -> Trace
     notes += named.notes + unended + of_outside(joined.outside)
     if joined.apart:
         notes += (
-            f"{format_bytes(joined.apart)} are allocated only where no dispatch mode names the ops, in "
-            f"{_few(joined.otherwise)}: bytes are right, layers and causes of these are not known",
+            f"{format_bytes(joined.apart)} have no layer and no cause: they are allocated only where nothing names the "
+            f"ops, in {_few(joined.otherwise)}",
         )
     elif joined.lost:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
