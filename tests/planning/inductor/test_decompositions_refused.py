@@ -50,5 +50,14 @@ def test_products_in_groups_run_as_one_kernel(capfd: pytest.CaptureFixture[str])
 def test_each_is_torchs_own() -> None:
     a, b = torch.randn(48, 64), torch.randn(3, 64, 32)
     ends = torch.tensor([10, 30, 48], dtype=torch.int32)
-    for torchs, ours in decompositions._corrected().items():
-        assert torch.equal(ours(a, b, ends), torchs(a, b, ends))
+    indices, offsets = torch.tensor([1, 2, 2, 0]), torch.tensor([0, 2])
+    bags = torch.ops.aten._embedding_bag(torch.randn(5, 8), indices, offsets, False, 1)[1:]
+    arguments = {
+        "aten::_grouped_mm": (a, b, ends),
+        "aten::_embedding_bag_backward": (torch.randn(2, 8), indices, offsets, *bags, 5, False, 1, False, None),
+    }
+    corrected = decompositions._corrected()
+    assert len(corrected) == len(arguments)
+    for torchs, ours in corrected.items():
+        given = arguments[torchs._schema.name]
+        assert torch.equal(ours(*given), torchs(*given))
