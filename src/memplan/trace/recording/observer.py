@@ -241,7 +241,8 @@ class Observer:
 
     def _was_there_before(self, signature: _Signature, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is from outside of a recording for the CPU, and not lifted into it."""
-        return not (self.ledger.real or self.card or signature.name == _LIFT) and _torch.is_from_outside(tensor)
+        apart = self.ledger.real or self.card or signature.name == _LIFT or not _torch.has_shape(tensor)
+        return not apart and _torch.is_from_outside(tensor)
 
     def _place_of(
         self, signature: _Signature, reads: list[tuple[str, int]], needs: tuple[str, ...], index: int, args: Any
