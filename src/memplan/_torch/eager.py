@@ -156,7 +156,3 @@ class Profile:
 def _is_users(event: Any) -> bool:
     """Return whether a range is one that Python opened, as optimizers do; a dispatch mode tears these apart."""
     return event.extra_fields.scope == RecordScope.USER_SCOPE or event.name.startswith("profiler::")
-
-
-def _start(event: Any) -> int:
-    return event.start_time_ns

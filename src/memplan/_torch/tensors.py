@@ -95,6 +95,11 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout != torch.strided and bool(_names(value.layout))
 
 
+def sparse_length(tensor: torch.Tensor) -> int:
+    """Return how many elements a sparse tensor has, where each is listed."""
+    return tensor._nnz()
+
+
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a sparse one is made of, its values last."""
     with _unseen(tensor) if isinstance(tensor, FakeTensor) else no_modes():

@@ -8,11 +8,10 @@ from textwrap import shorten
 
 from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
-from memplan.trace.recording.place import format_frame
+from memplan.trace.recording.place import Line, format_frame
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
-Line = tuple[str, int]
 Again = Callable[[frozenset[Line]], Trace | RecordingError | None]
 """Records the step once more, with these branches taken the other way."""
 

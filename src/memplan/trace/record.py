@@ -20,7 +20,7 @@ from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
+from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, user_frame
 from memplan.trace.recording.session import (
     Build,
     Target,
@@ -31,7 +31,7 @@ from memplan.trace.recording.session import (
     run_build,
     undisturbed,
 )
-from memplan.trace.recording.stand_ins import Line, Standins, reached
+from memplan.trace.recording.stand_ins import Standins, reached
 from memplan.trace.recording.values.bounds import Bounds
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu

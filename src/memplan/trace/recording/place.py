@@ -18,6 +18,8 @@ from torch.nn.modules import module as module_hooks
 from memplan import _torch, errors
 from memplan.trace.records import Phase
 
+Line = tuple[str, int]
+"""File and number of a line of the user's code."""
 _OURS = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep

@@ -18,14 +18,12 @@ from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import format_frame, is_users, user_frame
+from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.values.splits import splits_by_value
 from memplan.trace.records import HOST, Assumption
 
-Line = tuple[str, int]
-"""File and number of a line of the user's code."""
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
 _ENDLESS = 100_000

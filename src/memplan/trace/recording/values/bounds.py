@@ -12,11 +12,10 @@ import torch
 
 from memplan import _torch
 from memplan.errors import UsageError
+from memplan.trace.recording.place import Line
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
-Line = tuple[str, int]
-"""File and number of a line of the user's code."""
 _INDEX = torch.int64
 
 

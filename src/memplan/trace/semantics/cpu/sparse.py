@@ -98,7 +98,7 @@ def _scaled(args: Arguments, kwargs: Keywords, result: Any) -> int:
     SparseBinaryOpIntersectionCommon.h: a table of the indices of one, and where those of the other are in it."""
     one, other = args[:2]
     if coo(one) and coo(other):
-        counts = sorted((one._nnz(), other._nnz()))
+        counts = sorted((_torch.sparse_length(one), _torch.sparse_length(other)))
         both = one.is_coalesced() and other.is_coalesced()
         return 0 if both else _INDEX * (4 * counts[1] + 2 * counts[0])
     dense = one if coo(other) else other
@@ -114,24 +114,24 @@ def _masked(args: Arguments, kwargs: Keywords, result: Any) -> int:
     if result is tensor:
         return 0
     if compressed(result) and not compressed(tensor):
-        every, n = tensor.numel(), result._nnz()
+        every, n = tensor.numel(), _torch.sparse_length(result)
         made = _INDEX * (2 * n + _length(result)) + n * result.element_size()
         return every + max(_INDEX * n, _as_places(result) - made)
     if compressed(result):
-        n, rows = result._nnz(), _length(result)
+        n, rows = _torch.sparse_length(result), _length(result)
         if not n:
             return 0
         return 2 * n * result.element_size() + 7 * _INDEX * n + 2 * _INDEX * rows
     if not coo(tensor):
         return _Parts.of(result).values + mask.element_size()
     parts = _Parts.of(tensor)
-    table = 2 * _INDEX * (parts.count + mask._nnz())
+    table = 2 * _INDEX * (parts.count + _torch.sparse_length(mask))
     return table if parts.coalesced else table + parts.whole
 
 
 def _turned(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """TensorShape.cpp, sparse_transpose_: a row of indices."""
-    return _INDEX * result._nnz() if coo(result) else 0
+    return _INDEX * _torch.sparse_length(result) if coo(result) else 0
 
 
 def _summed(args: Arguments, kwargs: Keywords, result: Any) -> int:
@@ -180,7 +180,7 @@ def _length(tensor: torch.Tensor) -> int:
 def _flipping(tensor: torch.Tensor) -> tuple[int, int]:
     """TensorConversions.cpp, sparse_compressed_to_flipped: return what is made, and what is there beside it at the
     most: the old indices as coordinates, in order; the new ones counted."""
-    n, old = tensor._nnz(), _length(tensor)
+    n, old = _torch.sparse_length(tensor), _length(tensor)
     new = sum(tensor.shape) + 2 - old
     made = _INDEX * (2 * n + new) + n * tensor.element_size()
     return made, _INDEX * (4 * n + old + 2 * new)
@@ -228,7 +228,7 @@ def _to_dense(args: Arguments, kwargs: Keywords, result: Any) -> int:
 
 
 def _as_places(tensor: torch.Tensor) -> int:
-    n, length = tensor._nnz(), _length(tensor)
+    n, length = _torch.sparse_length(tensor), _length(tensor)
     return _INDEX * (n + length + max(7 * n, 3 * (length - 1))) if n else 0
 
 
@@ -247,7 +247,7 @@ def _product(first: int) -> Formula:
         sparse, dense = (other, one) if _torch.is_sparse(other) else (one, other)
         if coo(sparse):
             turned = _bytes_in(sparse) if sparse is other else 0
-            row = _INDEX * sparse._nnz() if turned else 0
+            row = _INDEX * _torch.sparse_length(sparse) if turned else 0
             return turned + max(zeros, row)
         return _by_rows(sparse, dense, zeros, bytes_of(result), turned=sparse is other)
 
@@ -256,7 +256,7 @@ def _product(first: int) -> Formula:
 
 def _by_rows(sparse: torch.Tensor, dense: torch.Tensor, zeros: int, result: int, *, turned: bool) -> int:
     """SparseBlasImpl.cpp, addmm_sparse_input_dense_result."""
-    if not sparse._nnz() or not dense.numel():
+    if not _torch.sparse_length(sparse) or not dense.numel():
         return zeros
     length, at_once, made = _length(sparse), 0, 0
     if (sparse.layout == torch.sparse_csr) == turned:
@@ -265,7 +265,7 @@ def _by_rows(sparse: torch.Tensor, dense: torch.Tensor, zeros: int, result: int,
         # of a product with what is dense first, the result is there already
         at_once = made + beside + (zeros if turned else -result)
     index = _torch.sparse_parts(sparse)[0].dtype
-    taken = _MKL_INDEX * (length + sparse._nnz()) if index is torch.int64 else 0
+    taken = _MKL_INDEX * (length + _torch.sparse_length(sparse)) if index is torch.int64 else 0
     if turned:
         dense = dense.transpose(-2, -1)
     rows = dense.stride(-1) == 1 and (dense.dim() < 2 or dense.stride(0) >= max(1, dense.shape[1]))
@@ -295,7 +295,7 @@ def _reduced_gradient(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """SparseBlas.cpp, _sparse_mm_reduce_impl_backward_sparse_csr_cpu: the indices by columns, in order, and what
     belongs to them; gradients by rows."""
     tensor, gradient, reduction, wanted = args[0], args[1], args[3], args[5]
-    n, columns = tensor._nnz(), tensor.shape[1] + 1
+    n, columns = _torch.sparse_length(tensor), tensor.shape[1] + 1
     by_column = _INDEX * (3 * n + columns)
     sorting = 6 * _INDEX * n
     copy = 0 if gradient.is_contiguous() else bytes_of(gradient)

@@ -73,7 +73,7 @@ def copied(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
         parts = [*(one.new_empty(one.shape) for one in indices), values.new_empty(values.shape, dtype=dtype)]
         return _torch.sparse_compressed(tensor.layout, parts, tensor.shape)
     known = _torch.known_indices(tensor)
-    return _new(tensor, tensor._nnz(), coalesced=tensor.is_coalesced(), dtype=dtype, known=known)
+    return _new(tensor, _torch.sparse_length(tensor), coalesced=tensor.is_coalesced(), dtype=dtype, known=known)
 
 
 def taken_over(tensor: torch.Tensor) -> bool:
@@ -106,7 +106,7 @@ def coalesced(tensor: torch.Tensor) -> torch.Tensor:
     """SparseTensor.cpp, _coalesce_sparse_cpu: made for as many elements as there were, of which fewer may be left."""
     if tensor.is_coalesced():
         return tensor
-    count, known = tensor._nnz(), _torch.known_indices(tensor)
+    count, known = _torch.sparse_length(tensor), _torch.known_indices(tensor)
     if known is not None:
         known = _torch.distinct(known)
     kept = min(count, rows_of(tensor.shape, tensor.sparse_dim())) if known is None else known.shape[1]
@@ -146,7 +146,7 @@ def _added(args: Arguments, kwargs: Keywords) -> Any:
     one, other = args[:2]
     if not coo(one) or not coo(other):
         return NotImplemented
-    stored, both = one._nnz() + other._nnz(), one.is_coalesced() and other.is_coalesced()
+    stored, both = _torch.sparse_length(one) + _torch.sparse_length(other), one.is_coalesced() and other.is_coalesced()
     count = min(stored, rows_of(one.shape, one.sparse_dim())) if both else stored
     return _new(one, count, stored=stored, coalesced=both, dtype=torch.result_type(one, other))
 
@@ -166,7 +166,7 @@ def _scaled(args: Arguments, kwargs: Keywords) -> Any:
     dtype = torch.result_type(*args[:2])
     if coo(other):
         both = one.is_coalesced() and other.is_coalesced()
-        return _new(one, min(one._nnz(), other._nnz()), coalesced=both, dtype=dtype)
+        return _new(one, min(_torch.sparse_length(one), _torch.sparse_length(other)), coalesced=both, dtype=dtype)
     return copied(one, dtype)
 
 
@@ -212,7 +212,7 @@ def _masked(args: Arguments, kwargs: Keywords) -> Any:
         return copied(mask, tensor.dtype)
     if mask.dim() != 2 or mask.layout not in (torch.sparse_csr, torch.sparse_csc):
         return NotImplemented
-    return _one_by_one(mask.layout, mask._nnz(), tensor)
+    return _one_by_one(mask.layout, _torch.sparse_length(mask), tensor)
 
 
 def _turned(args: Arguments, kwargs: Keywords) -> Any:
@@ -225,7 +225,7 @@ def _turned(args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     shape = list(tensor.shape)
     shape[one], shape[other] = shape[other], shape[one]
-    return _new(tensor, tensor._nnz(), coalesced=False, shape=tuple(shape))
+    return _new(tensor, _torch.sparse_length(tensor), coalesced=False, shape=tuple(shape))
 
 
 def _joined(args: Arguments, kwargs: Keywords) -> Any:
@@ -235,7 +235,7 @@ def _joined(args: Arguments, kwargs: Keywords) -> Any:
         return NotImplemented
     shape = list(tensors[0].shape)
     shape[dim] = sum(one.shape[dim] for one in tensors)
-    return _new(tensors[0], sum(one._nnz() for one in tensors), coalesced=False, shape=tuple(shape))
+    return _new(tensors[0], sum(_torch.sparse_length(one) for one in tensors), coalesced=False, shape=tuple(shape))
 
 
 def summed_dims(args: Arguments, kwargs: Keywords) -> list[int]:
@@ -256,7 +256,7 @@ def _summed(args: Arguments, kwargs: Keywords) -> Any:
     dtype = kwargs.get("dtype") or tensor.dtype
     if not sparse_left:
         return values.new_empty(shape, dtype=dtype)
-    count = tensor._nnz()
+    count = _torch.sparse_length(tensor)
     kept = min(count, rows_of(shape, len(sparse_left)))
     indices = torch.empty_like(values, dtype=torch.int64).new_empty((len(sparse_left), count)).narrow(1, 0, kept)
     values = values.new_empty((count, *(tensor.shape[dim] for dim in dense_left)), dtype=dtype).narrow(0, 0, kept)
@@ -305,7 +305,9 @@ def _compressed_as(layout: torch.layout) -> Instead:
         if tensor.dim() != 2 or (compressed(tensor) and tensor.layout not in (torch.sparse_csr, torch.sparse_csc)):
             return NotImplemented
         if not coo(tensor) or layout == torch.sparse_csc:
-            return _one_by_one(layout, tensor.numel() if tensor.layout == torch.strided else tensor._nnz(), tensor)
+            return _one_by_one(
+                layout, tensor.numel() if tensor.layout == torch.strided else _torch.sparse_length(tensor), tensor
+            )
         indices, values = _torch.sparse_parts(coalesced(tensor))
         parts = indices.new_empty(tensor.shape[0] + 1), indices.select(0, 1), values
         return _torch.sparse_compressed(layout, parts, tensor.shape)
@@ -360,7 +362,7 @@ def _product(args: Arguments, kwargs: Keywords) -> Any:
     if not coo(one) or not coo(other):
         return NotImplemented
     shape = (one.shape[0], other.shape[1])
-    count = min(math.prod(shape), one._nnz() * min(other._nnz(), other.shape[1]))
+    count = min(math.prod(shape), _torch.sparse_length(one) * min(_torch.sparse_length(other), other.shape[1]))
     return _new(one, count, coalesced=True, shape=shape)
 
 
