@@ -330,6 +330,8 @@ class FakeMode(FakeTensorMode):
         self._inside = False
         self._alone = threading.RLock()
         """Held by the thread of a step that dispatches an op: what is noted of it is one piece."""
+        self._selected = False
+        """Whether the result of the running op was bounded."""
         self._memo = _Memo()
         self._of_outside = WeakIdKeyDictionary()
         self._sparse = _FakeSparse(self)
@@ -393,6 +395,7 @@ class FakeMode(FakeTensorMode):
             bounded = self.bound(func, args, kwargs)
             if bounded is NotImplemented:
                 raise
+            self._selected = True
             return bounded
 
     def fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -449,6 +452,7 @@ class FakeMode(FakeTensorMode):
             known = self._memo.recall(key, self)
             if known is not NotImplemented:
                 return known
+        self._selected = False
         result = self._described(func, types, args, kwargs)
         if func._schema.name in _FACTORIES and isinstance(result, FakeTensor) and result.numel() <= _CONSTANT_NUMEL:
             with no_modes():
@@ -456,7 +460,7 @@ class FakeMode(FakeTensorMode):
                 real = func(*like, **kwargs)
             if result.device.type == "cpu" and real.stride() == result.stride():
                 return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
-        if key is not None:
+        if key is not None and not self._selected:  # how much is selected is said for each line
             self._memo.remember(key, (args, kwargs), result)
         return result
 

@@ -145,6 +145,25 @@ def test_a_share_for_a_line_at_which_nothing_selects_is_told() -> None:
     assert any("test_bounds.py:1, where nothing selects" in note for note in trace.notes)
 
 
+def test_a_share_is_of_its_line_alone() -> None:
+    def build() -> Callable[[], None]:
+        x, mask = torch.randn(ROWS, 16), torch.rand(ROWS) > 0.5
+
+        def step() -> None:
+            first = x[mask]
+            second = x[mask]
+            torch.cat([first, second])
+
+        return step
+
+    trace = memplan.record(build)
+    lines = [one.where for one in trace.assumptions]
+    assert len(set(lines)) == 2
+    kept = memplan.record(build, assume={str(lines[0]): 0.5})
+    taken = [one.text.split(": ")[1].split(" ")[0] for one in kept.assumptions]
+    assert taken == [str(ROWS // 2), str(ROWS)]
+
+
 def test_at_most_two_booleans_are_distinct() -> None:
     def build() -> Callable[[], None]:
         x = torch.rand(1000) > 0.5
