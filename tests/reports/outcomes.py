@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.planning.plan.plan import Decision, Plan, Scope
+from memplan.planning.plan.decision import Decision, Scope
+from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.actions import Choices
 from memplan.reports.frontier import Frontier, Point
 from memplan.simulation.timeline import StepPeak, Timeline

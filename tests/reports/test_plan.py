@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from memplan._bytes import format_bytes
-from memplan.planning.plan.plan import Decision, Plan, Scope
+from memplan.planning.plan.decision import Decision, Scope
+from memplan.planning.plan.plan import Plan
 from memplan.planning.schedule.actions import Choices
 from memplan.reports.output import Page, print_parts
 from memplan.reports.plan import render

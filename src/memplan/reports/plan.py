@@ -12,7 +12,9 @@ from rich.text import Text
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds, printable
-from memplan.planning.plan.plan import Decision, Plan
+from memplan.planning.plan.decision import Decision
+from memplan.planning.plan.plan import Plan
+from memplan.planning.plan.table import COLUMNS, by_lever, parted
 from memplan.reports import fusion
 from memplan.reports.output import Field, Page, facts_table
 
@@ -21,7 +23,8 @@ _LEGEND = (
     "bytes: what keep holds from the forward to the backward pass, what anything else frees. "
     "cost: what it adds to the step. Below each: the reason."
 )
-_Row = tuple[str, str, str, str, str]
+_Row = list[str]
+_SHRINKS_TO = 12
 
 
 def render(plan: Plan, page: Page, top: int = 12) -> Iterator[RenderableType]:
@@ -76,16 +79,14 @@ def _head(plan: Plan) -> Table:
 
 def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[RenderableType]:
     """Draw decisions about the whole step, the largest of the rest, and sums by lever; reasons below their rows."""
-    whole = [decision for decision in decisions if decision.scope.kind == "step"]
-    rest = [decision for decision in decisions if decision.scope.kind != "step"]
-    rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
-    shown = rest[:top] if top else rest
-    rows = [_row(decision) for decision in (*whole, *shown)]
-    more, all_ = _sums(rest[len(shown) :], "... {} more"), _sums(rest, "all {}")
+    shown, left = parted(decisions, top)
+    rows: list[_Row] = [[column.cell(one) for column in COLUMNS] for one in shown]
+    more = _sums(left, "... {} more")
+    all_ = _sums([one for one in decisions if one.scope.kind != "step"], "all {}")
     header, _, *lines = page.lines(page.rows([*rows, *more, *all_], _FIELDS))
     rule = Text(("-" if page.ascii_only else "─") * page.width)
     yield from (Text(header, "bold"), rule)
-    for line, decision in zip(lines, (*whole, *shown), strict=False):
+    for line, decision in zip(lines, shown, strict=False):
         yield Text(line)
         for part in textwrap.wrap(printable(decision.reason), page.width - _INDENT):
             yield Text(" " * _INDENT + part, "dim")
@@ -94,36 +95,15 @@ def _table(decisions: Sequence[Decision], page: Page, top: int) -> Iterator[Rend
     yield from (Text(line, "bold") for line in lines[len(rows) + len(more) :])
 
 
-_FIELDS = (
-    Field("value", itemgetter(0), shrinks_to=12),
-    Field("layer", itemgetter(1), shrinks_to=12, from_left=True, drop=1),
-    Field("bytes", itemgetter(2), right=True),
-    Field("decision", itemgetter(3)),
-    Field("cost", itemgetter(4), right=True),
-)
-
-
-def _row(decision: Decision) -> _Row:
-    return (
-        printable(str(decision.scope)),
-        printable(decision.layer),
-        format_bytes(decision.bytes),
-        decision.lever if decision.grade == "exact" else f"{decision.lever}, {decision.grade}",
-        format_seconds(decision.seconds) if decision.seconds else "-",
+_FIELDS = tuple(
+    Field(
+        column.header, itemgetter(index), right=column.right, shrinks_to=_SHRINKS_TO if column.longest else None,
+        from_left=column.keeps_end, drop=int(column.keeps_end),
     )
+    for index, column in enumerate(COLUMNS)
+)  # fmt: skip
 
 
 def _sums(decisions: Sequence[Decision], label: str) -> list[_Row]:
     """Return a row for each lever, the one with the most bytes first."""
-    by_lever: dict[str, list[Decision]] = {}
-    for decision in decisions:
-        by_lever.setdefault(decision.lever, []).append(decision)
-    sums = [
-        (sum(d.bytes for d in group), sum(d.seconds for d in group), lever, len(group))
-        for lever, group in by_lever.items()
-    ]
-    sums.sort(key=lambda row: (-row[0], row[2]))
-    return [
-        (label.format(many), "", format_bytes(size), lever, format_seconds(seconds) if seconds else "-")
-        for size, seconds, lever, many in sums
-    ]
+    return [[label.format(len(group)), *(column.sum(group) for column in COLUMNS[1:])] for group in by_lever(decisions)]

@@ -13,8 +13,8 @@ from planning.graphs import EARLY, HELD, Tape, kept, random_graph
 
 from memplan.planning.graph.joint_graph import JointGraph, recomputable
 from memplan.planning.levers.lever import GradientUse
+from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.decisions import decide
-from memplan.planning.plan.plan import Decision
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.scheduler import Schedule, schedule
 

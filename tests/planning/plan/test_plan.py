@@ -20,10 +20,9 @@ from memplan._text import format_seconds
 from memplan.errors import BudgetError, PlanFormatError, UsageError
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.levers.lever import GradientUse
+from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.plan.plan import (
-    Decision,
     Plan,
-    Scope,
     check_fingerprint,
     check_settings,
     load_plan,

@@ -12,7 +12,7 @@ from memplan.planning.graph.op_schema import short
 from memplan.planning.levers import registry
 from memplan.planning.levers.lever import GradientUse, Reason
 from memplan.planning.levers.registry import RECOMPUTE
-from memplan.planning.plan.plan import Decision, Scope
+from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.scheduler import Schedule
 

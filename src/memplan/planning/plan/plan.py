@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from memplan import _json
 from memplan._bytes import format_bytes
@@ -19,7 +18,8 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
 from memplan.planning.levers.registry import LEVERS, RELEASE_GRADIENTS, UPDATE_EARLY
-from memplan.planning.plan import choices_json
+from memplan.planning.plan import choices_json, table
+from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.fusion import Fusion
 from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
@@ -28,49 +28,6 @@ FORMAT = "memplan.plan"
 SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
-
-ScopeKind = Literal["value", "segment", "parameter", "step"]
-
-_WIDTH, _SHOWN = 120, 12
-"""Columns of a plan's printed table, and number of decisions about single values in it."""
-_NAME, _LAYER = 22, 28
-"""Columns of a value's name and of its layer, at the most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """Subject of a decision."""
-
-    kind: ScopeKind
-    names: tuple[str, ...] = ()
-    """Names of the values or parameters, or the first and last value of a segment; none for the step."""
-
-    def __str__(self) -> str:
-        return ", ".join(self.names) or self.kind
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One lever, applied in one place."""
-
-    lever: str
-    """``keep``, or the name of a lever."""
-    scope: Scope
-    grade: Grade
-    bytes: int
-    """Bytes that ``keep`` holds from the forward to the backward pass; bytes that any other lever frees of the value,
-    or of the step."""
-    seconds: float
-    """Seconds that it adds to the step."""
-    layer: str = ""
-    where: str | None = None
-    """``file:line`` of the user's code."""
-    reason: str = ""
-    details: Mapping[str, Json] = field(default_factory=dict, hash=False)
-    """Further data that a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "details", _json.frozen(self.details, "details"))
 
 
 @dataclass(frozen=True)
@@ -246,7 +203,7 @@ class Plan:
         if self.changes_nothing:
             return self.summary
         fused = [] if self.fusion is None else [f"As fused kernels: {self.fusion.summary}."]
-        return "\n".join([self.summary, *fused, *_table(self.decisions)])
+        return "\n".join([self.summary, *fused, *table.lines_of(self.decisions)])
 
 
 def names_of(graph: JointGraph) -> dict[str, int]:
@@ -352,48 +309,6 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     with Path(path).open("rb") as file:
         content = file.read(_json.LONGEST + 1)
     return Plan.from_json(content.decode("utf-8", "replace"), str(path))
-
-
-def _table(decisions: Sequence[Decision]) -> list[str]:
-    """Return the lines of a table, reasons in its last column."""
-    whole = [decision for decision in decisions if decision.scope.kind == "step"]
-    rest = [decision for decision in decisions if decision.scope.kind != "step"]
-    rest.sort(key=lambda decision: -decision.bytes)  # of the same size in the order in which they are made
-    shown = [*whole, *rest[:_SHOWN]]
-    if not shown:
-        return []
-    rows = [("value", "layer", "bytes", "decision", "cost"), *map(_row, shown)]
-    value, layer, size, lever, cost = (max(map(len, column)) for column in zip(*rows, strict=True))
-    heads = [f"{a:<{value}}  {b:<{layer}}  {c:>{size}}  {d:<{lever}}  {e:>{cost}}  " for a, b, c, d, e in rows]
-    lines = [""]
-    for head, reason in zip(heads, ("reason", *(printable(one.reason) for one in shown)), strict=True):
-        first, *more = textwrap.wrap(reason, _WIDTH - len(head)) or [""]
-        lines.extend([(head + first).rstrip(), *(" " * len(head) + line for line in more)])
-    left = rest[_SHOWN:]
-    if left:
-        text = f"... {len(left)} more, {format_bytes(sum(one.bytes for one in left))}: {_by_lever(left)}"
-        lines.extend(textwrap.wrap(text, _WIDTH, subsequent_indent="    "))
-    return lines
-
-
-def _row(decision: Decision) -> tuple[str, str, str, str, str]:
-    name, layer = printable(str(decision.scope)), printable(decision.layer)
-    return (
-        name if len(name) <= _NAME else f"{name[: _NAME - 3]}...",
-        layer if len(layer) <= _LAYER else f"...{layer[3 - _LAYER :]}",  # layers differ at their end
-        format_bytes(decision.bytes),
-        decision.lever if decision.grade == "exact" else f"{decision.lever}, {decision.grade}",
-        format_seconds(decision.seconds) if decision.seconds else "-",
-    )
-
-
-def _by_lever(decisions: Sequence[Decision]) -> str:
-    """Count how many decisions of each lever there are, and their bytes: the most first."""
-    groups: dict[str, list[int]] = {}
-    for decision in decisions:
-        groups.setdefault(decision.lever, []).append(decision.bytes)
-    order = sorted(groups.items(), key=lambda item: (-sum(item[1]), item[0]))
-    return ", ".join(f"{len(sizes)} {lever} ({format_bytes(sum(sizes))})" for lever, sizes in order)
 
 
 def _values(number: int) -> str:

@@ -9,7 +9,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph
 from memplan.planning.graph.precision import Precision
 from memplan.planning.levers.registry import LOWER_PRECISION
 from memplan.planning.passes.share_autocast_casts import CAST
-from memplan.planning.plan.plan import Decision, Scope
+from memplan.planning.plan.decision import Decision, Scope
 from memplan.planning.schedule.scheduler import Schedule
 
 BLOCKS = 12

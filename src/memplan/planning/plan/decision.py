@@ -1,0 +1,49 @@
+"""Decision: one lever, applied in one place of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memplan import _json
+from memplan._json import Json
+from memplan.planning.levers.lever import Grade
+
+ScopeKind = Literal["value", "segment", "parameter", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Subject of a decision."""
+
+    kind: ScopeKind
+    names: tuple[str, ...] = ()
+    """Names of the values or parameters, or the first and last value of a segment; none for the step."""
+
+    def __str__(self) -> str:
+        return ", ".join(self.names) or self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One lever, applied in one place."""
+
+    lever: str
+    """``keep``, or the name of a lever."""
+    scope: Scope
+    grade: Grade
+    bytes: int
+    """Bytes that ``keep`` holds from the forward to the backward pass; bytes that any other lever frees of the value,
+    or of the step."""
+    seconds: float
+    """Seconds that it adds to the step."""
+    layer: str = ""
+    where: str | None = None
+    """``file:line`` of the user's code."""
+    reason: str = ""
+    details: Mapping[str, Json] = field(default_factory=dict, hash=False)
+    """Further data that a lever needs to be carried out: texts, numbers, and tuples and mappings of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "details", _json.frozen(self.details, "details"))
