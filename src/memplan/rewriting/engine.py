@@ -7,7 +7,7 @@ kernels of both halves (memplan.rewriting.compiled).
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +76,8 @@ class Engine:
     def run(self, model: nn.Module, call: Call) -> Any:
         """Return what ``model(...)`` returns for this call, with the planned backward pass behind it.
 
+        Where a guard says so, the model runs as it is written, and raises its own exception.
+
         Args:
             model: the captured one, or one with the same parameters and buffers.
             call: of the captured shapes.
@@ -85,7 +87,17 @@ class Engine:
         read = [tensor if value.id in self._read else None for value, tensor in zip(self._handed, inputs, strict=True)]
         with torch.no_grad(), _torch.without_autocast():
             outputs, saved = self._forward(inputs)
+        if not self._guarded(outputs):
+            del outputs, saved, read, receivers
+            args, kwargs = call.rebuild(call.tensors)
+            return model.forward(*args, **kwargs)
         return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, receivers))
+
+    def _guarded(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether the flags that the model raises for are as they were when it was captured."""
+        guards = self._captured.guards
+        flags = outputs[len(outputs) - len(guards) :]
+        return all(bool(flag) == guard.answer for flag, guard in zip(flags, guards, strict=True))
 
     def _inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
         owners = self._owners.of(model)

@@ -117,6 +117,12 @@ class _Table:
             gone = [self._variants.popitem(last=False)[1] for _ in range(len(self._variants) - _KINDS)]
         self._close([variant for variants in gone for variant in variants])
 
+    def drop(self, variant: _Variant) -> None:
+        """Forget one that has no engine."""
+        with self._lock:
+            for kind, variants in list(self._variants.items()):
+                self._variants[kind] = tuple(one for one in variants if one is not variant)
+
     def clear(self) -> None:
         """Forget all variants."""
         gone = self.all()
@@ -196,7 +202,11 @@ class Installed:
             variant = _Variant(unplanned=str(error))
         if variant.engine is not None:
             return variant.engine.run(model, call)
-        output = model.forward(*args, **kwargs)
+        try:
+            output = model.forward(*args, **kwargs)
+        except BaseException:
+            self._table.drop(variant)  # such a call may yet be planned, with values for which the model runs
+            raise
         if variant.unplanned and any(tensor.requires_grad for tensor in take_apart(output)[0]):
             self._tell(f"a call runs unplanned: {variant.unplanned}")
         return output

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import os
-import re
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 
@@ -20,7 +17,7 @@ from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.causes import finish
 from memplan.trace.recording.observer import Observer
-from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, user_frame
+from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Build,
     Target,
@@ -136,31 +133,22 @@ def _recorded(
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
-            if reached(error.__cause__) and not _is_raised_by_code(error):
+            if reached(error.__cause__) and not raised_by_statement(error.__cause__):
                 return recording, _of_an_unknown_value(error)
             if recording.last_bound is not None and recording.last_bound == _line_of(error):
                 return recording, _of_a_bound(error, recording.last_bound)
-            decision = recording.last_decision
-            if decision is None or decision in other or len(other) == _GUARDS or not _is_raised_by_code(error):
+            decision, guarded = recording.last_decision, raised_by_statement(error.__cause__)
+            if decision is None or decision in other or len(other) == _GUARDS or not guarded:
                 return recording, error if first is None else _neither(first, error, other)
             first, other = first or error, other | {decision}
         except RecordingError as error:
             return recording, error if first is None else _neither(first, error, other)
 
 
-def _is_raised_by_code(error: StepError) -> bool:
-    """Return whether a statement in Python raised the exception, as guards do, and not an op on its arguments."""
-    frames = list(traceback.walk_tb(error.__cause__.__traceback__ if error.__cause__ else None))
-    if not frames or any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames):
-        return False
-    frame, number = frames[-1]
-    return re.search(r"\b(raise|assert)\b", linecache.getline(frame.f_code.co_filename, number)) is not None
-
-
 def _line_of(error: StepError) -> Line | None:
     """Return the line of the user's at which an op raised; None where a statement raised."""
     cause = error.__cause__
-    return None if cause is None or _is_raised_by_code(error) else frame_of_error(cause)
+    return None if cause is None or raised_by_statement(cause) else frame_of_error(cause)
 
 
 def _of_an_unknown_value(error: StepError) -> DataDependentError:

@@ -19,6 +19,7 @@ from memplan.errors import DataDependentError, InputError, MemplanError, Recordi
 from memplan.planning.capture.channels_last import ChannelsLast, in_order
 from memplan.planning.capture.flat_call import Call, Flat, Returned
 from memplan.planning.capture.fx_reader import Reader
+from memplan.planning.capture.guards import Guard, Guards
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.opaque_calls import Around, Opaque
 from memplan.planning.capture.side_effects import Watch, is_fake, line_of, refuse_hooks, refuse_tensors
@@ -47,6 +48,8 @@ class Captured:
     """Calls that could not be traced and run as they are, once: what each is, and where."""
     conditions: tuple[_torch.Condition, ...] = ()
     """Values of inputs that decided what was traced (see `capture`)."""
+    guards: tuple[Guard, ...] = ()
+    """Flags that are outputs of the graph, the last ones: with another answer to any, the model raises."""
     relaid: bool = False
     """Whether convolutions work in channels last (see recapture.py)."""
 
@@ -59,7 +62,8 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     """Trace forward and backward of a call of the model; nothing is computed, nothing of the model is changed.
 
     Values of small integer inputs may decide a branch (is this mask all ones?). Then what is captured is right for
-    calls for which `Captured.holds`.
+    calls for which `Captured.holds`. Of flags that are computed (``if (scale <= 0).any(): raise``) the answer is the
+    one with which the model goes on; where it would raise otherwise, a real run of its forward pass has shown.
 
     Args:
         model: in the state in which it is to run: ``training``, autocast and what needs a gradient are those of now.
@@ -73,17 +77,18 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     """
     refuse_tensors(model, call.tensors)
     refuse_hooks(model)
-    watch, around = Watch(model), Around()
+    watch, around, guards = Watch(model), Around(), Guards()
 
     def trace() -> _Traced:
-        return _trace(model, call, around, precision, relaid)
+        return _trace(model, call, around, guards, precision, relaid)
 
     try:
-        joint, flat = _traced(trace, model, call, around, watch)
+        joint, flat = _traced(trace, model, call, around, guards, watch)
         _refuse_unseen(trace, watch)
     finally:
         watch.restore()
-    return replace(read(joint, flat, call, tuple(around.found), precision), relaid=relaid)
+    found = read(joint, flat, call, tuple(around.found), precision)
+    return replace(found, relaid=relaid, guards=tuple(guards.found))
 
 
 def capture_symbolic(
@@ -114,7 +119,7 @@ def capture_symbolic(
     watch, around = Watch(model), Around()
     try:
         mode = _torch.symbolic_mode()
-        joint, flat = _trace(model, call, around, precision, relaid, conditional=False, fake=fake, mode=mode)
+        joint, flat = _trace(model, call, around, Guards(), precision, relaid, conditional=False, fake=fake, mode=mode)
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
         if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
@@ -152,22 +157,39 @@ def read(
 _Traced = tuple[_torch.Joint, Flat]
 
 
-def _traced(trace: Callable[[], _Traced], model: nn.Module, call: Call, around: Around, watch: Watch) -> _Traced:
-    """Trace; whatever cannot be traced is marked as opaque, as far as it is a function or an op, then it is tried
-    again."""
+def _traced(
+    trace: Callable[[], _Traced], model: nn.Module, call: Call, around: Around, guards: Guards, watch: Watch
+) -> _Traced:
+    """Trace; whatever cannot be traced is taken for a guard, or marked as opaque, as far as it is a function or an op,
+    then it is tried again."""
+
+    def run() -> None:
+        try:
+            _run(model, call)
+        finally:
+            watch.restore()
+
+    def learnt(error: Exception) -> bool:
+        if isinstance(error, _torch.DATA_DEPENDENT) and guards.learn(run):
+            return True
+        marked = around.mark(_torch.culprit(error))
+        if marked:
+            around.learn(run)
+        return marked
+
     while True:
         try:
             return trace()
         except _Untraceable as found:
             watch.restore()
-            if is_fake(model) or not around.mark(_torch.culprit(found.error)):
-                raise _refusal(found, fake=is_fake(model)) from found.error
             try:
-                around.learn(lambda: _run(model, call))
+                again = not is_fake(model) and learnt(found.error)
+            except MemplanError:
+                raise
             except Exception:  # it does not run without memplan either
-                raise _refusal(found) from found.error
-            finally:
-                watch.restore()
+                again = False
+            if not again:
+                raise _refusal(found, fake=is_fake(model)) from found.error
 
 
 def _run(model: nn.Module, call: Call) -> None:
@@ -186,22 +208,27 @@ class _Untraceable(Exception):
         self.error, self.layer = error, layer
 
 
-def _trace(model: nn.Module, call: Call, around: Around, precision: Precision, relaid: bool, **how: Any) -> _Traced:
+def _trace(
+    model: nn.Module, call: Call, around: Around, guards: Guards, precision: Precision, relaid: bool, **how: Any
+) -> _Traced:
     place, names = Place(), _layers(model)
 
     autocast, kept = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
 
     @contextmanager
     def inside() -> Iterator[None]:
-        layer = around.tracing(lambda: names.get(place.module, ""))
-        lowered, layout = _lowered(model, names, precision), ChannelsLast() if relaid else nullcontext()
-        with _torch.casts_kept(kept) as region, autocast(), lowered, layer, _placing(names, place, region), layout:
+        opaque, lowered = around.tracing(lambda: names.get(place.module, "")), _lowered(model, names, precision)
+        layout = ChannelsLast() if relaid else nullcontext()
+        with (
+            _torch.casts_kept(kept) as region, autocast(), lowered, opaque, _placing(names, place, region), layout,
+            guards.tracing(),
+        ):  # fmt: skip
             yield
 
     # What the caller expects is what the call returns without that.
-    plain = _trace(model, call, around, EXACT, relaid=False)[1] if precision.compute else None
+    plain = _trace(model, call, around, guards, EXACT, relaid=False)[1] if precision.compute else None
     dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
-    flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like)
+    flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like, lambda: guards.flags)
     try:
         with place.following(), _capturing_now(), _without_cudnn(model):
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **how), flat

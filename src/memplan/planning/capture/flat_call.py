@@ -82,11 +82,12 @@ class Flat(nn.Module):
         around: Callable[[], AbstractContextManager[Any]],
         finished: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]] = lambda outputs: outputs,
         like: Structure | None = None,
+        flags: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         super().__init__()
-        self._finished, self._like = finished, like
+        self._finished, self._like, self._flags = finished, like, flags
         """Makes the outputs what the caller expects, whatever the call computes in; and how they are put together then,
-        since objects that hold tensors can note their dtype."""
+        since objects that hold tensors can note their dtype; and the flags that the last call read as guards."""
         self.dtypes: tuple[torch.dtype, ...] = ()
         """Dtypes of the outputs of the last call, before any cast."""
         self._bare = (_Bare(model),)  # in a tuple, so that its parameters are not this module's, too
@@ -100,7 +101,7 @@ class Flat(nn.Module):
         self.returned: Returned | None = None
         """Output of the last call, as is ``written``."""
         self.written: tuple[str, ...] = ()
-        """Names in the model of the buffers whose new values are returned after the outputs."""
+        """Names in the model of the buffers whose new values are returned last."""
 
     @property
     def hooked(self) -> frozenset[str]:
@@ -113,7 +114,8 @@ class Flat(nn.Module):
         return name
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Call the model. Each tensor is returned once; what the loss does not read is detached."""
+        """Call the model. Return its outputs, each tensor once, detached where the loss does not read it; then its
+        guards' flags, and buffers' new values."""
         args, kwargs = self._call.rebuild(tensors)
         state = {path: getattr(self, name) for name, path in self.paths.items()}
         with self._around():
@@ -138,7 +140,7 @@ class Flat(nn.Module):
         changed = {_memory(state[path]) for path in replaced}
         return (
             *(_alone(one, taken) if id(one) in wanted else _before(one, changed) for one in unique),
-            *(_before(buffer, changed) for buffer in replaced.values()),
+            *(_before(one, changed) for one in (*self._flags(), *replaced.values())),
         )
 
 

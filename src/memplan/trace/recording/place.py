@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -225,3 +228,12 @@ def frame_of_error(error: BaseException) -> tuple[str, int] | None:
             found = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
+
+
+def raised_by_statement(error: BaseException | None) -> bool:
+    """Return whether a statement in Python raised an exception, as guards do, and not an op on its arguments."""
+    frames = list(traceback.walk_tb(error.__traceback__ if error else None))
+    if not frames or any(frame.f_code.co_name == "__torch_dispatch__" for frame, _ in frames):
+        return False
+    frame, number = frames[-1]
+    return re.search(r"\b(raise|assert)\b", linecache.getline(frame.f_code.co_filename, number)) is not None
