@@ -57,6 +57,7 @@ from memplan._torch.fake import (
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
+from memplan._torch.function_calls import FunctionCalls, function_name
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
 from memplan._torch.joint import (
     ConstantChanged,

@@ -250,4 +250,4 @@ def test_a_file_is_known_by_the_end_of_its_path() -> None:
     told: list[tuple[str, int, int]] = []
     found = bounds.Bounds({"b/c.py:3": 0.5}, lambda *one: told.append(one))
     for frame, share in ((("/a/b/c.py", 3), 0.5), (("/a/b/c.py", 4), 1.0), (("/a/xb/c.py", 3), 1.0), (None, 1.0)):
-        assert found._share(frame) == share
+        assert found.share(frame) == share

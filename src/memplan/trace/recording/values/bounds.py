@@ -13,9 +13,11 @@ import torch
 from memplan import _torch
 from memplan.errors import UsageError
 from memplan.trace.recording.place import Line
+from memplan.trace.recording.values.range_rules import Range
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
+RangeOf = Callable[[torch.Tensor], Range | None]
 _INDEX = torch.int64
 
 
@@ -26,15 +28,22 @@ class Bounds:
         assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
             of its path.
         tell: told the name of an op, how many elements are taken and how many there can be.
+        range_of: between what the elements of a tensor lie, None where that is not known.
     """
 
     def __init__(
-        self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None], *, on_card: bool = False
+        self,
+        assumed: Mapping[str, float],
+        tell: Callable[[str, int, int], None],
+        range_of: RangeOf = lambda tensor: None,
+        *,
+        on_card: bool = False,
     ) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         self._tell = tell
         self._used: set[str] = set()
         self._on_card = on_card
+        self._range_of = range_of
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
@@ -42,7 +51,10 @@ class Bounds:
         if form is None or (self._on_card and form is _SEQUENCES):
             return NotImplemented
         given = _torch.named_arguments(func, args, kwargs)
-        share, most = self._share(frame), form.most(given)
+        most = form.most(given) if form.by_values is None else form.by_values(given, self._range_of)
+        if most is None:
+            return NotImplemented
+        share = self.share(frame)
         known = None if form.known is None else form.known(given)
         taken = math.ceil(share * most) if known is None else known
         if known is None:
@@ -57,7 +69,8 @@ class Bounds:
             f"a share was assumed for {one}, where nothing selects by value" for one in places if one not in self._used
         )
 
-    def _share(self, frame: Line | None) -> float:
+    def share(self, frame: Line | None) -> float:
+        """Return the share of what there can be that is assumed for a line; 1 where none is."""
         if frame is None:
             return 1.0
         path, number = os.path.abspath(frame[0]), str(frame[1])
@@ -94,6 +107,8 @@ class _Form:
     made: Callable[[Keywords, int], Any]
     known: Callable[[Keywords], int | None] | None = None
     """Returns how large it is, where the values that decide are known."""
+    by_values: Callable[[Keywords, RangeOf], int | None] | None = None
+    """Returns how large it can be by the values of its operands; None where these have no largest."""
 
 
 def _elements(given: Keywords) -> int:
@@ -175,6 +190,24 @@ def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
     return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
 
 
+def _bins(given: Keywords, range_of: RangeOf) -> int | None:
+    """SummaryOps.cpp, bincount: one for each number up to the largest."""
+    values = range_of(given["self"])
+    return None if values is None else max(int(given["minlength"]), int(values[1]) + 1)
+
+
+def _counted(given: Keywords, taken: int) -> torch.Tensor:
+    weights = given["weights"]
+    dtype = _INDEX if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
+    return given["self"].new_empty(taken, dtype=dtype)
+
+
+def _repeats(given: Keywords, range_of: RangeOf) -> int | None:
+    """Repeat.cpp: each index as often as its number says."""
+    values = range_of(given["repeats"])
+    return None if values is None else int(values[1]) * given["repeats"].numel()
+
+
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
 _SEQUENCES = _Form(_steps, _packed, _known_steps)
 """Only on the CPU: how many sequences have a step lies there, too, and on a card nothing says so."""
@@ -185,5 +218,9 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "aten._pack_padded_sequence.default": _SEQUENCES,
     "aten._unique2.default": _Form(_elements, _distinct),
+    "aten.bincount.default": _Form(_elements, _counted, by_values=_bins),
+    "aten.repeat_interleave.Tensor": _Form(
+        _elements, lambda given, taken: given["repeats"].new_empty(taken), by_values=_repeats
+    ),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
 }

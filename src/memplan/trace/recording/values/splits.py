@@ -1,4 +1,4 @@
-"""Tensors that are split by sizes that are values: by what is known of them, else evenly."""
+"""Tensors that are split by sizes that are values: by what is known of them, else as unevenly as can be."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.values.numbers import becomes_size, is_standin, range_of
+from memplan.trace.recording.values.range_rules import Range
 
 Tell = Callable[[str], None]
 """Told what was assumed."""
 
 
 @contextmanager
-def splits_by_value(is_standin: Callable[[Any], bool], tell: Tell) -> Iterator[None]:
+def splits_by_value(tell: Tell) -> Iterator[None]:
     """Answer `split` and `tensor_split` of fake tensors, where values that a recording does not know say the sizes.
 
     Args:
-        is_standin: whether a number stands for a value that is not known.
         tell: told what was assumed.
     """
     fake = _torch.FakeTensor
@@ -28,7 +29,9 @@ def splits_by_value(is_standin: Callable[[Any], bool], tell: Tell) -> Iterator[N
     def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, (list, tuple)) and any(map(is_standin, sizes)):
             tell(_SPLIT.format(parts=len(sizes)))
-            sizes = even(tensor.shape[dim], len(sizes))
+            sizes = uneven(tensor.shape[dim], [range_of(one) for one in sizes])
+        elif is_standin(sizes):
+            becomes_size(sizes)
         return split(tensor, sizes, dim)
 
     def split_at(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,13 +49,30 @@ def splits_by_value(is_standin: Callable[[Any], bool], tell: Tell) -> Iterator[N
         yield
 
 
-_SPLIT = "a tensor IS SPLIT BY VALUES: its {parts} parts are taken to be equally large"
+_SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first are taken as large as they can be"
 
 
-def even(whole: int, parts: int) -> list[int]:
-    """Return sizes that differ by 1 at most, the larger ones first."""
-    each, more = divmod(whole, parts)
-    return [each + (part < more) for part in range(parts)]
+def uneven(whole: int, ranges: Sequence[Range | None]) -> list[int]:
+    """Return sizes of parts: one after the other as large as it can be, and every other has one element at least.
+
+    What grows faster than a part's size takes most so, and no part is empty, which code may pass over.
+
+    Args:
+        whole: of all parts together.
+        ranges: of each part, None where nothing is known.
+    """
+    least = [1 if one is None else max(int(one[0]), min(1, int(one[1]))) for one in ranges]
+    most = [whole if one is None else int(one[1]) for one in ranges]
+    left = whole - sum(least)
+    if left < 0:  # more parts than elements
+        return [1] * whole + [0] * (len(ranges) - whole)
+    sizes = list[int]()
+    for low, high in zip(least, most, strict=True):
+        more = max(0, min(high - low, left))
+        sizes.append(low + more)
+        left -= more
+    sizes[0] += left  # where what is known does not add up to the whole
+    return sizes
 
 
 def _with_places(
@@ -70,7 +90,7 @@ def _with_places(
     else:
         parts = given.numel() + 1
         tell(_SPLIT.format(parts=parts))
-        sizes = even(tensor.shape[dim], parts)
+        sizes = uneven(tensor.shape[dim], [None] * parts)
         places = [sum(sizes[:part]) for part in range(1, parts)]
     if name is not None:
         return tuple(args), {"indices": places, "dim": dim}
