@@ -75,6 +75,8 @@ class Standins:
         """Line at which a value decided a branch last."""
         self.last_bound: Line | None = None
         """Line at which values selected something last."""
+        self.last_taken = 0
+        """How many elements were taken to be selected there."""
         self.branches: dict[Line, None] = {}
         """Lines at which a value decided a branch, in order, which can be taken the other way."""
 
@@ -292,10 +294,10 @@ class Standins:
         self._add("scalar", "two tensors were compared and taken as equal")
         return self.decides(True)
 
-    def bounded(self, op: str, taken: int, most: int) -> None:
-        """Note that an op selects by value, and how much of it is taken to be selected."""
-        self.last_bound = user_frame()
-        why = "the most there can be" if taken == most else "as was assumed"
+    def bounded(self, op: str, taken: int, most: int, known: bool) -> None:
+        """Note that an op selects by value, and how much of it is taken to be selected; ``known``: by other shapes."""
+        self.last_bound, self.last_taken = user_frame(), taken
+        why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
         self._add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
 
     def decides(self, answer: bool) -> bool:

@@ -27,15 +27,17 @@ class Bounds:
     Args:
         assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
             of its path.
-        tell: told the name of an op, how many elements are taken and how many there can be.
+        tell: told the name of an op, how many elements are taken, how many there can be, and whether it is by ``counts``.
         range_of: between what the elements of a tensor lie, None where that is not known.
+        counts: lines at which it is known how many elements are selected.
     """
 
     def __init__(
         self,
         assumed: Mapping[str, float],
-        tell: Callable[[str, int, int], None],
+        tell: Callable[[str, int, int, bool], None],
         range_of: RangeOf = lambda tensor: None,
+        counts: Mapping[Line, int] | None = None,
         *,
         on_card: bool = False,
     ) -> None:
@@ -44,6 +46,7 @@ class Bounds:
         self._used: set[str] = set()
         self._on_card = on_card
         self._range_of = range_of
+        self._counts = counts or {}
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
@@ -51,14 +54,16 @@ class Bounds:
         if form is None or (self._on_card and form is _SEQUENCES):
             return NotImplemented
         given = _torch.named_arguments(func, args, kwargs)
-        most = form.most(given) if form.by_values is None else form.by_values(given, self._range_of)
+        most = form.most(given, self._range_of)
         if most is None:
             return NotImplemented
         share = self.share(frame)
         known = None if form.known is None else form.known(given)
+        count = None if frame is None or share != 1.0 else self._counts.get(frame)
         taken = math.ceil(share * most) if known is None else known
+        taken = taken if count is None else min(count, taken)
         if known is None:
-            self._tell(str(func).split(".")[1], taken, most)
+            self._tell(str(func).split(".")[1], taken, most, count is not None)
         return form.made(given, taken)
 
     @property
@@ -103,15 +108,14 @@ def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
 class _Form:
     """How large a result can be, and how it is made."""
 
-    most: Callable[[Keywords], int]
+    most: Callable[[Keywords, RangeOf], int | None]
+    """Returns how large it can be; None where its operands' values have no largest."""
     made: Callable[[Keywords, int], Any]
     known: Callable[[Keywords], int | None] | None = None
     """Returns how large it is, where the values that decide are known."""
-    by_values: Callable[[Keywords, RangeOf], int | None] | None = None
-    """Returns how large it can be by the values of its operands; None where these have no largest."""
 
 
-def _elements(given: Keywords) -> int:
+def _elements(given: Keywords, range_of: RangeOf) -> int:
     x = given["self"]
     return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in given else x.numel()
 
@@ -122,7 +126,7 @@ def _places(given: Keywords, taken: int) -> torch.Tensor:
     return x.new_empty((x.dim(), taken), dtype=_INDEX).t()
 
 
-def _selected(given: Keywords) -> int:
+def _selected(given: Keywords, range_of: RangeOf) -> int:
     return math.prod(torch.broadcast_shapes(given["self"].shape, given["mask"].shape))
 
 
@@ -141,7 +145,7 @@ def _distinct(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
     return x.new_empty(taken), x.new_empty(x.shape if given["return_inverse"] else 0, dtype=_INDEX), counted
 
 
-def _rows(given: Keywords) -> int:
+def _rows(given: Keywords, range_of: RangeOf) -> int:
     x, dim = given["self"], given.get("dim")
     return x.numel() if dim is None else x.shape[dim]
 
@@ -162,7 +166,7 @@ def _lengths(given: Keywords) -> list[int] | None:
     return None if lengths is None else lengths.tolist()
 
 
-def _steps(given: Keywords) -> int:
+def _steps(given: Keywords, range_of: RangeOf) -> int:
     """Of all sequences, padding included."""
     return given["input"].shape[0] * given["input"].shape[1]
 
@@ -208,6 +212,18 @@ def _repeats(given: Keywords, range_of: RangeOf) -> int | None:
     return None if values is None else int(values[1]) * given["repeats"].numel()
 
 
+def _longest(given: Keywords, range_of: RangeOf) -> int:
+    """No target is longer than its row, or than all of them one behind the other."""
+    values, most = range_of(given["target_lengths"]), given["targets"].shape[-1]
+    return most if values is None else min(most, int(values[1]))
+
+
+def _aligned(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """LossCTC.cpp, ctc_loss_cpu_template: the losses, and of each step each place in the target, blanks between."""
+    x = given["log_probs"]
+    return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * taken + 1))
+
+
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
 _SEQUENCES = _Form(_steps, _packed, _known_steps)
 """Only on the CPU: how many sequences have a step lies there, too, and on a card nothing says so."""
@@ -218,9 +234,8 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "aten._pack_padded_sequence.default": _SEQUENCES,
     "aten._unique2.default": _Form(_elements, _distinct),
-    "aten.bincount.default": _Form(_elements, _counted, by_values=_bins),
-    "aten.repeat_interleave.Tensor": _Form(
-        _elements, lambda given, taken: given["repeats"].new_empty(taken), by_values=_repeats
-    ),
+    "aten._ctc_loss.Tensor": _Form(_longest, _aligned),
+    "aten.bincount.default": _Form(_bins, _counted),
+    "aten.repeat_interleave.Tensor": _Form(_repeats, lambda given, taken: given["repeats"].new_empty(taken)),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
 }

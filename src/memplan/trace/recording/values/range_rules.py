@@ -38,9 +38,9 @@ class Call:
             return union([self.range(one) for one in value])
         return (value, value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
-    def size(self, position: int = 0, dim_at: int = 1) -> int:
-        """Return how many elements an argument has along the op's dimension; in all, where none is given."""
-        x, dim = self.args[position], self.args[dim_at] if dim_at < len(self.args) else None
+    def size(self, position: int = 0, dim_at: int = 1, default: int | None = None) -> int:
+        """Return how many elements an argument has along the op's dimension; in all, where that is None."""
+        x, dim = self.args[position], self.args[dim_at] if dim_at < len(self.args) else default
         if isinstance(dim, int) and not isinstance(dim, bool) and x.dim():
             return x.shape[dim]
         return x.numel()
@@ -136,13 +136,13 @@ def _added_at_places(call: Call) -> Range | None:
     return given[0] + min(0, source[0]), given[1] + max(0, source[1])
 
 
-def _index(dim_at: int) -> Rule:
-    return lambda call: (0, max(call.size(0, dim_at) - 1, 0))
+def _index(dim_at: int, default: int | None = None) -> Rule:
+    return lambda call: (0, max(call.size(0, dim_at, default) - 1, 0))
 
 
 def _index_beside(dim_at: int) -> Rule:
-    """A result of the operand's own values, then of indices along a dimension."""
-    return lambda call: [call.of(0), (0, max(call.size(0, dim_at) - 1, 0))]
+    """A result of the operand's own values, then of indices along a dimension, by default the last."""
+    return lambda call: [call.of(0), (0, max(call.size(0, dim_at, -1) - 1, 0))]
 
 
 def _draws(call: Call) -> Range | None:
@@ -232,7 +232,7 @@ RULES: Mapping[str, Rule] = {
     "cumsum": lambda call: _times(call.of(0), call.size()),
     "count_nonzero": lambda call: (0, call.args[0].numel() // max(call.result.numel(), 1)),
     **dict.fromkeys(("argmax", "argmin"), _index(1)),
-    "argsort": _index(1),
+    "argsort": _index(1, -1),
     **dict.fromkeys(("sort", "cummax", "cummin"), _index_beside(1)),
     **dict.fromkeys(("topk", "kthvalue"), _index_beside(2)),
     "nonzero": lambda call: (0, max([*call.args[0].shape, 1]) - 1),
@@ -251,7 +251,9 @@ RULES: Mapping[str, Rule] = {
 }  # fmt: skip
 """By the op's name without its overload; an op that is not here may give anything."""
 RULES_OF_OVERLOADS: Mapping[str, Rule] = {
-    **{f"aten.{name}.dim": _index_beside(1) for name in ("max", "min", "median", "mode")},
+    **{f"aten.{name}.dim": _index_beside(1) for name in ("max", "min", "median")},
+    "aten.sort.stable": lambda call: [call.of(0), (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0))],
+    "aten.argsort.stable": lambda call: (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0)),
     "aten.repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
     "aten.clamp.Tensor": _clamped,
     "aten.random_.from": lambda call: (call.args[1], call.args[2] - 1),

@@ -63,9 +63,9 @@ def uneven(whole: int, ranges: Sequence[Range | None]) -> list[int]:
     """
     least = [1 if one is None else max(int(one[0]), min(1, int(one[1]))) for one in ranges]
     most = [whole if one is None else int(one[1]) for one in ranges]
+    if sum(least) > whole:  # what is known does not fit
+        least = [int(part < whole) for part in range(len(ranges))]
     left = whole - sum(least)
-    if left < 0:  # more parts than elements
-        return [1] * whole + [0] * (len(ranges) - whole)
     sizes = list[int]()
     for low, high in zip(least, most, strict=True):
         more = max(0, min(high - low, left))
