@@ -170,7 +170,7 @@ class Standins:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
-            stack.enter_context(splits_by_value(lambda text: self._add("bound", text)))
+            stack.enter_context(splits_by_value(lambda text: self._add("bound", text), self._observer.ranges.of))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))

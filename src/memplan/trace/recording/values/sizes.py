@@ -26,13 +26,11 @@ _OPERANDS = frozenset(
 } | {
     *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge")), "select", "unbind", "manual_seed", "backward",
     "cross_entropy", "nll_loss", "dropout", "threshold", "smooth_l1_loss", "huber_loss", "normal_", "uniform_", "size",
-    "split", "tensor_split", "item", "full_like", "new_tensor",
+    "split", "tensor_split", "narrow", "item", "full_like", "new_tensor",
 }  # fmt: skip
-"""Functions that take a number as an operand, not as a size; `split` is answered by `values.splits`."""
+"""Functions that take a number as an operand, not as a size; `split` and `narrow` are answered by `values.splits`."""
 _VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor", "new_tensor", "LongTensor", "IntTensor")
 """Functions that make a tensor of numbers."""
-_FROM = {"arange": 0, "narrow": 2}
-"""Where a function is told where to begin: as early as can be."""
 
 Put = Callable[[torch.Tensor, Range | None], None]
 """Told between what the elements of a tensor lie."""
@@ -61,7 +59,8 @@ class SizesByValue:
             self._unknown(result, union([range_of(one) for one in _leaves(args[-1])]))
             return result
         elif name not in _OPERANDS:
-            args = _begun_early(name, args)
+            if name == "arange" and len(args) > 1:  # from as early as can be
+                args = (_smallest(args[0]), *args[1:])
             for number in numbers:
                 becomes_size(number)
         result = func(*args, **kwargs)
@@ -106,9 +105,3 @@ def _smallest_starts(key: Any) -> Any:
         becomes_size(number)
     return slice(_smallest(key.start), key.stop, key.step)
 
-
-def _begun_early(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    at = _FROM.get(name)
-    if at is None or len(args) <= at or (name == "arange" and len(args) == 1):
-        return args
-    return (*args[:at], _smallest(args[at]), *args[at + 1 :])

@@ -12,19 +12,29 @@ from memplan import _torch
 from memplan.trace.recording.values.numbers import becomes_size, is_standin, range_of
 from memplan.trace.recording.values.range_rules import Range
 
+RangeOf = Callable[[torch.Tensor], Range | None]
 Tell = Callable[[str], None]
 """Told what was assumed."""
 
 
 @contextmanager
-def splits_by_value(tell: Tell) -> Iterator[None]:
-    """Answer `split` and `tensor_split` of fake tensors, where values that a recording does not know say the sizes.
+def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
+    """Answer `split`, `tensor_split` and `narrow` of fake tensors, where values that a recording does not know say the sizes.
 
     Args:
         tell: told what was assumed.
+        range_of_tensor: between what the elements of a tensor lie; None where nothing is known.
     """
     fake = _torch.FakeTensor
-    split, tensor_split, function = fake.split, fake.tensor_split, torch.tensor_split
+    split, tensor_split, function, narrow = fake.split, fake.tensor_split, torch.tensor_split, fake.narrow
+
+    def narrow_by(tensor: Any, dim: int, start: Any, length: Any) -> Any:
+        first, most = _range_of(start, range_of_tensor), _range_of(length, range_of_tensor)
+        if first is not None and most is not None and (first[0] != first[1] or most[0] != most[1]):
+            tell(_PART)
+            start = int(first[0])
+            length = min(int(most[1]), tensor.shape[dim] - start)
+        return narrow(tensor, dim, start, length)
 
     def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, (list, tuple)) and any(map(is_standin, sizes)):
@@ -43,13 +53,21 @@ def splits_by_value(tell: Tell) -> Iterator[None]:
         return split_at(tensor, *args[1:], **kwargs) if isinstance(tensor, fake) else function(*args, **kwargs)
 
     with (
-        _torch.patched(fake, split=split_by, tensor_split=split_at),
+        _torch.patched(fake, split=split_by, tensor_split=split_at, narrow=narrow_by),
         _torch.patched(torch, tensor_split=_torch.here_alone(split_of, function)),
     ):
         yield
 
 
+_PART = "a part of a tensor BEGINS OR ENDS BY VALUES: it is taken to begin as early and to be as long as can be"
 _SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first are taken as large as they can be"
+
+
+def _range_of(value: Any, range_of_tensor: RangeOf) -> Range | None:
+    """Return between what a number lies, a plain one or a tensor."""
+    if isinstance(value, torch.Tensor):
+        return range_of_tensor(value) if isinstance(value, _torch.FakeTensor) else None
+    return range_of(value)
 
 
 def uneven(whole: int, ranges: Sequence[Range | None]) -> list[int]:
