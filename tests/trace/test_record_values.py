@@ -1,4 +1,4 @@
-"""Steps whose sizes are values: what is predicted is never less than what really runs takes, and says what it rests on."""
+"""Steps whose sizes are values: what is predicted is never less than is measured, and says what it rests on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from steps_by_value import STEPS
 
 import memplan
 from memplan.trace.records import loud
+
 
 def holds(name: str, times: int) -> None:
     """Whatever is drawn, the prediction is at least the measured peak."""

@@ -94,7 +94,9 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
     recording, trace = _placed(target, known, build, steps)
 
     def again(other: frozenset[Line]) -> tuple[Trace | RecordingError | None, tuple[Line, ...]]:
-        way, found = _recorded(target, recording.on_card, known, build, steps, recording.other | other, recording.counts)
+        way, found = _recorded(
+            target, recording.on_card, known, build, steps, recording.other | other, recording.counts
+        )
         return found, way.branches
 
     return with_both_ways(trace, recording.branches, again)
@@ -232,7 +234,7 @@ class _Recording:
         self._bounds = Bounds(
             target.assumed, self._standins.bounded, self._observer.ranges.of, counts, on_card=target.card is not None
         )
-        self._standins.share = self._bounds.share
+        self._standins.largest.share = self._bounds.share
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._observer.taken_for_granted = self._standins.granted

@@ -157,8 +157,7 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
-        if not ledger.real:
-            self.ranges.before(args, written=signature.mutable)
+        self.ranges.before(args, written=signature.mutable)
         held = [] if ledger.real else _parts_written(signature, args)
         if run is not None:
             result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
@@ -185,8 +184,7 @@ class Observer:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
         self._positions.after(signature.name, args, kwargs, result, written=signature.mutable)
-        if not ledger.real:
-            self.ranges.after(signature.name, args, kwargs, result, written=signature.mutable)
+        self.ranges.after(signature.name, args, kwargs, result, written=signature.mutable)
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dis
 import linecache
-import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,9 +16,10 @@ import torch
 from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.ledger import Entry
-from memplan.trace.recording.observer import Observer
+from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
+from memplan.trace.recording.values.largest import Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.values.numbers import is_standin, plain, standin
 from memplan.trace.recording.values.range_rules import Number, Range
@@ -30,8 +30,6 @@ from memplan.trace.records import HOST, Assumption
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
 _BECOMES = "a value BECOMES A SIZE: {taken:,} is taken, {why}"
-_LARGEST = 1 << 24
-"""Beyond it, a value is taken as 1, though it is known what it is at most: a loop of so many rounds would not end."""
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
 
@@ -65,8 +63,7 @@ class Standins:
         self._last: Range | None = None
         """Between what the value lies that was read last; None where that is not known."""
         self._by_python = False
-        self.share: Callable[[Line | None], float] = lambda line: 1.0
-        """Which share of the most that can be is taken at a line."""
+        self.largest = Largest(observer.ranges.of)
         self._calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
@@ -92,7 +89,9 @@ class Standins:
             return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
-        value = 0 if overflow or self._tells_of_nan(entry) else self._taken(tensor)
+        self._last = values = self.largest.of(tensor)
+        self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
+        value = 0 if overflow or _tells_of_nan(self._observer, entry) else 1 if values is None else values[1]
         if self._last_real:
             return value
         if value == 0 and not overflow:
@@ -103,29 +102,13 @@ class Standins:
             self._add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
         else:
             self._add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
-            if not self._by_python and _is_whole(tensor) and not _is_subscript():
+            if not self._by_python and is_whole(tensor) and not _is_subscript():
                 self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
         if tensor.dtype == torch.bool:
             return bool(value)
         if tensor.dtype.is_complex:
             return complex(value)
         return float(value) if tensor.dtype.is_floating_point else value
-
-    def _taken(self, tensor: torch.Tensor) -> Number:
-        """Return what a value is taken as: the value itself, where there is no other; the largest it can be; else 1."""
-        self._last = values = None if tensor.dtype is torch.bool else self._observer.ranges.of(tensor)
-        if values is None or max(map(abs, values)) > _LARGEST:
-            self._last = None
-            return 1
-        low, high = values
-        if low == high:
-            self._last_real = True
-            return high
-        share = self.share(user_frame())
-        taken = high if share == 1.0 else low + share * (high - low)
-        taken = math.ceil(taken) if _is_whole(tensor) else float(taken)
-        self._last = (low, taken)
-        return taken
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -135,18 +118,6 @@ class Standins:
             yield
         finally:
             self._by_python = before
-
-    def _tells_of_nan(self, entry: Entry | None, depth: int = 4) -> bool:
-        """Return whether a value says that something is nan or infinite: no healthy step has any."""
-        if entry is None or entry.op is None or entry.dtype != "bool":
-            return False
-        note = self._observer.notes[entry.op]
-        if note.name.startswith(("aten.isnan", "aten.isinf")):
-            return True
-        if depth == 0 or not note.name.startswith(("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")):
-            return False
-        entries = self._observer.ledger.entries
-        return any(self._tells_of_nan(entries[read], depth - 1) for _, read in note.reads)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -231,27 +202,18 @@ class Standins:
         if tensor.constant is not None:
             return tensor.constant.numpy()
         if tensor.device.type != HOST:  # as torch says it; where nothing names CUDA, everything lies on the card
-            self._refuse_numpy(tensor)
+            _refuse_numpy(self._observer.card, tensor)
         if tensor.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
         if _branches(user_frame()):
             self.is_size()
-        values = self._observer.ranges.of(tensor) if _is_whole(tensor) else None
-        values = None if values is None or max(map(abs, values)) > _LARGEST else values
-        taken = 1 if values is None else math.ceil(values[0] + self.share(user_frame()) * (values[1] - values[0]))
+        values = self.largest.of(tensor) if is_whole(tensor) else None
+        taken = 1 if values is None else values[1]
         self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
-        if _is_whole(tensor):  # numpy shows nobody what becomes of it
+        if is_whole(tensor):  # numpy shows nobody what becomes of it
             self.becomes_size(None if values is None else values[0], taken, user_frame())
         return numpy.full(tuple(tensor.shape), taken, dtype=name)
-
-    def _refuse_numpy(self, tensor: Any) -> None:
-        card = self._observer.card
-        if card is not None and not card.everything:
-            raise TypeError(
-                f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
-                "host memory first."
-            )
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         with self._reading():
@@ -316,13 +278,12 @@ class Standins:
         return answer
 
     def becomes_size(self, low: Number | None, high: Number, line: Line | None) -> None:
-        """Note that a value becomes a size, or the length of a loop: as large as it can be, or nobody knows how large."""
+        """Note that a value becomes a size, or the length of a loop: the largest it can be, or one unknown."""
         if low is None:
             self.is_size()
         else:
             self.last_bound = line
-            why = "the most it can be" if self.share(line) == 1.0 else "as was assumed"
-            self._add("bound", _BECOMES.format(taken=plain(high), why=why), line)
+            self._add("bound", _BECOMES.format(taken=plain(high), why=self.largest.why(line)), line)
 
     def is_size(self) -> None:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""
@@ -344,8 +305,25 @@ class Standins:
             )
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex and tensor.dtype is not torch.bool
+def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:
+    """Return whether a value says that something is nan or infinite: no healthy step has any."""
+    if entry is None or entry.op is None or entry.dtype != "bool":
+        return False
+    note = observer.notes[entry.op]
+    if note.name.startswith(("aten.isnan", "aten.isinf")):
+        return True
+    if depth == 0 or not note.name.startswith(("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")):
+        return False
+    entries = observer.ledger.entries
+    return any(_tells_of_nan(observer, entries[read], depth - 1) for _, read in note.reads)
+
+
+def _refuse_numpy(card: Residence | None, tensor: Any) -> None:
+    if card is not None and not card.everything:
+        raise TypeError(
+            f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
+        )
 
 
 def _is_subscript() -> bool:

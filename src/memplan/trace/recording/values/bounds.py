@@ -27,7 +27,7 @@ class Bounds:
     Args:
         assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
             of its path.
-        tell: told the name of an op, how many elements are taken, how many there can be, and whether it is by ``counts``.
+        tell: told the name of an op, how many elements are taken and can be, and whether ``counts`` say so.
         range_of: between what the elements of a tensor lie, None where that is not known.
         counts: lines at which it is known how many elements are selected.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+from typing import TypeGuard
 
 from memplan.trace.recording.place import Line
 
@@ -40,7 +41,7 @@ def _lines(file: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _is_range(node: ast.AST) -> bool:
+def _is_range(node: ast.AST) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range"
 
 

@@ -65,7 +65,7 @@ def _first_same(second: Callable[[Call], Range | None]) -> Rule:
     return lambda call: [call.of(0), second(call)]
 
 
-def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = False) -> Rule:
+def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = False) -> Callable[[Call], Range | None]:
     """Monotone in each operand: the ends lie at the corners. ``positive``: of a divisor above 0 only."""
 
     def rule(call: Call) -> Range | None:
@@ -136,6 +136,15 @@ def _added_at_places(call: Call) -> Range | None:
     return given[0] + min(0, source[0]), given[1] + max(0, source[1])
 
 
+def _put(call: Call) -> Range | None:
+    accumulates = len(call.args) > 3 and call.args[3]
+    return None if accumulates else union([call.of(0), call.of(2)])
+
+
+def _nothing(call: Call) -> None:
+    return None
+
+
 def _index(dim_at: int, default: int | None = None) -> Rule:
     return lambda call: (0, max(call.size(0, dim_at, default) - 1, 0))
 
@@ -195,8 +204,8 @@ def _fraction(call: Call) -> Range:
 
 _KEEP = (
     "clone", "_to_copy", "contiguous", "cat", "stack", "index", "index_select", "gather", "repeat", "flip", "roll",
-    "masked_select", "take", "max", "min", "amax", "amin", "_unsafe_index", "take_along_dim", "unfold_copy", "pixel_shuffle",
-    "lift_fresh", "lift_fresh_copy", "_local_scalar_dense", "median", "select_scatter",
+    "masked_select", "take", "max", "min", "amax", "amin", "_unsafe_index", "take_along_dim", "lift_fresh",
+    "lift_fresh_copy", "median",
 )  # fmt: skip
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_KEEP, _same(0)),
@@ -208,7 +217,8 @@ RULES: Mapping[str, Rule] = {
     "where": _same(1, 2),
     "constant_pad_nd": lambda call: union([call.of(0), call.of(2) if len(call.args) > 2 else (0, 0)]),
     **dict.fromkeys(("tril", "triu"), lambda call: union([call.of(0), (0, 0)])),
-    **dict.fromkeys(("masked_fill", "index_put", "index_put_", "masked_fill_", "masked_scatter"), _same(0, 2)),
+    **dict.fromkeys(("masked_fill", "masked_fill_", "masked_scatter"), _same(0, 2)),
+    **dict.fromkeys(("index_put", "index_put_"), _put),
     **dict.fromkeys(("scatter", "scatter_", "index_copy", "index_fill", "index_copy_", "index_fill_"), _same(0, 3)),
     **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_"), _added_at_places),
     **dict.fromkeys(("add", "add_"), _sum_of_two(1)),
@@ -217,7 +227,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("mul", "mul_"), _of_two(lambda a, b: a * b)),
     **dict.fromkeys(("div", "div_"), _divided),
     **dict.fromkeys(("floor_divide", "floor_divide_"), _of_two(lambda a, b: a // b, positive=True)),
-    **dict.fromkeys(("remainder", "fmod", "remainder_"), _remainder),
+    **dict.fromkeys(("remainder", "remainder_"), _remainder),
     **dict.fromkeys(("clamp", "clamp_"), _clamped),
     **dict.fromkeys(("clamp_min", "clamp_min_", "maximum"), _at_least),
     **dict.fromkeys(("clamp_max", "clamp_max_", "minimum"), _at_most),
@@ -239,12 +249,12 @@ RULES: Mapping[str, Rule] = {
     "randperm": lambda call: (0, max(call.args[0] - 1, 0)),
     "randint": _draws,
     "arange": _counts_up,
-    "multinomial": lambda call: (0, call.args[0].shape[-1] - 1),
+    "multinomial": lambda call: (0, call.size(0, 9, -1) - 1),
     "searchsorted": lambda call: (0, call.args[0].shape[-1]),
     "bucketize": lambda call: (0, call.args[1].shape[-1]),
     "bincount": lambda call: (0, call.args[0].numel()),
     **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
-    "repeat_interleave": lambda call: call.of(0) if len(call.args) > 1 else (0, max(call.args[0].numel() - 1, 0)),
+    "repeat_interleave": _same(0),
     **dict.fromkeys(("rand", "rand_like", "sigmoid", "_softmax", "bernoulli", "bernoulli_"), _fraction),
     "uniform_": _uniform,
     "random_": _draws,
@@ -255,6 +265,10 @@ RULES_OF_OVERLOADS: Mapping[str, Rule] = {
     "aten.sort.stable": lambda call: [call.of(0), (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0))],
     "aten.argsort.stable": lambda call: (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0)),
     "aten.repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
-    "aten.clamp.Tensor": _clamped,
+    "aten.max.other": _at_least,
+    "aten.min.other": _at_most,
+    **dict.fromkeys(
+        [f"aten.scatter{end}.{form}" for end in ("", "_") for form in ("reduce", "value_reduce")], _nothing
+    ),
     "aten.random_.from": lambda call: (call.args[1], call.args[2] - 1),
 }

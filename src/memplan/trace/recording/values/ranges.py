@@ -7,7 +7,7 @@ dimension. What is computed of such numbers lies within what is computed of thei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ import torch
 from memplan import _torch
 from memplan.trace.recording.ledger import Ledger
 from memplan.trace.recording.values.range_rules import RULES, RULES_OF_OVERLOADS, Call, Range, Ranges, Rule, union
-
 
 _READ = 1 << 16
 """Elements of a tensor whose values are read, where they are there to be read."""
@@ -54,14 +53,14 @@ class ValueRanges:
 
     def before(self, args: tuple[Any, ...], *, written: bool) -> None:
         """Note that an op is about to run; a tensor that it writes may be known until then."""
-        target = args[0] if written and args else None
+        target = args[0] if written and args and not self._ledger.real else None
         if isinstance(target, _torch.FakeTensor) and target.constant is not None:
             self.put(target, self.of(target))
 
-    def after(
-        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, *, written: bool
-    ) -> None:
+    def after(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, *, written: bool) -> None:
         """Note that an op has run; ``written``: it changed its first argument."""
+        if self._ledger.real:
+            return
         rule = self._rule(name)
         call = Call(name, args, kwargs, result, self.of)
         if written:

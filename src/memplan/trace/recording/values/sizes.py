@@ -19,9 +19,10 @@ _OPERANDS = frozenset(
     f"{name}{end}"
     for end in ("", "_")
     for name in (
-        "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "lerp", "addcmul", "addcdiv",
-        "eq", "ne", "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max", "clip", "fill", "masked_fill", "index_fill",
-        "maximum", "minimum", "where", "isclose", "allclose", "logical_and", "logical_or", "bitwise_and", "bitwise_or",
+        "add", "sub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "lerp", "addcmul",
+        "addcdiv", "eq", "ne", "lt", "le", "gt", "ge", "clamp", "clamp_min", "clamp_max", "clip", "fill", "masked_fill",
+        "index_fill", "maximum", "minimum", "where", "isclose", "allclose", "logical_and", "logical_or", "bitwise_and",
+        "bitwise_or",
     )
 } | {
     *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge")), "select", "unbind", "manual_seed", "backward",
@@ -104,4 +105,3 @@ def _smallest_starts(key: Any) -> Any:
     for number in _standins(key):
         becomes_size(number)
     return slice(_smallest(key.start), key.stop, key.step)
-

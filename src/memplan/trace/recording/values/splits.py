@@ -19,7 +19,7 @@ Tell = Callable[[str], None]
 
 @contextmanager
 def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
-    """Answer `split`, `tensor_split` and `narrow` of fake tensors, where values that a recording does not know say the sizes.
+    """Answer `split`, `tensor_split` and `narrow` of fake tensors, where values that are not known say the sizes.
 
     Args:
         tell: told what was assumed.
