@@ -179,7 +179,7 @@ def _line_of(error: StepError) -> Line | None:
 def _of_an_unknown_value(error: StepError) -> DataDependentError:
     """Return the error of an op that refused a value which stands for one that a recording does not know."""
     found = DataDependentError(
-        f"a value that was read is a size or an argument here, and recording has no values, but 1: {error.found}",
+        f"a value that was read is a size or an argument here, and recording has no values: {error.found}",
         expected="sizes and arguments that follow from the shapes of the inputs",
         do="Run memplan.measure(build) instead: it really runs the step",
     )

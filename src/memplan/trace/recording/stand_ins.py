@@ -7,7 +7,7 @@ import linecache
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -230,25 +230,17 @@ class Standins:
             self.is_size()
         return value
 
-    def _int(self, tensor: torch.Tensor) -> int:
+    def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
         with self._reading():
-            value = torch.Tensor.__int__(tensor)
+            value = convert(tensor)
         if not self._last_real:
             self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
-        with self._reading():
-            value = torch.Tensor.__index__(tensor)
+        value = self._int(tensor, torch.Tensor.__index__)
         if not self._last_real and self._last is None:
-            raise DataDependentError(
-                "a tensor is used as an index or a size, and recording has no values",
-                expected="shapes that follow from the shapes of the inputs",
-                do="Run memplan.measure(build) instead: it really runs the step",
-                where=format_frame(user_frame()),
-            )
-        if not self._last_real and self._last is not None:
-            self.becomes_size(self._last[0], value, user_frame())
+            raise _used_as_size()
         return value
 
     def equal(self) -> bool:
@@ -324,6 +316,15 @@ def _refuse_numpy(card: Residence | None, tensor: Any) -> None:
             f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
             "host memory first."
         )
+
+
+def _used_as_size() -> DataDependentError:
+    return DataDependentError(
+        "a tensor is used as an index or a size, and recording has no values",
+        expected="shapes that follow from the shapes of the inputs",
+        do="Run memplan.measure(build) instead: it really runs the step",
+        where=format_frame(user_frame()),
+    )
 
 
 def _is_subscript() -> bool:

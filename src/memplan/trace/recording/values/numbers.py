@@ -135,7 +135,7 @@ def _range_of_result(name: str, *operands: Any) -> Range | None:
     if len(known) == 1:
         return _of_one(name, known[0])
     if name == "mod" and known[1][0] > 0:
-        return 0, known[1][1]
+        return 0, known[1][1] - isinstance(known[1][1], int)
     if name in ("truediv", "floordiv") and known[1][0] <= 0:
         return None
     if name not in ("add", "sub", "mul", "truediv", "floordiv"):

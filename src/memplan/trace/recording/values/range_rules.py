@@ -94,7 +94,8 @@ def _divided(call: Call) -> Range | None:
 
 def _remainder(call: Call) -> Range | None:
     divisor = call.of(1)
-    return None if divisor is None or divisor[0] <= 0 else (0, divisor[1])
+    whole = not call.args[0].is_floating_point()
+    return None if divisor is None or divisor[0] <= 0 else (0, divisor[1] - whole)
 
 
 def _clamped(call: Call) -> Range | None:

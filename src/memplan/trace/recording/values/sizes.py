@@ -97,11 +97,11 @@ def _smallest(number: Any) -> Any:
 
 
 def _smallest_starts(key: Any) -> Any:
-    """Return what is selected: from as early as can be, to as late."""
+    """Return what is selected: from as early as can be, to as late; of single elements the first that it can be."""
     if isinstance(key, tuple):
         return tuple(_smallest_starts(one) for one in key)
     if not isinstance(key, slice):
-        return key
+        return _smallest(key)
     for number in _standins(key):
         becomes_size(number)
     return slice(_smallest(key.start), key.stop, key.step)
