@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocator import measured_peak
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import memplan
 from memplan.trace.records import loud
 
 ROWS = 60
-Body = Callable[[Tensor, Tensor, Tensor], Any]
+Body = Callable[[Any, Any, Any], Any]
 SIZED: dict[str, Body] = {
     "zeros": lambda x, mask, n: torch.zeros(mask.sum().item(), 16),
     "until a tensor": lambda x, mask, n: x[: mask.sum()] * 2,
@@ -47,7 +47,7 @@ SIZED: dict[str, Body] = {
     "the most of several": lambda x, mask, n: torch.zeros(max(n[:3].tolist()), 9),
     "clamped": lambda x, mask, n: torch.zeros(n.clamp(3, 20).max().item(), 9),
     "summed by place": lambda x, mask, n: torch.zeros(
-        torch.zeros(100, dtype=torch.long).index_add(0, n, torch.ones_like(n)).max().item(), 9
+        int(torch.zeros(100, dtype=torch.long).index_add(0, n, torch.ones_like(n)).max()), 9
     ),
     "a fraction": lambda x, mask, n: x[: int(torch.rand(1).item() * ROWS)] * 2,
 }
@@ -98,7 +98,7 @@ def test_a_size_of_which_nothing_is_known_is_said_loudly() -> None:
 
 def test_a_size_of_known_values_is_exact_and_quiet() -> None:
     def build() -> Callable[[], None]:
-        lengths = torch.tensor([3, 9, 4])
+        lengths: Any = torch.tensor([3, 9, 4])
         return lambda: (torch.zeros(3, lengths.max().item(), 50) * 2, None)[1]
 
     trace = memplan.record(build)
@@ -108,7 +108,8 @@ def test_a_size_of_known_values_is_exact_and_quiet() -> None:
 
 def test_a_share_of_a_size_is_assumed_for_its_line() -> None:
     def build(rows: int | None = None) -> Callable[[], None]:
-        net, x, mask = nn.Linear(16, 16), torch.randn(ROWS, 16), torch.rand(ROWS) < 0.7
+        net, x = nn.Linear(16, 16), torch.randn(ROWS, 16)
+        mask: Any = torch.rand(ROWS) < 0.7
 
         def step() -> None:
             taken = mask.sum().item() if rows is None else rows
