@@ -76,6 +76,8 @@ class ValueRanges:
 
     def _made(self, rule: Rule, call: Call) -> None:
         values = _by(rule, call)
+        if values is None:
+            return
         if isinstance(call.result, torch.Tensor):
             self.put(call.result, values[0] if isinstance(values, list) else values)
         elif isinstance(values, list) and isinstance(call.result, (list, tuple)):
@@ -89,6 +91,8 @@ class ValueRanges:
             if entry is None or not isinstance(one, torch.Tensor):
                 continue
             before = self._of.get(entry.id)
+            if before is None and rule is None:
+                continue
             values = _by(rule, call) if rule is not None and one is target else None
             whole = one.numel() * one.element_size() == one.untyped_storage().nbytes()
             if isinstance(values, list):
