@@ -186,7 +186,7 @@ Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 class FunctionCalls(TorchFunctionMode):
     """Shows each call of a function of torch as Python makes it, before C++ unpacks the numbers among its arguments.
 
-    `torch.set_default_device` puts a mode below all others in the same way.
+    `torch.set_default_device` puts a mode below all others in the same way. Seen in torch 2.13.
     """
 
     def __init__(self, called: Called) -> None:
