@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 class Positive(nn.Module):
     def forward(self, x):
-        return x.repeat_interleave((x[:, 0] > 0).long(), 0)  # a shape that depends on values
+        return x.repeat_interleave(x[:, 0].abs().long(), 0)  # a shape that depends on values
 
 
 def make(width: int = 8):

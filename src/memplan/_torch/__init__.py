@@ -99,7 +99,9 @@ from memplan._torch.opaque import (
 )
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import (
+    FunctionCalls,
     eager_instead_of_compiled,
+    function_name,
     here_alone,
     lengths_as_tensors,
     linear_seen,
@@ -161,6 +163,7 @@ __all__ = [
     "EagerMode",
     "FakeMode",
     "FakeTensor",
+    "FunctionCalls",
     "GraphBreak",
     "Joint",
     "MemoryEvent",
@@ -204,6 +207,7 @@ __all__ = [
     "factories_replaced",
     "fake_tensors",
     "flop_formula",
+    "function_name",
     "function_of_functions",
     "gives_twice",
     "graph_break",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 
 @contextlib.contextmanager
@@ -176,3 +177,49 @@ def rejections_counted(counted: Callable[[int], contextlib.AbstractContextManage
 
     with patched(torch.nn.init, _no_grad_trunc_normal_=draw_counted):
         yield
+
+
+Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function of torch with arguments that it may change."""
+
+
+class FunctionCalls(TorchFunctionMode):
+    """Shows each call of a function of torch as Python makes it, before C++ unpacks the numbers among its arguments.
+
+    `torch.set_default_device` puts a mode below all others in the same way. Seen in torch 2.13.
+    """
+
+    def __init__(self, called: Called) -> None:
+        super().__init__()
+        self._called = called
+        self._begun = False
+
+    def begin(self) -> None:
+        """Put the mode below all that are entered: whoever entered those leaves them in order."""
+        if not self._begun:
+            self._begun = True
+            entered = _all()
+            for mode in (self, *entered):
+                _push_mode(mode)
+
+    def end(self) -> None:
+        """Take the mode away, wherever it is."""
+        if self._begun:
+            self._begun = False
+            for mode in _all():
+                if mode is not self:
+                    _push_mode(mode)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._called(func, args, kwargs or {})
+
+
+def _all() -> list[Any]:
+    """Pop all modes; outermost first."""
+    popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    return popped[::-1]
+
+
+def function_name(func: Any) -> str:
+    """Return a function's or a method's name, of a property's getter too."""
+    return getattr(func, "__name__", "")

@@ -12,11 +12,12 @@ from memplan.trace.recording.place import Line, format_frame
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
-Again = Callable[[frozenset[Line]], Trace | RecordingError | None]
-"""Records the step once more, with these branches taken the other way."""
+Again = Callable[[frozenset[Line]], tuple[Trace | RecordingError | None, Sequence[Line]]]
+"""Records the step once more, with these branches taken the other way; what comes of it, and its branches."""
 
 _MOST = 4
-"""Branches at most that are recorded both ways; of others it is said that they were not."""
+"""Branches at most that are recorded both ways, and as many that only another way shows; of others it is said that
+they were not."""
 _SAME = 1.01
 """Peaks count as the same up to this factor."""
 
@@ -31,25 +32,35 @@ def with_both_ways(trace: Trace, branches: Sequence[Line], again: Again) -> Trac
     """
     taken = frozenset[Line]()
     found: dict[str | None, Assumption] = {}
-    for line in branches[:_MOST]:
-        where, other = format_frame(line), again(taken | {line})
+    queue: list[tuple[Line, frozenset[Line] | None, int]] = [(line, None, 0) for line in branches[:_MOST]]
+    seen, more = set(branches), _MOST
+    while queue:
+        line, way, peak = queue.pop(0)
+        if way is None:  # a branch of the way that is shown
+            way, peak = taken, most_at_once(trace)
+        where, (other, below) = format_frame(line), again(way | {line})
         if not isinstance(other, Trace):
             if isinstance(other, RecordingError):
                 found[where] = Assumption(
                     "scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where
                 )
             continue
-        one, two = most_at_once(trace), most_at_once(other)
-        if max(one, two) <= _SAME * min(one, two):
-            found[where] = Assumption("scalar", _SAME_PEAK.format(peak=format_bytes(max(one, two))), where)
-        else:
-            most, least = format_bytes(max(one, two)), format_bytes(min(one, two))
-            found[where] = Assumption("branch", _DIFFER.format(most=most, least=least), where)
-        if two > one:
-            trace, taken = other, taken | {line}
+        found[where] = _compared(where, peak, most_at_once(other))
+        new = [one for one in below if one not in seen][:more]
+        seen, more = seen | set(new), more - len(new)
+        queue = [(one, way | {line}, most_at_once(other)) for one in new] + queue
+        if most_at_once(other) > most_at_once(trace):
+            trace, taken = other, way | {line}
     kept = [one for one in trace.assumptions if one.where not in found or not _is_of_branch(one)]
     rows = [*found.values(), *kept]
     return replace(trace, assumptions=tuple(sorted(rows, key=lambda row: row.kind not in ("branch", "bound"))))
+
+
+def _compared(where: str | None, one: int, two: int) -> Assumption:
+    if max(one, two) <= _SAME * min(one, two):
+        return Assumption("scalar", _SAME_PEAK.format(peak=format_bytes(max(one, two))), where)
+    most, least = format_bytes(max(one, two)), format_bytes(min(one, two))
+    return Assumption("branch", _DIFFER.format(most=most, least=least), where)
 
 
 _ENDS = "a value decides a branch: the other way {how}"

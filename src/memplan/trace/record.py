@@ -30,6 +30,7 @@ from memplan.trace.recording.session import (
 )
 from memplan.trace.recording.stand_ins import Standins, reached
 from memplan.trace.recording.values.bounds import Bounds
+from memplan.trace.recording.values.shapes_beside import selected_beside
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
@@ -89,8 +90,11 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
     """
     recording, trace = _placed(target, known, build, steps)
 
-    def again(other: frozenset[Line]) -> Trace | RecordingError | None:
-        return _recorded(target, recording.on_card, known, build, steps, recording.other | other)[1]
+    def again(other: frozenset[Line]) -> tuple[Trace | RecordingError | None, tuple[Line, ...]]:
+        way, found = _recorded(
+            target, recording.on_card, known, build, steps, recording.other | other, recording.counts
+        )
+        return found, way.branches
 
     return with_both_ways(trace, recording.branches, again)
 
@@ -125,18 +129,27 @@ def _recorded(
     build: Build,
     steps: int,
     other: frozenset[Line] = frozenset(),
+    counts: Mapping[Line, int] | None = None,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
-    """Record a step once; again where a value that is not known led into an exception, which is taken the other way."""
-    first = None
+    """Record a step once; again where a value that is not known led into an exception, which is taken the other way.
+
+    ``counts``: lines at which it is known how many elements values select.
+    """
+    first, counts = None, dict(counts or {})
     while True:
-        recording = _Recording(target, on_card, known, other)
+        recording = _Recording(target, on_card, known, other, counts)
         try:
             return recording, recording.run(build, steps)
         except StepError as error:
             if reached(error.__cause__) and not raised_by_statement(error.__cause__):
                 return recording, _of_an_unknown_value(error)
-            if recording.last_bound is not None and recording.last_bound == _line_of(error):
-                return recording, _of_a_bound(error, recording.last_bound)
+            line = recording.last_bound
+            if line is not None and line == _line_of(error):
+                count = selected_beside(error.__cause__, recording.last_taken)
+                if count is None or line in counts:
+                    return recording, _of_a_bound(error, line)
+                counts[line] = count
+                continue
             decision, guarded = recording.last_decision, raised_by_statement(error.__cause__)
             if decision is None or decision in other or len(other) == _GUARDS or not guarded:
                 return recording, error if first is None else _neither(first, error, other)
@@ -154,7 +167,7 @@ def _line_of(error: StepError) -> Line | None:
 def _of_an_unknown_value(error: StepError) -> DataDependentError:
     """Return the error of an op that refused a value which stands for one that a recording does not know."""
     found = DataDependentError(
-        f"a value that was read is a size or an argument here, and recording has no values, but 1: {error.found}",
+        f"a value that was read is a size or an argument here, and recording has no values: {error.found}",
         expected="sizes and arguments that follow from the shapes of the inputs",
         do="Run memplan.measure(build) instead: it really runs the step",
     )
@@ -192,8 +205,12 @@ _BENCHMARK = "torch.backends.cudnn.benchmark = True: a convolution's first call 
 class _Recording:
     """The parts that record a step, put together."""
 
-    def __init__(self, target: Target, on_card: OnCard, known: Known, other: frozenset[Line]) -> None:
+    def __init__(
+        self, target: Target, on_card: OnCard, known: Known, other: frozenset[Line], counts: Mapping[Line, int]
+    ) -> None:
         self.on_card: OnCard = on_card
+        self.counts = counts
+        """Lines at which it is known how many elements values select."""
         self.other = other
         """Lines at which a value decides for the other way."""
         self._target = target
@@ -202,7 +219,10 @@ class _Recording:
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode, other)
         self._observer.fake_of = self._mode.fake_of
-        self._bounds = Bounds(target.assumed, self._standins.bounded, on_card=target.card is not None)
+        self._bounds = Bounds(
+            target.assumed, self._standins.bounded, self._observer.ranges.of, counts, on_card=target.card is not None
+        )
+        self._standins.largest.share = self._bounds.share
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._observer.taken_for_granted = self._standins.granted
@@ -236,6 +256,11 @@ class _Recording:
     def last_bound(self) -> Line | None:
         """Return the line at which values selected something last, which was taken at its largest."""
         return self._standins.last_bound
+
+    @property
+    def last_taken(self) -> int:
+        """Return how many elements were taken to be selected there."""
+        return self._standins.last_taken
 
     def run(self, build: Build, steps: int) -> Trace | None:
         """Build and run the step.

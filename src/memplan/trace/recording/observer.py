@@ -20,6 +20,7 @@ from memplan.trace.recording.marks import Marks
 from memplan.trace.recording.place import Place, format_frame, user_frame
 from memplan.trace.recording.sequences import Sequences
 from memplan.trace.recording.values.known_indices import Positions
+from memplan.trace.recording.values.ranges import ValueRanges
 from memplan.trace.records import HOST, ON_CARD, Phase
 from memplan.trace.semantics.kinds import NONE, Extra, Semantics
 
@@ -87,6 +88,7 @@ class Observer:
         self.engine = EngineForms(self.ledger)
         self._numbers = HeldNumbers(self.ledger)
         self._positions = Positions(self.ledger)
+        self.ranges = ValueRanges(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
         self._after_backward = False
         place.on_module = self.leave_backward
@@ -155,6 +157,7 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
+        self.ranges.before(args, written=signature.mutable)
         held = [] if ledger.real else _parts_written(signature, args)
         if run is not None:
             result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
@@ -181,6 +184,7 @@ class Observer:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
         self._positions.after(signature.name, args, kwargs, result, written=signature.mutable)
+        self.ranges.after(signature.name, args, kwargs, result, written=signature.mutable)
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":

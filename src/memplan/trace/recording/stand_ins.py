@@ -3,138 +3,35 @@
 from __future__ import annotations
 
 import dis
-import functools
 import linecache
 import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.ledger import Entry
-from memplan.trace.recording.observer import Observer
+from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
+from memplan.trace.recording.values.largest import Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
+from memplan.trace.recording.values.numbers import is_standin, plain, standin
+from memplan.trace.recording.values.range_rules import Number, Range
+from memplan.trace.recording.values.sizes import SizesByValue
 from memplan.trace.recording.values.splits import splits_by_value
 from memplan.trace.records import HOST, Assumption
 
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
+_BECOMES = "a value BECOMES A SIZE: {taken:,} is taken, {why}"
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
-
-
-class Reader(Protocol):
-    """Told what a value that is not known decides."""
-
-    def decides(self, answer: bool) -> bool:
-        """Note that it decides a branch, and return the answer to give."""
-        ...
-
-    def is_size(self) -> None:
-        """Note that it becomes a size, or the length of a loop."""
-        ...
-
-
-class _StandinFloat(float):
-    """A number that was never computed; says so when it decides a branch."""
-
-    __slots__ = ("reader",)
-    reader: Reader
-
-
-class _StandinInt(int):
-    """Like `_StandinFloat`, for integers."""
-
-    reader: Reader
-
-
-def _comparing(base: type, name: str) -> Callable[..., Any]:
-    method = getattr(base, name)
-
-    @functools.wraps(method)
-    def compare(self: Any, *args: Any) -> Any:
-        result = method(self, *args)
-        chooses = name in _CHOOSING and _called_as_a_function(sys._getframe(1))
-        return result if chooses or not isinstance(result, bool) else self.reader.decides(result)
-
-    return compare
-
-
-def _converting(base: type, name: str) -> Callable[..., Any]:
-    method = getattr(base, name)
-
-    @functools.wraps(method)
-    def convert(self: Any, *args: Any) -> Any:
-        self.reader.is_size()
-        return method(self, *args)
-
-    return convert
-
-
-_CHOOSING = frozenset({"__lt__", "__le__", "__gt__", "__ge__"})
-
-
-def _called_as_a_function(frame: Any) -> bool:
-    """Return whether a comparison was made by ``max(a, b)`` and its like, which choose a value and no branch."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith(("CALL", "PRECALL"))
-
-
-def _computing(base: type, name: str) -> Callable[..., Any]:
-    method = getattr(base, name)
-
-    @functools.wraps(method)
-    def compute(self: Any, *args: Any) -> Any:
-        result = method(self, *args)
-        return _standin(result, self.reader) if type(result) in (int, float) else result
-
-    return compute
-
-
-for _class, _base in ((_StandinFloat, float), (_StandinInt, int)):
-    for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
-        setattr(_class, _name, _comparing(_base, _name))
-    # a running mean or a scaled loss is as unknown as what it came from
-    for _name in [
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "truediv",
-        "rtruediv",
-        "floordiv",
-        "rfloordiv",
-        "mod",
-        "rmod",
-        "pow",
-        "rpow",
-        "neg",
-        "abs",
-    ]:
-        setattr(_class, f"__{_name}__", _computing(_base, f"__{_name}__"))
-    # as an integer it can become a size, or the length of a loop
-    for _name in ("__int__", "__index__", "__round__", "__trunc__", "__floor__", "__ceil__"):
-        if hasattr(_base, _name):
-            setattr(_class, _name, _converting(_base, _name))
-    setattr(_class, "__hash__", _base.__hash__)  # noqa: B010  # a class that defines __eq__ loses it
-
-
-def _is_standin(value: Any) -> bool:
-    return isinstance(value, (_StandinInt, _StandinFloat))
-
-
-def _standin(value: float | int, reader: Reader) -> Any:
-    result = _StandinInt(value) if isinstance(value, int) else _StandinFloat(value)
-    result.reader = reader
-    return result
 
 
 def reached(error: BaseException | None) -> bool:
@@ -147,7 +44,7 @@ def reached(error: BaseException | None) -> bool:
 
 
 def _has_standin(value: Any) -> bool:
-    return any(map(_is_standin, value)) if isinstance(value, (list, tuple)) else _is_standin(value)
+    return any(map(is_standin, value)) if isinstance(value, (list, tuple)) else is_standin(value)
 
 
 class Standins:
@@ -162,8 +59,12 @@ class Standins:
         self._observer = observer
         self._mode = mode
         self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
-        self._direct = True
         self._last_real = False
+        self._last: Range | None = None
+        """Between what the value lies that was read last; None where that is not known."""
+        self._by_python = False
+        self.largest = Largest(observer.ranges.of)
+        self._calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
         self._other = other
@@ -171,6 +72,8 @@ class Standins:
         """Line at which a value decided a branch last."""
         self.last_bound: Line | None = None
         """Line at which values selected something last."""
+        self.last_taken = 0
+        """How many elements were taken to be selected there."""
         self.branches: dict[Line, None] = {}
         """Lines at which a value decided a branch, in order, which can be taken the other way."""
 
@@ -186,7 +89,11 @@ class Standins:
             return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
-        value = 0 if overflow or self._tells_of_nan(entry) else 1
+        self._last = values = self.largest.of(tensor)
+        self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
+        value = 0 if overflow or _tells_of_nan(self._observer, entry) else 1 if values is None else values[1]
+        if self._last_real:
+            return value
         if value == 0 and not overflow:
             self._last_real = True  # what every such check expects; no branch to warn of
             self._add("scalar", "a check for nan or inf was read and taken as False")
@@ -195,23 +102,22 @@ class Standins:
             self._add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
         else:
             self._add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
+            if not self._by_python and is_whole(tensor) and not _is_subscript():
+                self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
         if tensor.dtype == torch.bool:
             return bool(value)
         if tensor.dtype.is_complex:
             return complex(value)
         return float(value) if tensor.dtype.is_floating_point else value
 
-    def _tells_of_nan(self, entry: Entry | None, depth: int = 4) -> bool:
-        """Return whether a value says that something is nan or infinite: no healthy step has any."""
-        if entry is None or entry.op is None or entry.dtype != "bool":
-            return False
-        note = self._observer.notes[entry.op]
-        if note.name.startswith(("aten.isnan", "aten.isinf")):
-            return True
-        if depth == 0 or not note.name.startswith(("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")):
-            return False
-        entries = self._observer.ledger.entries
-        return any(self._tells_of_nan(entries[read], depth - 1) for _, read in note.reads)
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """A value is handed to Python: what it becomes is seen there."""
+        before, self._by_python = self._by_python, True
+        try:
+            yield
+        finally:
+            self._by_python = before
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -235,13 +141,16 @@ class Standins:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
-            stack.enter_context(splits_by_value(_is_standin, lambda text: self._add("bound", text)))
+            stack.enter_context(splits_by_value(lambda text: self._add("bound", text), self._observer.ranges.of))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
-            yield
+            try:
+                yield
+            finally:
+                self._calls.end()
 
     def assumptions(self) -> tuple[Assumption, ...]:
         """Return what was assumed: branches first, then in the order of their first use."""
@@ -273,12 +182,14 @@ class Standins:
             self._redraws = None
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        value = torch.Tensor.item(tensor)
+        with self._reading():
+            value = torch.Tensor.item(tensor)
         if self._last_real or isinstance(value, complex):
             return value
         if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
             return self.decides(value)
-        return _standin(value, self)
+        self._calls.begin()
+        return standin(value, self, None if self._last is None else self._last[0], user_frame())
 
     def _tolist(self, tensor: Any) -> Any:
         if tensor.constant is not None:
@@ -291,29 +202,27 @@ class Standins:
         if tensor.constant is not None:
             return tensor.constant.numpy()
         if tensor.device.type != HOST:  # as torch says it; where nothing names CUDA, everything lies on the card
-            self._refuse_numpy(tensor)
+            _refuse_numpy(self._observer.card, tensor)
         if tensor.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
         if _branches(user_frame()):
             self.is_size()
-        self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all 1")
-        return numpy.ones(tuple(tensor.shape), dtype=name)
-
-    def _refuse_numpy(self, tensor: Any) -> None:
-        card = self._observer.card
-        if card is not None and not card.everything:
-            raise TypeError(
-                f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
-                "host memory first."
-            )
+        values = self.largest.of(tensor) if is_whole(tensor) else None
+        taken = 1 if values is None else values[1]
+        self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
+        if is_whole(tensor):  # numpy shows nobody what becomes of it
+            self.becomes_size(None if values is None else values[0], taken, user_frame())
+        return numpy.full(tuple(tensor.shape), taken, dtype=name)
 
     def _bool(self, tensor: torch.Tensor) -> bool:
-        value = torch.Tensor.__bool__(tensor)
+        with self._reading():
+            value = torch.Tensor.__bool__(tensor)
         return value if self._last_real else self.decides(value)
 
     def _float(self, tensor: torch.Tensor) -> float:
-        value = torch.Tensor.__float__(tensor)
+        with self._reading():
+            value = torch.Tensor.__float__(tensor)
         if not self._last_real and is_optimizing():
             self._losses += 1
             return value / self._losses  # each differs from the one before: it goes on
@@ -321,21 +230,17 @@ class Standins:
             self.is_size()
         return value
 
-    def _int(self, tensor: torch.Tensor) -> int:
-        value = torch.Tensor.__int__(tensor)
+    def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
+        with self._reading():
+            value = convert(tensor)
         if not self._last_real:
-            self.is_size()
+            self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
-        value = torch.Tensor.__index__(tensor)
-        if not self._last_real:
-            raise DataDependentError(
-                "a tensor is used as an index or a size, and recording has no values",
-                expected="shapes that follow from the shapes of the inputs",
-                do="Run memplan.measure(build) instead: it really runs the step",
-                where=format_frame(user_frame()),
-            )
+        value = self._int(tensor, torch.Tensor.__index__)
+        if not self._last_real and self._last is None:
+            raise _used_as_size()
         return value
 
     def equal(self) -> bool:
@@ -343,10 +248,10 @@ class Standins:
         self._add("scalar", "two tensors were compared and taken as equal")
         return self.decides(True)
 
-    def bounded(self, op: str, taken: int, most: int) -> None:
-        """Note that an op selects by value, and how much of it is taken to be selected."""
-        self.last_bound = user_frame()
-        why = "the most there can be" if taken == most else "as was assumed"
+    def bounded(self, op: str, taken: int, most: int, known: bool) -> None:
+        """Note that an op selects by value, and how much of it is taken to be selected; ``known``: by other shapes."""
+        self.last_bound, self.last_taken = user_frame(), taken
+        why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
         self._add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
 
     def decides(self, answer: bool) -> bool:
@@ -364,16 +269,24 @@ class Standins:
         self._add("branch", _DECIDES)
         return answer
 
+    def becomes_size(self, low: Number | None, high: Number, line: Line | None) -> None:
+        """Note that a value becomes a size, or the length of a loop: the largest it can be, or one unknown."""
+        if low is None:
+            self.is_size()
+        else:
+            self.last_bound = line
+            self._add("bound", _BECOMES.format(taken=plain(high), why=self.largest.why(line)), line)
+
     def is_size(self) -> None:
-        """Note that a value becomes a size, or the length of a loop."""
+        """Note that a value of which nothing is known becomes a size, or the length of a loop."""
         self.last_decision = user_frame()
         self._add("branch", _DECIDES)
 
     def _compiled(self) -> None:
         self._add("compiled", COMPILED)
 
-    def _add(self, kind: str, text: str) -> None:
-        key = (kind, text, user_frame())
+    def _add(self, kind: str, text: str, line: Line | None = None) -> None:
+        key = (kind, text, line or user_frame())
         self._found[key] = self._found.get(key, 0) + 1
         if self._found[key] > _ENDLESS:
             raise DataDependentError(
@@ -382,6 +295,44 @@ class Standins:
                 do="Run memplan.measure(build) instead: it really runs the step",
                 where=format_frame(key[2]),
             )
+
+
+def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:
+    """Return whether a value says that something is nan or infinite: no healthy step has any."""
+    if entry is None or entry.op is None or entry.dtype != "bool":
+        return False
+    note = observer.notes[entry.op]
+    if note.name.startswith(("aten.isnan", "aten.isinf")):
+        return True
+    if depth == 0 or not note.name.startswith(("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")):
+        return False
+    entries = observer.ledger.entries
+    return any(_tells_of_nan(observer, entries[read], depth - 1) for _, read in note.reads)
+
+
+def _refuse_numpy(card: Residence | None, tensor: Any) -> None:
+    if card is not None and not card.everything:
+        raise TypeError(
+            f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
+            "host memory first."
+        )
+
+
+def _used_as_size() -> DataDependentError:
+    return DataDependentError(
+        "a tensor is used as an index or a size, and recording has no values",
+        expected="shapes that follow from the shapes of the inputs",
+        do="Run memplan.measure(build) instead: it really runs the step",
+        where=format_frame(user_frame()),
+    )
+
+
+def _is_subscript() -> bool:
+    """Return whether the user's innermost line reads a number in brackets: one index takes one element, whichever."""
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and "SUBSCR" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def _branches(frame: tuple[str, int] | None) -> bool:

@@ -104,7 +104,7 @@ def test_what_cannot_be_assumed_is_refused(assume: dict[str, Any]) -> None:
 def test_what_has_no_largest_is_refused() -> None:
     def build() -> Callable[[], None]:
         x = torch.randn(8, 4)
-        times = (torch.rand(8) * 100).long()
+        times = (torch.randn(8) * 100).abs().long()
         return lambda: (x.repeat_interleave(times, 0), None)[1]
 
     with pytest.raises(DataDependentError, match="repeat_interleave"):
@@ -113,6 +113,17 @@ def test_what_has_no_largest_is_refused() -> None:
 
 def test_where_the_most_does_not_fit_a_share_is_asked_for() -> None:
     def build() -> Callable[[], None]:
+        x, mask = torch.zeros(8), torch.rand(8).argsort() < 4
+        return lambda: (x[mask].view(2, 2) * 2, None)[1]
+
+    with pytest.raises(DataDependentError, match=r"--assume .*test_bounds.py:\d+=0.5") as caught:
+        memplan.record(build)
+    line = str(caught.value).split("assume={'")[1].split("'")[0]
+    assert memplan.simulate(memplan.record(build, assume={line: 0.5})).peak_allocated == measured_peak(build)
+
+
+def test_what_it_is_put_together_with_says_how_many_are_selected() -> None:
+    def build() -> Callable[[], None]:
         x, mask, half = torch.zeros(8), torch.rand(8).argsort() < 4, torch.ones(4)
 
         def step() -> None:
@@ -120,10 +131,23 @@ def test_where_the_most_does_not_fit_a_share_is_asked_for() -> None:
 
         return step
 
-    with pytest.raises(DataDependentError, match=r"--assume .*test_bounds.py:\d+=0.5") as caught:
-        memplan.record(build)
-    line = str(caught.value).split("assume={'")[1].split("'")[0]
-    assert memplan.simulate(memplan.record(build, assume={line: 0.5})).peak_allocated == measured_peak(build)
+    trace = memplan.record(build)
+    assert memplan.simulate(trace).peak_allocated == measured_peak(build)
+    assert "4 of 8 are taken to be selected, as the shapes beside it say" in trace.assumptions[0].text
+
+
+@pytest.mark.parametrize("times", [lambda: torch.randint(0, 9, (40,)), lambda: torch.arange(40) // 5])
+def test_what_is_sized_by_numbers_takes_their_largest(times: Callable[[], Tensor]) -> None:
+    def build() -> Callable[[], None]:
+        x, given = torch.randn(40, 16), times()
+
+        def step() -> None:
+            x.repeat_interleave(given, 0)
+            torch.bincount(given, minlength=5)
+
+        return step
+
+    assert measured_peak(build) <= memplan.simulate(memplan.record(build)).peak_allocated
 
 
 def test_another_mistake_is_not_blamed_on_what_is_selected() -> None:
@@ -247,7 +271,7 @@ def test_a_policy_with_masks_of_advantages() -> None:
 
 
 def test_a_file_is_known_by_the_end_of_its_path() -> None:
-    told: list[tuple[str, int, int]] = []
+    told: list[tuple[str, int, int, bool]] = []
     found = bounds.Bounds({"b/c.py:3": 0.5}, lambda *one: told.append(one))
     for frame, share in ((("/a/b/c.py", 3), 0.5), (("/a/b/c.py", 4), 1.0), (("/a/xb/c.py", 3), 1.0), (None, 1.0)):
-        assert found._share(frame) == share
+        assert found.share(frame) == share

@@ -13,9 +13,11 @@ import torch
 from memplan import _torch
 from memplan.errors import UsageError
 from memplan.trace.recording.place import Line
+from memplan.trace.recording.values.range_rules import Range
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
+RangeOf = Callable[[torch.Tensor], Range | None]
 _INDEX = torch.int64
 
 
@@ -25,16 +27,26 @@ class Bounds:
     Args:
         assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
             of its path.
-        tell: told the name of an op, how many elements are taken and how many there can be.
+        tell: told the name of an op, how many elements are taken and can be, and whether ``counts`` say so.
+        range_of: between what the elements of a tensor lie, None where that is not known.
+        counts: lines at which it is known how many elements are selected.
     """
 
     def __init__(
-        self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None], *, on_card: bool = False
+        self,
+        assumed: Mapping[str, float],
+        tell: Callable[[str, int, int, bool], None],
+        range_of: RangeOf = lambda tensor: None,
+        counts: Mapping[Line, int] | None = None,
+        *,
+        on_card: bool = False,
     ) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         self._tell = tell
         self._used: set[str] = set()
         self._on_card = on_card
+        self._range_of = range_of
+        self._counts = counts or {}
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
@@ -42,11 +54,16 @@ class Bounds:
         if form is None or (self._on_card and form is _SEQUENCES):
             return NotImplemented
         given = _torch.named_arguments(func, args, kwargs)
-        share, most = self._share(frame), form.most(given)
+        most = form.most(given, self._range_of)
+        if most is None:
+            return NotImplemented
+        share = self.share(frame)
         known = None if form.known is None else form.known(given)
+        count = None if frame is None or share != 1.0 else self._counts.get(frame)
         taken = math.ceil(share * most) if known is None else known
+        taken = taken if count is None else min(count, taken)
         if known is None:
-            self._tell(str(func).split(".")[1], taken, most)
+            self._tell(str(func).split(".")[1], taken, most, count is not None)
         return form.made(given, taken)
 
     @property
@@ -57,7 +74,8 @@ class Bounds:
             f"a share was assumed for {one}, where nothing selects by value" for one in places if one not in self._used
         )
 
-    def _share(self, frame: Line | None) -> float:
+    def share(self, frame: Line | None) -> float:
+        """Return the share of what there can be that is assumed for a line; 1 where none is."""
         if frame is None:
             return 1.0
         path, number = os.path.abspath(frame[0]), str(frame[1])
@@ -90,13 +108,14 @@ def checked_shares(assumed: Mapping[str, float] | None) -> Mapping[str, float]:
 class _Form:
     """How large a result can be, and how it is made."""
 
-    most: Callable[[Keywords], int]
+    most: Callable[[Keywords, RangeOf], int | None]
+    """Returns how large it can be; None where its operands' values have no largest."""
     made: Callable[[Keywords, int], Any]
     known: Callable[[Keywords], int | None] | None = None
     """Returns how large it is, where the values that decide are known."""
 
 
-def _elements(given: Keywords) -> int:
+def _elements(given: Keywords, range_of: RangeOf) -> int:
     x = given["self"]
     return min(x.numel(), 2) if x.dtype is torch.bool and "return_inverse" in given else x.numel()
 
@@ -107,7 +126,7 @@ def _places(given: Keywords, taken: int) -> torch.Tensor:
     return x.new_empty((x.dim(), taken), dtype=_INDEX).t()
 
 
-def _selected(given: Keywords) -> int:
+def _selected(given: Keywords, range_of: RangeOf) -> int:
     return math.prod(torch.broadcast_shapes(given["self"].shape, given["mask"].shape))
 
 
@@ -126,7 +145,7 @@ def _distinct(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
     return x.new_empty(taken), x.new_empty(x.shape if given["return_inverse"] else 0, dtype=_INDEX), counted
 
 
-def _rows(given: Keywords) -> int:
+def _rows(given: Keywords, range_of: RangeOf) -> int:
     x, dim = given["self"], given.get("dim")
     return x.numel() if dim is None else x.shape[dim]
 
@@ -147,7 +166,7 @@ def _lengths(given: Keywords) -> list[int] | None:
     return None if lengths is None else lengths.tolist()
 
 
-def _steps(given: Keywords) -> int:
+def _steps(given: Keywords, range_of: RangeOf) -> int:
     """Of all sequences, padding included."""
     return given["input"].shape[0] * given["input"].shape[1]
 
@@ -175,6 +194,36 @@ def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
     return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
 
 
+def _bins(given: Keywords, range_of: RangeOf) -> int | None:
+    """SummaryOps.cpp, bincount: one for each number up to the largest."""
+    values = range_of(given["self"])
+    return None if values is None else max(int(given["minlength"]), int(values[1]) + 1)
+
+
+def _counted(given: Keywords, taken: int) -> torch.Tensor:
+    weights = given["weights"]
+    dtype = _INDEX if weights is None else torch.float32 if weights.dtype is torch.float32 else torch.float64
+    return given["self"].new_empty(taken, dtype=dtype)
+
+
+def _repeats(given: Keywords, range_of: RangeOf) -> int | None:
+    """Repeat.cpp: each index as often as its number says."""
+    values = range_of(given["repeats"])
+    return None if values is None else int(values[1]) * given["repeats"].numel()
+
+
+def _longest(given: Keywords, range_of: RangeOf) -> int:
+    """No target is longer than its row, or than all of them one behind the other."""
+    values, most = range_of(given["target_lengths"]), given["targets"].shape[-1]
+    return most if values is None else min(most, int(values[1]))
+
+
+def _aligned(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """LossCTC.cpp, ctc_loss_cpu_template: the losses, and of each step each place in the target, blanks between."""
+    x = given["log_probs"]
+    return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * taken + 1))
+
+
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
 _SEQUENCES = _Form(_steps, _packed, _known_steps)
 """Only on the CPU: how many sequences have a step lies there, too, and on a card nothing says so."""
@@ -185,5 +234,8 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "aten._pack_padded_sequence.default": _SEQUENCES,
     "aten._unique2.default": _Form(_elements, _distinct),
+    "aten._ctc_loss.Tensor": _Form(_longest, _aligned),
+    "aten.bincount.default": _Form(_bins, _counted),
+    "aten.repeat_interleave.Tensor": _Form(_repeats, lambda given, taken: given["repeats"].new_empty(taken)),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
 }

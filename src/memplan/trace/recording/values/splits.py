@@ -1,4 +1,4 @@
-"""Tensors that are split by sizes that are values: by what is known of them, else evenly."""
+"""Tensors that are split by sizes that are values: by what is known of them, else as unevenly as can be."""
 
 from __future__ import annotations
 
@@ -9,26 +9,39 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.values.numbers import becomes_size, is_standin, range_of
+from memplan.trace.recording.values.range_rules import Range
 
+RangeOf = Callable[[torch.Tensor], Range | None]
 Tell = Callable[[str], None]
 """Told what was assumed."""
 
 
 @contextmanager
-def splits_by_value(is_standin: Callable[[Any], bool], tell: Tell) -> Iterator[None]:
-    """Answer `split` and `tensor_split` of fake tensors, where values that a recording does not know say the sizes.
+def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
+    """Answer `split`, `tensor_split` and `narrow` of fake tensors, where values that are not known say the sizes.
 
     Args:
-        is_standin: whether a number stands for a value that is not known.
         tell: told what was assumed.
+        range_of_tensor: between what the elements of a tensor lie; None where nothing is known.
     """
     fake = _torch.FakeTensor
-    split, tensor_split, function = fake.split, fake.tensor_split, torch.tensor_split
+    split, tensor_split, function, narrow = fake.split, fake.tensor_split, torch.tensor_split, fake.narrow
+
+    def narrow_by(tensor: Any, dim: int, start: Any, length: Any) -> Any:
+        first, most = _range_of(start, range_of_tensor), _range_of(length, range_of_tensor)
+        if first is not None and most is not None and (first[0] != first[1] or most[0] != most[1]):
+            tell(_PART)
+            start = int(first[0])
+            length = min(int(most[1]), tensor.shape[dim] - start)
+        return narrow(tensor, dim, start, length)
 
     def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, (list, tuple)) and any(map(is_standin, sizes)):
             tell(_SPLIT.format(parts=len(sizes)))
-            sizes = even(tensor.shape[dim], len(sizes))
+            sizes = uneven(tensor.shape[dim], [range_of(one) for one in sizes])
+        elif is_standin(sizes):
+            becomes_size(sizes)
         return split(tensor, sizes, dim)
 
     def split_at(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,19 +53,44 @@ def splits_by_value(is_standin: Callable[[Any], bool], tell: Tell) -> Iterator[N
         return split_at(tensor, *args[1:], **kwargs) if isinstance(tensor, fake) else function(*args, **kwargs)
 
     with (
-        _torch.patched(fake, split=split_by, tensor_split=split_at),
+        _torch.patched(fake, split=split_by, tensor_split=split_at, narrow=narrow_by),
         _torch.patched(torch, tensor_split=_torch.here_alone(split_of, function)),
     ):
         yield
 
 
-_SPLIT = "a tensor IS SPLIT BY VALUES: its {parts} parts are taken to be equally large"
+_PART = "a part of a tensor BEGINS OR ENDS BY VALUES: it is taken to begin as early and to be as long as can be"
+_SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first are taken as large as they can be"
 
 
-def even(whole: int, parts: int) -> list[int]:
-    """Return sizes that differ by 1 at most, the larger ones first."""
-    each, more = divmod(whole, parts)
-    return [each + (part < more) for part in range(parts)]
+def _range_of(value: Any, range_of_tensor: RangeOf) -> Range | None:
+    """Return between what a number lies, a plain one or a tensor."""
+    if isinstance(value, torch.Tensor):
+        return range_of_tensor(value) if isinstance(value, _torch.FakeTensor) else None
+    return range_of(value)
+
+
+def uneven(whole: int, ranges: Sequence[Range | None]) -> list[int]:
+    """Return sizes of parts: one after the other as large as it can be, and every other has one element at least.
+
+    What grows faster than a part's size takes most so, and no part is empty, which code may pass over.
+
+    Args:
+        whole: of all parts together.
+        ranges: of each part, None where nothing is known.
+    """
+    least = [1 if one is None else max(int(one[0]), min(1, int(one[1]))) for one in ranges]
+    most = [whole if one is None else int(one[1]) for one in ranges]
+    if sum(least) > whole:  # what is known does not fit
+        least = [int(part < whole) for part in range(len(ranges))]
+    left = whole - sum(least)
+    sizes = list[int]()
+    for low, high in zip(least, most, strict=True):
+        more = max(0, min(high - low, left))
+        sizes.append(low + more)
+        left -= more
+    sizes[0] += left  # where what is known does not add up to the whole
+    return sizes
 
 
 def _with_places(
@@ -70,7 +108,7 @@ def _with_places(
     else:
         parts = given.numel() + 1
         tell(_SPLIT.format(parts=parts))
-        sizes = even(tensor.shape[dim], parts)
+        sizes = uneven(tensor.shape[dim], [None] * parts)
         places = [sum(sizes[:part]) for part in range(1, parts)]
     if name is not None:
         return tuple(args), {"indices": places, "dim": dim}

@@ -1,0 +1,275 @@
+"""Between which numbers the results of an op lie, given its operands' ranges: one rule for each op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Number = int | float
+Range = tuple[Number, Number]
+"""Smallest and largest element of a tensor at most; both ends belong to it."""
+Ranges = Range | list[Range | None] | None
+"""Of an op's result, or of each of its results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An op with its arguments, and what is known of the ranges of tensors."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    range_of: Callable[[torch.Tensor], Range | None]
+
+    def of(self, position: int) -> Range | None:
+        """Return the range of an argument, a tensor or a number."""
+        return self.range(self.args[position]) if position < len(self.args) else None
+
+    def range(self, value: Any) -> Range | None:
+        """Return the range of a tensor, a number or a list of tensors."""
+        if isinstance(value, torch.Tensor):
+            return self.range_of(value)
+        if isinstance(value, (list, tuple)):
+            return union([self.range(one) for one in value])
+        return (value, value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+    def size(self, position: int = 0, dim_at: int = 1, default: int | None = None) -> int:
+        """Return how many elements an argument has along the op's dimension; in all, where that is None."""
+        x, dim = self.args[position], self.args[dim_at] if dim_at < len(self.args) else default
+        if isinstance(dim, int) and not isinstance(dim, bool) and x.dim():
+            return x.shape[dim]
+        return x.numel()
+
+
+Rule = Callable[[Call], Ranges]
+
+
+def union(ranges: Sequence[Range | None]) -> Range | None:
+    """Return the smallest range around all; None where one is not known, or there is none."""
+    known = [one for one in ranges if one is not None]
+    if not known or len(known) < len(ranges):
+        return None
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _same(*positions: int) -> Rule:
+    return lambda call: union([call.of(at) for at in positions])
+
+
+def _first_same(second: Callable[[Call], Range | None]) -> Rule:
+    return lambda call: [call.of(0), second(call)]
+
+
+def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = False) -> Callable[[Call], Range | None]:
+    """Monotone in each operand: the ends lie at the corners. ``positive``: of a divisor above 0 only."""
+
+    def rule(call: Call) -> Range | None:
+        one, other = call.of(0), call.of(1)
+        if one is None or other is None or (positive and other[0] <= 0):
+            return None
+        corners = [combine(a, b) for a in one for b in other]
+        return min(corners), max(corners)
+
+    return rule
+
+
+def _sum_of_two(sign: int) -> Rule:
+    def rule(call: Call) -> Range | None:
+        by = sign * call.kwargs.get("alpha", 1)
+        return _of_two(lambda a, b: a + by * b)(call)
+
+    return rule
+
+
+def _divided(call: Call) -> Range | None:
+    mode = call.kwargs.get("rounding_mode")
+    ways = {"floor": lambda a, b: a // b, "trunc": lambda a, b: math.trunc(a / b), None: lambda a, b: a / b}
+    return _of_two(ways[mode], positive=True)(call)
+
+
+def _remainder(call: Call) -> Range | None:
+    divisor = call.of(1)
+    whole = not call.args[0].is_floating_point()
+    return None if divisor is None or divisor[0] <= 0 else (0, divisor[1] - whole)
+
+
+def _clamped(call: Call) -> Range | None:
+    given = call.of(0)
+    least, most = (call.range(call.args[at]) if at < len(call.args) else None for at in (1, 2))
+    low = max((one[0] for one in (given, least) if one is not None), default=None)
+    high = min((one[1] for one in (given, most) if one is not None), default=None)
+    if low is None or high is None:
+        return None
+    return min(low, high), max(low, high)
+
+
+def _at_least(call: Call) -> Range | None:
+    one, other = call.of(0), call.of(1)
+    return None if one is None or other is None else (max(one[0], other[0]), max(one[1], other[1]))
+
+
+def _at_most(call: Call) -> Range | None:
+    one, other = call.of(0), call.of(1)
+    return None if one is None or other is None else (min(one[0], other[0]), min(one[1], other[1]))
+
+
+def _times(given: Range | None, count: int) -> Range | None:
+    return None if given is None else (min(given[0], given[0] * count), max(given[1], given[1] * count))
+
+
+def _summed(call: Call) -> Range | None:
+    """A sum over as many elements as each of the results stands for."""
+    given, count = call.of(0), call.args[0].numel() // max(call.result.numel(), 1)
+    return None if given is None else (given[0] * count, given[1] * count)
+
+
+def _added_at_places(call: Call) -> Range | None:
+    """scatter_add, index_add: at worst all is added to one element."""
+    source = _times(call.of(3), call.args[3].numel() if isinstance(call.args[3], torch.Tensor) else 1)
+    given = call.of(0)
+    if source is None or given is None:
+        return None
+    return given[0] + min(0, source[0]), given[1] + max(0, source[1])
+
+
+def _put(call: Call) -> Range | None:
+    accumulates = len(call.args) > 3 and call.args[3]
+    return None if accumulates else union([call.of(0), call.of(2)])
+
+
+def _nothing(call: Call) -> None:
+    return None
+
+
+def _index(dim_at: int, default: int | None = None) -> Rule:
+    return lambda call: (0, max(call.size(0, dim_at, default) - 1, 0))
+
+
+def _index_beside(dim_at: int) -> Rule:
+    """A result of the operand's own values, then of indices along a dimension, by default the last."""
+    return lambda call: [call.of(0), (0, max(call.size(0, dim_at, -1) - 1, 0))]
+
+
+def _draws(call: Call) -> Range | None:
+    numbers = [one for one in call.args if isinstance(one, int)]
+    low = numbers[0] if len(numbers) > 1 else 0
+    return (low, max(low, numbers[-1] - 1)) if numbers else None
+
+
+def _counts_up(call: Call) -> Range | None:
+    numbers = [one for one in call.args if isinstance(one, (int, float))]
+    if not numbers:
+        return None
+    first, end = (0, numbers[0]) if len(numbers) == 1 else numbers[:2]
+    return min(first, end), max(first, end)
+
+
+def _uniform(call: Call) -> Range:
+    numbers = [one for one in call.args[1:] if isinstance(one, (int, float))]
+    return (numbers[0], numbers[1]) if len(numbers) > 1 else (0.0, 1.0)
+
+
+def _distinct(call: Call) -> Ranges:
+    count = call.args[0].numel()
+    return [call.of(0), (0, max(count - 1, 0)), (1, max(count, 1))]
+
+
+def _rounded(way: Callable[[Number], Number]) -> Rule:
+    def rule(call: Call) -> Range | None:
+        given = call.of(0)
+        return None if given is None else (way(given[0]), way(given[1]))
+
+    return rule
+
+
+def _magnitude(call: Call) -> Range | None:
+    given = call.of(0)
+    if given is None:
+        return None
+    least = 0 if given[0] <= 0 <= given[1] else min(map(abs, given))
+    return least, max(map(abs, given))
+
+
+def _known(value: Number) -> Rule:
+    return lambda call: (value, value)
+
+
+def _fraction(call: Call) -> Range:
+    return 0.0, 1.0
+
+
+_KEEP = (
+    "clone", "_to_copy", "contiguous", "cat", "stack", "index", "index_select", "gather", "repeat", "flip", "roll",
+    "masked_select", "take", "max", "min", "amax", "amin", "_unsafe_index", "take_along_dim", "lift_fresh",
+    "lift_fresh_copy", "median",
+)  # fmt: skip
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(_KEEP, _same(0)),
+    **dict.fromkeys(("copy_", "fill_"), _same(1)),
+    **dict.fromkeys(("full_like", "new_full", "full"), lambda call: call.of(2 if "new" in call.name else 1)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero_"), _known(0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), _known(1)),
+    "scalar_tensor": _same(0),
+    "where": _same(1, 2),
+    "constant_pad_nd": lambda call: union([call.of(0), call.of(2) if len(call.args) > 2 else (0, 0)]),
+    **dict.fromkeys(("tril", "triu"), lambda call: union([call.of(0), (0, 0)])),
+    **dict.fromkeys(("masked_fill", "masked_fill_", "masked_scatter"), _same(0, 2)),
+    **dict.fromkeys(("index_put", "index_put_"), _put),
+    **dict.fromkeys(("scatter", "scatter_", "index_copy", "index_fill", "index_copy_", "index_fill_"), _same(0, 3)),
+    **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_"), _added_at_places),
+    **dict.fromkeys(("add", "add_"), _sum_of_two(1)),
+    **dict.fromkeys(("sub", "sub_"), _sum_of_two(-1)),
+    "rsub": lambda call: _of_two(lambda a, b: b - call.kwargs.get("alpha", 1) * a)(call),
+    **dict.fromkeys(("mul", "mul_"), _of_two(lambda a, b: a * b)),
+    **dict.fromkeys(("div", "div_"), _divided),
+    **dict.fromkeys(("floor_divide", "floor_divide_"), _of_two(lambda a, b: a // b, positive=True)),
+    **dict.fromkeys(("remainder", "remainder_"), _remainder),
+    **dict.fromkeys(("clamp", "clamp_"), _clamped),
+    **dict.fromkeys(("clamp_min", "clamp_min_", "maximum"), _at_least),
+    **dict.fromkeys(("clamp_max", "clamp_max_", "minimum"), _at_most),
+    **dict.fromkeys(("floor", "floor_"), _rounded(math.floor)),
+    **dict.fromkeys(("ceil", "ceil_"), _rounded(math.ceil)),
+    **dict.fromkeys(("round", "round_"), _rounded(round)),
+    "trunc": _rounded(math.trunc),
+    "abs": _magnitude,
+    "neg": lambda call: None if (given := call.of(0)) is None else (-given[1], -given[0]),
+    "sum": _summed,
+    "mean": _same(0),
+    "cumsum": lambda call: _times(call.of(0), call.size()),
+    "count_nonzero": lambda call: (0, call.args[0].numel() // max(call.result.numel(), 1)),
+    **dict.fromkeys(("argmax", "argmin"), _index(1)),
+    "argsort": _index(1, -1),
+    **dict.fromkeys(("sort", "cummax", "cummin"), _index_beside(1)),
+    **dict.fromkeys(("topk", "kthvalue"), _index_beside(2)),
+    "nonzero": lambda call: (0, max([*call.args[0].shape, 1]) - 1),
+    "randperm": lambda call: (0, max(call.args[0] - 1, 0)),
+    "randint": _draws,
+    "arange": _counts_up,
+    "multinomial": lambda call: (0, call.size(0, 9, -1) - 1),
+    "searchsorted": lambda call: (0, call.args[0].shape[-1]),
+    "bucketize": lambda call: (0, call.args[1].shape[-1]),
+    "bincount": lambda call: (0, call.args[0].numel()),
+    **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
+    "repeat_interleave": _same(0),
+    **dict.fromkeys(("rand", "rand_like", "sigmoid", "_softmax", "bernoulli", "bernoulli_"), _fraction),
+    "uniform_": _uniform,
+    "random_": _draws,
+}  # fmt: skip
+"""By the op's name without its overload; an op that is not here may give anything."""
+RULES_OF_OVERLOADS: Mapping[str, Rule] = {
+    **{f"aten.{name}.dim": _index_beside(1) for name in ("max", "min", "median")},
+    "aten.sort.stable": lambda call: [call.of(0), (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0))],
+    "aten.argsort.stable": lambda call: (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0)),
+    "aten.repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
+    "aten.max.other": _at_least,
+    "aten.min.other": _at_most,
+    **dict.fromkeys(
+        [f"aten.scatter{end}.{form}" for end in ("", "_") for form in ("reduce", "value_reduce")], _nothing
+    ),
+    "aten.random_.from": lambda call: (call.args[1], call.args[2] - 1),
+}

@@ -1,0 +1,124 @@
+"""Numbers that are read and become sizes in C++: known, bounded, or said loudly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from allocator import measured_peak
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import memplan
+from memplan.trace.records import loud
+
+ROWS = 60
+Body = Callable[[Any, Any, Any], Any]
+SIZED: dict[str, Body] = {
+    "zeros": lambda x, mask, n: torch.zeros(mask.sum().item(), 16),
+    "until a tensor": lambda x, mask, n: x[: mask.sum()] * 2,
+    "until a number": lambda x, mask, n: x[: mask.sum().item()] * 2,
+    "until a whole number": lambda x, mask, n: x[: int(mask.sum())] * 2,
+    "from a number": lambda x, mask, n: x[mask.sum().item() :] * 2,
+    "columns": lambda x, mask, n: torch.zeros(ROWS, 100)[:, : n.max()] * 2,
+    "narrow": lambda x, mask, n: x.narrow(0, 0, mask.sum().item()) * 2,
+    "narrow, both ends": lambda x, mask, n: x.narrow(0, mask.sum(), ROWS - mask.sum()) * 2,
+    "arange": lambda x, mask, n: torch.arange(mask.sum().item()) * 2,
+    "arange of a tensor": lambda x, mask, n: torch.arange(n.max())[None] < n[:, None],
+    "bincount": lambda x, mask, n: torch.bincount(n, minlength=mask.sum().item()) * 2,
+    "repeats": lambda x, mask, n: x.repeat_interleave(n, 0) * 2,
+    "split": lambda x, mask, n: [part * 2 for part in torch.split(torch.zeros(n.sum().item()), n.tolist())],
+    "one_hot": lambda x, mask, n: F.one_hot(n) * 2,
+    "a tensor of numbers": lambda x, mask, n: torch.zeros(ROWS, 100)[:, : torch.tensor(n.tolist()).max().item()] * 2,
+    "new_zeros": lambda x, mask, n: x.new_zeros(n.max().item(), 16),
+    "expand": lambda x, mask, n: x[:1].expand(n.max().item(), -1) * 2,
+    "pad": lambda x, mask, n: F.pad(x, (0, n.max().item())),
+    "loop": lambda x, mask, n: [x * row for row in range(n.max().item())],
+    "list": lambda x, mask, n: torch.stack([x] * n.max().item()),
+    "array": lambda x, mask, n: x[: n.numpy().max()] * 2,
+    "view": lambda x, mask, n: x.flatten()[: n[0].item() * 16].view(n[0].item(), 16) * 2,
+    "packed": lambda x, mask, n: pack_padded_sequence(torch.zeros(ROWS, 100, 4), n.tolist(), True, False).data * 2,
+    "half of them": lambda x, mask, n: x[: mask.sum().item() // 2] * 2,
+    "what is left": lambda x, mask, n: x.new_zeros(ROWS - mask.sum().item(), 9),
+    "of indices": lambda x, mask, n: torch.zeros(x[:, 0].argmax().item() + 1, 9),
+    "the most of several": lambda x, mask, n: torch.zeros(max(n[:3].tolist()), 9),
+    "clamped": lambda x, mask, n: torch.zeros(n.clamp(3, 20).max().item(), 9),
+    "summed by place": lambda x, mask, n: torch.zeros(
+        int(torch.zeros(100, dtype=torch.long).index_add(0, n, torch.ones_like(n)).max()), 9
+    ),
+    "a fraction": lambda x, mask, n: x[: int(torch.rand(1).item() * ROWS)] * 2,
+}
+QUIET: dict[str, Body] = {
+    "a factor": lambda x, mask, n: x * mask.sum().item(),
+    "an index": lambda x, mask, n: x[n[0]] * 2,
+    "an index, read": lambda x, mask, n: x[n[0].item() % ROWS] * 2,
+    "an index of a count": lambda x, mask, n: x[mask[:9].sum().item()] * 2,
+    "an index that may be too large": lambda x, mask, n: x[mask.sum().item()] * 2,
+    "a log": lambda x, mask, n: (x * 2, f"{mask.sum().item():5d}"),
+    "a fill value": lambda x, mask, n: x.masked_fill(mask[:, None], n[0].item()),
+}
+
+
+def step_of(body: Body) -> Callable[[], Callable[[], None]]:
+    def build() -> Callable[[], None]:
+        x, mask, n = torch.randn(ROWS, 16), torch.rand(ROWS) < 0.7, torch.randint(1, 51, (ROWS,))
+
+        def step() -> None:
+            body(x, mask, n)
+
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_a_size_is_the_largest_that_it_can_be(name: str) -> None:
+    build = step_of(SIZED[name])
+    trace = memplan.record(build)
+    predicted = memplan.simulate(trace).peak_allocated
+    assert loud(trace.assumptions)
+    assert all(measured_peak(build) <= predicted for _ in range(5))
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_is_no_size_is_exact_and_quiet(name: str) -> None:
+    build = step_of(QUIET[name])
+    trace = memplan.record(build)
+    assert memplan.simulate(trace).peak_allocated == measured_peak(build)
+    assert not loud(trace.assumptions)
+
+
+def test_a_size_of_which_nothing_is_known_is_said_loudly() -> None:
+    trace = memplan.record(step_of(lambda x, mask, n: torch.zeros((x * 3).abs().long().sum().item(), 7)))
+    assert any("or a size" in one.text for one in loud(trace.assumptions))
+
+
+def test_a_size_of_known_values_is_exact_and_quiet() -> None:
+    def build() -> Callable[[], None]:
+        lengths: Any = torch.tensor([3, 9, 4])
+        return lambda: (torch.zeros(3, lengths.max().item(), 50) * 2, None)[1]
+
+    trace = memplan.record(build)
+    assert memplan.simulate(trace).peak_allocated == measured_peak(build)
+    assert not trace.assumptions
+
+
+def test_a_share_of_a_size_is_assumed_for_its_line() -> None:
+    def build(rows: int | None = None) -> Callable[[], None]:
+        net, x = nn.Linear(16, 16), torch.randn(ROWS, 16)
+        mask: Any = torch.rand(ROWS) < 0.7
+
+        def step() -> None:
+            taken = mask.sum().item() if rows is None else rows
+            net(x[:taken]).sum().backward()
+
+        return step
+
+    line = memplan.record(build).assumptions[0].where
+    assert line is not None
+    trace = memplan.record(build, assume={line: 0.5})
+    assert "30 is taken, as was assumed" in trace.assumptions[0].text
+    assert memplan.simulate(trace).steps[1].peak_allocated == pytest.approx(measured_peak(lambda: build(30)), rel=0.02)
