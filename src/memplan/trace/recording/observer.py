@@ -110,6 +110,7 @@ class Observer:
                 self._operands(signature, args, kwargs)
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
+            self._note(signature, args, kwargs, None, func)
             return self.read_equal()
         if func is _ADD and self.engine.is_in_place(args, self.notes):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
-from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
+from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last, transposing
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -171,6 +171,17 @@ def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     return 0 if args[0].dtype is torch.bool else args[0].numel()
 
 
+def clone(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Copy.cpp: the block that a transposed matrix goes through."""
+    return transposing(args[0]) if result.is_contiguous() and result.dtype is args[0].dtype else 0
+
+
+def copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Copy.cpp: the same where the sizes are equal."""
+    target, source = args[0], args[1]
+    return clone((source,), kwargs, target) if source.shape == target.shape else 0
+
+
 def unary(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the cast that a function of integers computes on."""
     return _cast(args[0], result.dtype)
@@ -319,6 +330,9 @@ FORMULAS: dict[str, Formula] = {
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.abs.default": magnitude,
+    "aten.clone.default": clone,
+    "aten._to_copy.default": clone,
+    "aten.copy_.default": copy,
     "aten.native_layer_norm.default": copies_of(0),
     "aten.native_layer_norm_backward.default": layer_norm_backward,
     "aten._fused_rms_norm.default": rms_norm,
