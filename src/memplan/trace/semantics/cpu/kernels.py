@@ -6,14 +6,15 @@ operands as dispatched. What stays below 64 KiB or 2 % of the op's own tensors i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
-from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last, transposing
+from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 
@@ -39,11 +40,24 @@ def copies_by_format(*positions: int) -> Formula:
     return formula
 
 
+def _in_channels_last(x: torch.Tensor) -> bool:
+    return x.dim() in (4, 5) and copied_to(x, True) == 0
+
+
+def _is_normed_by_rows(x: torch.Tensor) -> bool:
+    """batch_norm_kernel.cpp, batch_norm_use_channels_last_kernel: also where there is one position a channel."""
+    return _in_channels_last(x) or (x.is_contiguous() and x.stride(1) == 1)
+
+
 def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; in channels last, sums beside them."""
+    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; before, mean and variance, and by rows sums
+    beside them."""
     x, training = args[0], args[5]
-    rows = 3 if training and not x.is_contiguous() else 2
-    return rows * x.shape[1] * _accumulated(x)
+    channels = x.shape[1] * _accumulated(x)
+    if not training:
+        return 2 * channels
+    statistics = 2 * bytes_of(result[1])
+    return max(2 * channels, statistics + (channels if _is_normed_by_rows(x) else 0))
 
 
 def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -52,19 +66,22 @@ def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice on the contiguous path.
+    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice where the kernel is not one of strides;
+    batch_norm_kernel.cpp, batch_norm_cpu_backward_channels_last_impl: sums of each thread.
 
-    Where the formats differ, a kernel of strides runs, in float32 for reduced precision.
+    Where the formats differ, a kernel of strides runs, after the gradient was summed.
     """
-    gradient, x, mask = args[0], args[1], args[9]
-    same = gradient.is_contiguous() and x.is_contiguous()
-    if not same and suggests_channels_last(x):
-        same = copied_to(x, True) == 0 and copied_to(gradient, True) == 0
-    if same:
-        return bytes_of(x) if mask[0] else 0
-    sums = x.shape[1] * _accumulated(x)
-    cast = 4 * x.numel() if x.dtype in _REDUCED and not copied_to(x, suggests_channels_last(x)) else 0
-    return cast + sums
+    gradient, x, mean, training, mask = args[0], args[1], args[5], args[7], args[9]
+    channels = x.shape[1] * _accumulated(x)
+    dense = all(one.is_contiguous() or _in_channels_last(one) for one in (gradient, x))
+    if dense and suggests_channels_last(gradient) == suggests_channels_last(x):
+        sums = 0
+        if _is_normed_by_rows(x):
+            beside = 3 if x.dtype in _REDUCED else (not training) + (not mask[1])
+            sums = (2 * torch.get_num_threads() + beside) * channels
+        return max(bytes_of(x) if mask[0] else 0, sums)
+    own = x.shape[1] * (mean.element_size() if training else x.element_size())
+    return own + _summed_in_float32(gradient, [dim for dim in range(gradient.dim()) if dim != 1])
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -149,6 +166,28 @@ def summed_as(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     return _cast(args[0], result.dtype)
 
 
+def _summed_in_float32(x: torch.Tensor, dims: Sequence[int]) -> int:
+    """ReduceOps.cpp, should_use_acc_buffer: reduced precision is cast as a whole, and summed in float32, where the
+    dimensions that are summed over are not one in memory."""
+    if x.dtype not in _REDUCED:
+        return 0
+    kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
+    summed = sorted((x.stride(dim), x.shape[dim]) for dim in dims if x.shape[dim] != 1)
+    parts = sum(after[0] != before[0] * before[1] for before, after in itertools.pairwise(summed))
+    return 4 * (x.numel() + kept) if parts else 0
+
+
+def total(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, sum_out: an operand of another dtype than the sum's is cast as a whole; see
+    `_summed_in_float32`."""
+    x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if x.dtype is not result.dtype:
+        return summed_as(args, kwargs, result)
+    if dims is None or dims == [] or not x.dim():
+        return _summed_in_float32(x, range(x.dim()))
+    return _summed_in_float32(x, [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)])
+
+
 def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp, mean_out: the sum is divided by the number of elements; see `averaged`."""
     x = args[0]
@@ -169,17 +208,6 @@ def magnitude(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
 def truth(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp, any and all: the operand as booleans."""
     return 0 if args[0].dtype is torch.bool else args[0].numel()
-
-
-def clone(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Copy.cpp: the block that a transposed matrix goes through."""
-    return transposing(args[0]) if result.is_contiguous() and result.dtype is args[0].dtype else 0
-
-
-def copy(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Copy.cpp: the same where the sizes are equal."""
-    target, source = args[0], args[1]
-    return clone((source,), kwargs, target) if source.shape == target.shape else 0
 
 
 def unary(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -226,8 +254,8 @@ def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
-    return bytes_of(args[0]) + bytes_of(result)
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, which are summed, and the greatest element of each row."""
+    return bytes_of(args[0]) + bytes_of(result) + total(args[:2], {}, result)
 
 
 def gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -330,9 +358,6 @@ FORMULAS: dict[str, Formula] = {
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.abs.default": magnitude,
-    "aten.clone.default": clone,
-    "aten._to_copy.default": clone,
-    "aten.copy_.default": copy,
     "aten.native_layer_norm.default": copies_of(0),
     "aten.native_layer_norm_backward.default": layer_norm_backward,
     "aten._fused_rms_norm.default": rms_norm,
@@ -346,8 +371,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.where.self": where,
     "aten.mean.default": mean,
     "aten.mean.dim": mean,
-    "aten.sum.default": summed_as,
-    "aten.sum.dim_IntList": summed_as,
+    "aten.sum.default": total,
+    "aten.sum.dim_IntList": total,
     "aten.cumsum.default": summed_as,
     "aten.cumprod.default": summed_as,
     "aten.linalg_vector_norm.default": summed_as,

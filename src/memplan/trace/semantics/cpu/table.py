@@ -21,6 +21,7 @@ from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
 from memplan.trace.semantics.cpu.temporaries import (
     comparing,
+    copying,
     fourier,
     indexing,
     linear_algebra,
@@ -45,6 +46,7 @@ _FORMULAS: dict[str, Formula] = {
     **resampling.FORMULAS,
     **sampling.FORMULAS,
     **comparing.FORMULAS,
+    **copying.FORMULAS,
     **matmul.FORMULAS,
     **lstm.FORMULAS,
     **selections.FORMULAS,
