@@ -66,7 +66,7 @@ def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice where the kernel is not one of strides;
+    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice, unless the kernel is one of strides;
     batch_norm_kernel.cpp, batch_norm_cpu_backward_channels_last_impl: sums of each thread.
 
     Where the formats differ, a kernel of strides runs, after the gradient was summed.

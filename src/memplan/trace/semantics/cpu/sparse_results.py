@@ -141,14 +141,29 @@ def _elementwise(name: str) -> Instead:
 
 
 def _added(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both, one after the other; merged where each is
-    coalesced."""
+    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both, in one pass over their indices, of which equal
+    ones become one; SparseBlasImpl.cpp, add_out_sparse_csr: the same by rows."""
     one, other = args[:2]
+    if compressed(one) or compressed(other):
+        return _added_by_rows(one, other)
     if not coo(one) or not coo(other):
         return NotImplemented
     stored, both = _torch.sparse_length(one) + _torch.sparse_length(other), one.is_coalesced() and other.is_coalesced()
     count = min(stored, rows_of(one.shape, one.sparse_dim())) if both else stored
     return _new(one, count, stored=stored, coalesced=both, dtype=torch.result_type(one, other))
+
+
+def _added_by_rows(one: Any, other: Any) -> Any:
+    """Return the sum of two matrices of which one is compressed; what is dense stays so (SparseCsrTensorMath.cpp)."""
+    dtype = torch.result_type(one, other)
+    if not (_torch.is_sparse(one) and _torch.is_sparse(other)):
+        return (other if _torch.is_sparse(one) else one).new_empty(one.shape, dtype=dtype)
+    if one.layout != torch.sparse_csr or other.layout != torch.sparse_csr or one.dim() != 2:
+        return NotImplemented
+    compressing, plain, values = _torch.sparse_parts(one)
+    count = min(_torch.sparse_length(one) + _torch.sparse_length(other), one.numel())
+    parts = compressing.new_empty(compressing.shape), plain.new_empty(count), values.new_empty(count, dtype=dtype)
+    return _torch.sparse_compressed(one.layout, parts, one.shape)
 
 
 def _is_number(value: Any) -> bool:
@@ -182,6 +197,8 @@ def _in_place(functional: Instead) -> Instead:
     """Return an op that gives its first argument the parts of what the functional one makes."""
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
+        if len(args) > 1 and compressed(args[1]) and not _torch.is_sparse(args[0]):
+            return args[0]  # what is compressed is added to a dense tensor element by element
         made = functional(args, kwargs) if coo(args[0]) else NotImplemented
         return made if made is NotImplemented else _torch.become(args[0], made)
 
@@ -316,7 +333,7 @@ def _compressed_as(layout: torch.layout) -> Instead:
 
 
 def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
-    """TensorConversions.cpp, dense_to_sparse, dense_to_sparse_with_mask and sparse_compressed_to_sparse_coo."""
+    """TensorConversions.cpp, dense_to_sparse and sparse_compressed_to_sparse_coo."""
     tensor, layout = args[0], kwargs.get("layout", torch.sparse_coo)
     if layout in (torch.sparse_csr, torch.sparse_csc):
         return _compressed_as(layout)(args, kwargs)
@@ -451,6 +468,8 @@ _PARTS = frozenset(
 ) | {"aten.transpose.int"}  # fmt: skip
 """Ops of which fake tensors know what they make of a sparse tensor."""
 _DIFFERENT = "indices of a sparse tensor were taken as all different, or as many as there are rows: never more"
+_NOT_IN_COMMON = "sparse tensors that are added were taken to have no index in common: never more"
+_SUMS = tuple(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
 _NO_ZERO = "a dense tensor was made sparse and no element of it taken as zero: never more"
 
 
@@ -459,6 +478,10 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
 
     ``answered``: it is from `INSTEAD`.
     """
+    if name.startswith("aten._foreach_") and any(map(_torch.is_sparse, args[0])):
+        return (
+            f"{name.removeprefix('aten.').split('.')[0]}: what it makes of sparse tensors is not known and NOT COUNTED"
+        )
     if not _torch.is_sparse(result):
         kept = name == "aten.index.Tensor" and padding_left_out(args)
         return "no index of an embedding was taken as its padding: never more" if kept else None
@@ -466,8 +489,14 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
         return None if args[0]._nnz() < 2 or _torch.known_indices(args[0]) is not None else _DIFFERENT
     if name.startswith("aten._to_sparse") and args[0].layout == torch.strided:
         return _NO_ZERO
+    if name in _SUMS and all(map(_torch.is_sparse, args[:2])):
+        return _NOT_IN_COMMON
     if name == "aten._sparse_sparse_matmul.default":
         return "a product of sparse tensors was taken as large as it can be: never more"
     if answered or name in _PARTS:
         return None
+    return _unknown(name)
+
+
+def _unknown(name: str) -> str:
     return f"{name.removeprefix('aten.').split('.')[0]}: what it makes of a sparse tensor is not known and NOT COUNTED"

@@ -1,7 +1,7 @@
 """Workspaces that LAPACK asks for, in elements.
 
-They are MKL's, whose formulas are LAPACK's with its own blocks; they were read off for real matrices on one thread of an
-AVX512 processor, and of complex ones nothing is counted.
+They are MKL's, whose formulas are LAPACK's with its own blocks; they were read off for real matrices on one thread of
+an AVX512 processor, and of complex ones nothing is counted.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from memplan.trace.semantics.cpu.scalar_operands import of_number
 from memplan.trace.semantics.layout import bytes_of
 
