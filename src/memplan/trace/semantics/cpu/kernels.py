@@ -109,8 +109,7 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     gradient, x, shape, mask = args[0], args[1], args[2], args[7]
     rows = 0
     if mask[1] or mask[2]:
-        size = 8 if x.dtype is torch.float64 else 4
-        rows = 2 * torch.get_num_threads() * size
+        rows = 2 * torch.get_num_threads() * x.element_size()
         for n in shape:
             rows *= n
     return copied(gradient) + copied(x) + rows
