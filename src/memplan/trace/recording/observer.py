@@ -85,6 +85,7 @@ class Observer:
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
         self.engine = EngineForms(self.ledger)
+        self._values_alone = False
         self._numbers = HeldNumbers(self.ledger)
         self._positions = Positions(self.ledger)
         self._signatures: dict[Any, _Signature] = {}
@@ -112,6 +113,11 @@ class Observer:
         if signature.name in _EQUAL and self.read_equal is not None:
             self._note(signature, args, kwargs, None, func)
             return self.read_equal()
+        alone = _torch.without_vectors(func, args) if self._values_alone else None
+        if alone is not None:
+            op, args = alone
+            result = self._instead(op, args, kwargs, lambda op: op(*args, **kwargs))
+            return result if isinstance(result, tuple) else (result, result)
         if func is _ADD and self.engine.is_in_place(args, self.notes):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
@@ -125,6 +131,10 @@ class Observer:
     def _instead(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run and note the form of an op that writes its first argument."""
         return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
+
+    def in_values_alone(self, inside: bool) -> None:
+        """Note that a function begins that needs singular or eigenvalues without their vectors, or that it ends."""
+        self._values_alone = inside
 
     def calibrate(self) -> None:
         """Learn how the engine holds a gradient that nobody else does. Call it under the mode."""

@@ -138,6 +138,27 @@ def test_products_of_few_reflections_are_worked_on_in_blocks() -> None:
             assert predicted == measured, shape
 
 
+VALUES_ALONE: dict[str, Callable[[Tensor], Any]] = {
+    "singular values": lambda x: torch.linalg.svdvals(x),
+    "eigenvalues": lambda x: torch.linalg.eigvals(x),
+    "eigenvalues of a symmetric one": lambda x: torch.linalg.eigvalsh(x),
+    "rank": lambda x: torch.linalg.matrix_rank(x),
+    "condition": lambda x: torch.linalg.cond(x),
+    "nuclear norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "vectors, which are asked for": lambda x: torch.linalg.svd(x, full_matrices=False)[1],
+}
+
+
+@pytest.mark.parametrize("name", VALUES_ALONE)
+def test_vectors_are_computed_where_they_are_needed_alone(name: str) -> None:
+    for shape in ((5, 5), (70, 70), (2, 33, 33)):
+        predicted, measured = peaks(VALUES_ALONE[name], shape, torch.float32, False)
+        assert predicted == measured, shape
+    if name != "rank":
+        predicted, measured = peaks(lambda x: VALUES_ALONE[name](x).abs(), (5, 5), torch.float32, True)
+        assert predicted == measured
+
+
 def test_a_driver_that_says_by_values_what_it_returns_is_refused() -> None:
     def build() -> Any:
         x = torch.rand(6, 4)

@@ -39,6 +39,27 @@ def scatter_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
     return max(taken, bytes_of(source) + bytes_of(x) + max(taken, none))
 
 
+def index_add(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, index_add_cpu_out: the index in order; reduced precision in float32, except for
+    vectors."""
+    return copied(args[2]) + (4 * result.numel() if result.dtype in _REDUCED and result.dim() > 1 else 0)
+
+
+def index_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, index_select_out_cpu_: the index in order."""
+    return copied(args[2])
+
+
+def index_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, index_reduce_func_impl: the index in order; how many elements each mean
+    is of; of a vector a copy."""
+    x, source, reduction = args[0], args[3], args[4]
+    if reduction != "mean":
+        return copied(args[2]) + (bytes_of(x) if x.dim() < 2 else 0)
+    counting = bytes_of(source) + index_add(args, kwargs, result) if x.dim() > 1 else 0
+    return copied(args[2]) + bytes_of(x) + max(counting, of_number(0, x.dtype) + x.numel())
+
+
 def repeat(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """TensorShape.cpp, repeat: the order of the dimensions as tensors of integers (movedim's of an unfolded result)."""
     dims = len(args[1])
@@ -116,13 +137,16 @@ def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 _BY_INDEX = (
     "gather.default",
-    *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value")),
+    *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value", "reduce", "value_reduce")),
     *(f"scatter_add{place}.default" for place in ("", "_")),
 )
 
 FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}": by_index for name in _BY_INDEX},
     **{f"aten.scatter_reduce{place}.two": scatter_reduce for place in ("", "_")},
+    **{f"aten.index_add{place}.default": index_add for place in ("", "_")},
+    **{f"aten.index_reduce{place}.default": index_reduce for place in ("", "_")},
+    "aten.index_select.default": index_select,
     "aten.repeat.default": repeat,
     "aten.unfold_backward.default": unfold_backward,
     "aten._unsafe_masked_index.default": masked_index,

@@ -94,7 +94,8 @@ def eigenvalues_of_symmetric(args: tuple[Any, ...], kwargs: dict[str, Any], resu
     batch, n = _order(x)
     elements, integers = symmetric_workspace(n, x.dtype, vectors)
     taken = max(elements * x.element_size() + 4 * integers, _checked(max(1, batch)))
-    return _infos(batch) + taken + (0 if vectors else bytes_of(x))
+    beside = _infos(batch) + taken
+    return beside if vectors else bytes_of(x) + max(beside, transposing(x.mT))
 
 
 def solve_with_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
