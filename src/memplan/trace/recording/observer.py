@@ -39,6 +39,20 @@ _EMPTY = torch.ops.aten.empty.memory_format
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
 
+_OF_TORCH = (
+    "aten.",
+    "prim.",
+    "prims.",
+    "profiler.",
+    "mkldnn.",
+    "memplan.",
+    "_c10d",
+    "c10d",
+    "inductor.",
+    "higher_order",
+)
+
+
 class Residence(Protocol):
     """Where storages lie, while a step for a card is recorded; `memplan.trace.fake_cuda` has it."""
 
@@ -53,7 +67,7 @@ class Residence(Protocol):
 class _Signature:
     """What we need of an op's schema, worked out once an op."""
 
-    __slots__ = ("mutable", "name", "positions", "silent")
+    __slots__ = ("foreign", "mutable", "name", "positions", "silent")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
@@ -62,6 +76,7 @@ class _Signature:
         self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.silent = False  # an operator of a library or of the user's
+        self.foreign = not self.name.startswith(_OF_TORCH)
 
 
 class Observer:
@@ -78,6 +93,8 @@ class Observer:
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
         self.taken_for_granted: Callable[[str], None] | None = None
         """Told what was assumed of an op's result."""
+        self.foreign_kernel: Callable[[str], None] | None = None
+        """Told an op of a library or of the user's, whose kernel nobody knows."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Returns what stands for a tensor from outside."""
@@ -167,6 +184,8 @@ class Observer:
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
         held = [] if ledger.real else _parts_written(signature, args)
+        if signature.foreign and self.foreign_kernel is not None:
+            self.foreign_kernel(signature.name)
         if run is not None:
             result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
         if signature.mutable:

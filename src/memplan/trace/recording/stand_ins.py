@@ -260,6 +260,11 @@ class Standins:
         """Note what was taken for granted of a result that depends on values."""
         self._add("sparse", text)
 
+    def foreign(self, op: str) -> None:
+        """Note that an op is a library's or the user's."""
+        name = op.rpartition(".")[0].replace(".", "::")
+        self._add("library", f"{name}: what its kernel takes besides its results is not known and NOT COUNTED")
+
     def apart(self, op: str) -> None:
         """Note that an op reads tensors on the card and of the host."""
         name = op.removeprefix("aten.").split(".")[0]

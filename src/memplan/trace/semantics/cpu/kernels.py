@@ -115,6 +115,16 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     return copied(gradient) + copied(x) + rows
 
 
+def by_number(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """UnaryOps.cpp, deg2rad and rad2deg: the factor."""
+    return of_number(math.pi, result.dtype)
+
+
+def dropout_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Dropout.cpp, native_dropout_backward: the masked gradient, and the scale."""
+    return bytes_of(args[0]) + of_number(args[2], result.dtype)
+
+
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """transformers/attention.cpp, _safe_softmax: which entries are masked, and which rows are all masked."""
     x, dim = args[0], args[1]
@@ -386,7 +396,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.argmin.default": whole_only,
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": one_more,
-    "aten.native_dropout_backward.default": one_more,
+    "aten.native_dropout_backward.default": dropout_backward,
+    **{f"aten.{name}.default": by_number for name in ("deg2rad", "rad2deg")},
     **{f"aten._ctc_loss_backward.{form}": connectionist_loss_backward for form in ("default", "Tensor")},
     "aten.im2col.default": columns,
     "aten.col2im.default": columns,

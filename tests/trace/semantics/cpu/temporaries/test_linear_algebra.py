@@ -13,6 +13,7 @@ from torch import Tensor
 import memplan
 from memplan.errors import DataDependentError
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.cholesky is deprecated:UserWarning")
 SHAPES = ((5, 5), (3, 4, 4), (2, 3, 6, 6), (20, 20))
 
 
@@ -54,6 +55,8 @@ FORWARD: dict[str, Callable[[Tensor], Any]] = {
     "solved with least squares": lambda x: torch.linalg.lstsq(x, x),
     "solved with least squares for a vector": lambda x: torch.linalg.lstsq(x, x[..., 0]),
     "factors of reflections": torch.geqrf,
+    "solved for a vector": lambda x: torch.linalg.solve(x, x[..., 0]),
+    "triangular factor": lambda x: torch.cholesky(positive(x)),
     "exponential": torch.matrix_exp,
     "reflections": torch.linalg.qr,
     "all reflections": lambda x: torch.linalg.qr(x, "complete"),
@@ -157,6 +160,14 @@ def test_vectors_are_computed_where_they_are_needed_alone(name: str) -> None:
     if name != "rank":
         predicted, measured = peaks(lambda x: VALUES_ALONE[name](x).abs(), (5, 5), torch.float32, True)
         assert predicted == measured
+
+
+def test_symmetric_factors_solve_with_a_copy_of_the_pivots() -> None:
+    for shape in ((5, 5), (3, 4, 4)):
+        predicted, measured = peaks(
+            lambda x: torch.linalg.ldl_solve(*torch.linalg.ldl_factor(positive(x)), x), shape, torch.float32, False
+        )
+        assert predicted == measured, shape
 
 
 def test_a_driver_that_says_by_values_what_it_returns_is_refused() -> None:

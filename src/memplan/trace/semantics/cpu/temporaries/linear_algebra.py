@@ -104,8 +104,20 @@ def solve_with_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the same of the pivots that it returns."""
-    return _pivots_checked(result[2])
+    """Return the same of the pivots that it returns; a copy of the right sides that are vectors."""
+    solution, factors = result[:2]
+    return _pivots_checked(result[2]) + (bytes_of(solution) if solution.dim() < factors.dim() else 0)
+
+
+def solve_with_symmetric_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebraKernel.cpp, apply_ldl_solve: a copy of the pivots, which are compared as those of `solve`."""
+    return bytes_of(args[1]) + _pivots_checked(args[1])
+
+
+def cholesky(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebra.cpp, cholesky: a copy, which is turned into the result."""
+    batch = max(1, _order(args[0])[0])
+    return max(transposing(args[0].mT), _infos(batch) + _checked(batch)) if args[0].numel() else 0
 
 
 def _pivots_checked(pivots: torch.Tensor) -> int:
@@ -233,6 +245,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.linalg_eigvals.default": eigenvalues(False),
     "aten._linalg_eigh.default": eigenvalues_of_symmetric,
     "aten.linalg_lu_solve.default": solve_with_factors,
+    "aten.linalg_ldl_solve.default": solve_with_symmetric_factors,
+    "aten.cholesky.default": cholesky,
     "aten._linalg_solve_ex.default": solve,
     "aten.lu_unpack.default": unpack,
     "aten._linalg_svd.default": singular_values,
