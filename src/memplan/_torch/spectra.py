@@ -40,7 +40,8 @@ def spectra_seen(called: Callable[[bool], None]) -> Iterator[None]:
 
 
 def _is_derived(matrix: torch.Tensor) -> bool:
-    if torch._C._functorch.is_functorch_wrapped_tensor(matrix):
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if functorch.is_functorch_wrapped_tensor(matrix):
         return True
     with_tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(matrix).tangent is not None
     return (torch.is_grad_enabled() and matrix.requires_grad) or with_tangent

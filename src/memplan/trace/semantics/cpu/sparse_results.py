@@ -141,28 +141,26 @@ def _elementwise(name: str) -> Instead:
 
 
 def _added(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both, in one pass over their indices, of which equal
-    ones become one; SparseBlasImpl.cpp, add_out_sparse_csr: the same by rows."""
+    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both, of which some may become one."""
     one, other = args[:2]
     if compressed(one) or compressed(other):
         return _added_by_rows(one, other)
     if not coo(one) or not coo(other):
         return NotImplemented
-    stored, both = _torch.sparse_length(one) + _torch.sparse_length(other), one.is_coalesced() and other.is_coalesced()
+    stored, both = sum(map(_torch.sparse_length, (one, other))), one.is_coalesced() and other.is_coalesced()
     count = min(stored, rows_of(one.shape, one.sparse_dim())) if both else stored
     return _new(one, count, stored=stored, coalesced=both, dtype=torch.result_type(one, other))
 
 
 def _added_by_rows(one: Any, other: Any) -> Any:
     """Return the sum of two matrices of which one is compressed; what is dense stays so (SparseCsrTensorMath.cpp)."""
-    dtype = torch.result_type(one, other)
     if not (_torch.is_sparse(one) and _torch.is_sparse(other)):
-        return (other if _torch.is_sparse(one) else one).new_empty(one.shape, dtype=dtype)
+        return (other if _torch.is_sparse(one) else one).new_empty(one.shape, dtype=torch.result_type(one, other))
     if one.layout != torch.sparse_csr or other.layout != torch.sparse_csr or one.dim() != 2:
         return NotImplemented
-    compressing, plain, values = _torch.sparse_parts(one)
-    count = min(_torch.sparse_length(one) + _torch.sparse_length(other), one.numel())
-    parts = compressing.new_empty(compressing.shape), plain.new_empty(count), values.new_empty(count, dtype=dtype)
+    starts, plain, values = _torch.sparse_parts(one)
+    n = min(_torch.sparse_length(one) + _torch.sparse_length(other), one.numel())
+    parts = starts.new_empty(starts.shape), plain.new_empty(n), values.new_empty(n, dtype=torch.result_type(one, other))
     return _torch.sparse_compressed(one.layout, parts, one.shape)
 
 
@@ -197,8 +195,8 @@ def _in_place(functional: Instead) -> Instead:
     """Return an op that gives its first argument the parts of what the functional one makes."""
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
-        if len(args) > 1 and compressed(args[1]) and not _torch.is_sparse(args[0]):
-            return args[0]  # what is compressed is added to a dense tensor element by element
+        if args[0].layout == torch.strided and any(map(compressed, args)):
+            return args[0]  # dense
         made = functional(args, kwargs) if coo(args[0]) else NotImplemented
         return made if made is NotImplemented else _torch.become(args[0], made)
 
@@ -469,7 +467,10 @@ _PARTS = frozenset(
 """Ops of which fake tensors know what they make of a sparse tensor."""
 _DIFFERENT = "indices of a sparse tensor were taken as all different, or as many as there are rows: never more"
 _NOT_IN_COMMON = "sparse tensors that are added were taken to have no index in common: never more"
-_SUMS = tuple(f"aten.{name}.Tensor" for name in ("add", "add_", "sub", "sub_"))
+_LARGEST = {
+    "aten._sparse_sparse_matmul.default": "a product of sparse tensors was taken as large as it can be: never more",
+    **{f"aten.{name}.Tensor": _NOT_IN_COMMON for name in ("add", "add_", "sub", "sub_")},
+}
 _NO_ZERO = "a dense tensor was made sparse and no element of it taken as zero: never more"
 
 
@@ -489,10 +490,8 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
         return None if args[0]._nnz() < 2 or _torch.known_indices(args[0]) is not None else _DIFFERENT
     if name.startswith("aten._to_sparse") and args[0].layout == torch.strided:
         return _NO_ZERO
-    if name in _SUMS and all(map(_torch.is_sparse, args[:2])):
-        return _NOT_IN_COMMON
-    if name == "aten._sparse_sparse_matmul.default":
-        return "a product of sparse tensors was taken as large as it can be: never more"
+    if name in _LARGEST and all(map(_torch.is_sparse, args[:2])):
+        return _LARGEST[name]
     if answered or name in _PARTS:
         return None
     return _unknown(name)

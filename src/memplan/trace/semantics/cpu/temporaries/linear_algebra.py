@@ -209,7 +209,8 @@ def reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> i
 def product_of_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """``orgqr``: its workspace."""
     x = args[0]
-    return product_workspace(*x.shape[-2:], x.dtype) * x.element_size() if x.numel() else 0
+    rows, columns = x.shape[-2:]
+    return product_workspace(rows, columns, x.dtype) * x.element_size() if x.numel() else 0
 
 
 def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
