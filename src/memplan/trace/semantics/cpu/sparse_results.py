@@ -272,8 +272,8 @@ def _summed(args: Arguments, kwargs: Keywords) -> Any:
     if not sparse_left:
         return values.new_empty(shape, dtype=dtype)
     count = _torch.sparse_length(tensor)
-    kept = min(count, rows_of(shape, len(sparse_left)))
-    indices = torch.empty_like(values, dtype=torch.int64).new_empty((len(sparse_left), count)).narrow(1, 0, kept)
+    kept, places = min(count, rows_of(shape, len(sparse_left))), torch.empty_like(values, dtype=torch.int64)
+    indices = places.new_empty((len(sparse_left), count)).narrow(1, 0, kept)
     values = values.new_empty((count, *(tensor.shape[dim] for dim in dense_left)), dtype=dtype).narrow(0, 0, kept)
     return _torch.sparse_coo(indices, values, shape, coalesced=True)
 
@@ -353,9 +353,8 @@ def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
 def _made_compressed(args: Arguments, kwargs: Keywords) -> Any:
     """SparseCsrTensor.cpp, sparse_compressed_tensor, which keeps the parts."""
     *parts, shape = args
-    if not all(isinstance(part, _torch.FakeTensor) for part in parts):
-        return NotImplemented
-    return _torch.sparse_compressed(kwargs.get("layout", torch.sparse_csr), parts, shape)
+    fake = all(isinstance(part, _torch.FakeTensor) for part in parts)
+    return _torch.sparse_compressed(kwargs.get("layout", torch.sparse_csr), parts, shape) if fake else NotImplemented
 
 
 def _without_size(args: Arguments, kwargs: Keywords) -> Any:
