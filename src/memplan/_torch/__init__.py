@@ -111,6 +111,7 @@ from memplan._torch.patches import (
     sequences_padded_in_python,
 )
 from memplan._torch.peers import memory_budget
+from memplan._torch.spectra import spectra_seen, without_vectors
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (
     IN_PLACE_IN_FORMULAS,
@@ -272,6 +273,7 @@ __all__ = [
     "sparse_coo",
     "sparse_length",
     "sparse_parts",
+    "spectra_seen",
     "storage_key",
     "submodule",
     "symbolic_mode",
@@ -293,5 +295,6 @@ __all__ = [
     "with_symbols",
     "with_threads",
     "without_autocast",
+    "without_vectors",
     "written_arguments",
 ]

@@ -226,6 +226,7 @@ class _Recording:
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
         self._observer.taken_for_granted = self._standins.granted
+        self._observer.foreign_kernel = self._standins.foreign
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
         if target.card is not None:

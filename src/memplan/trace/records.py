@@ -138,10 +138,11 @@ class Assumption:
     """Something the recording had to assume, and where.
 
     ``kernel``: which kernel an op takes on the card, and why. ``bound``: how large a result is that depends on values.
-    ``sparse``: how many elements a sparse tensor has.
+    ``sparse``: how many elements a sparse tensor has. ``library``: an op of a library or of the user's, whose kernel
+    may take more than its results.
     """
 
-    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse"]
+    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse", "library"]
     text: str
     where: str | None
     count: int = 1
@@ -149,7 +150,7 @@ class Assumption:
 
 def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
     """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
-    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse")]
+    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse", "library")]
 
 
 @dataclass(frozen=True, slots=True)

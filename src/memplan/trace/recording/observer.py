@@ -40,6 +40,20 @@ _EMPTY = torch.ops.aten.empty.memory_format
 _SILENT = frozenset({"aten.detach.default", "aten.alias.default", "aten.is_same_size.default", _SCALAR})
 
 
+_OF_TORCH = (
+    "aten.",
+    "prim.",
+    "prims.",
+    "profiler.",
+    "mkldnn.",
+    "memplan.",
+    "_c10d",
+    "c10d",
+    "inductor.",
+    "higher_order",
+)
+
+
 class Residence(Protocol):
     """Where storages lie, while a step for a card is recorded; `memplan.trace.fake_cuda` has it."""
 
@@ -54,7 +68,7 @@ class Residence(Protocol):
 class _Signature:
     """What we need of an op's schema, worked out once an op."""
 
-    __slots__ = ("mutable", "name", "positions", "silent")
+    __slots__ = ("foreign", "mutable", "name", "positions", "silent")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
@@ -63,6 +77,7 @@ class _Signature:
         self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.silent = False  # an operator of a library or of the user's
+        self.foreign = not self.name.startswith(_OF_TORCH)
 
 
 class Observer:
@@ -79,6 +94,8 @@ class Observer:
         """Told the op that reads a tensor of the host beside one on the card, which CUDA refuses."""
         self.taken_for_granted: Callable[[str], None] | None = None
         """Told what was assumed of an op's result."""
+        self.foreign_kernel: Callable[[str], None] | None = None
+        """Told an op of a library or of the user's, whose kernel nobody knows."""
         self.read_scalar: Callable[[torch.Tensor, Any], Any] | None = None
         self.fake_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         """Returns what stands for a tensor from outside."""
@@ -86,6 +103,7 @@ class Observer:
         self.semantics = semantics or NONE
         self.forms = Forms(self.ledger)
         self.engine = EngineForms(self.ledger)
+        self._values_alone = False
         self._numbers = HeldNumbers(self.ledger)
         self._positions = Positions(self.ledger)
         self.ranges = ValueRanges(self.ledger)
@@ -112,7 +130,13 @@ class Observer:
                 self._operands(signature, args, kwargs)
             return run(func)
         if signature.name in _EQUAL and self.read_equal is not None:
+            self._note(signature, args, kwargs, None, func)
             return self.read_equal()
+        alone = _torch.without_vectors(func, args) if self._values_alone else None
+        if alone is not None:
+            op, args = alone
+            result = self._instead(op, args, kwargs, lambda op: op(*args, **kwargs))
+            return result if isinstance(result, tuple) else (result, result)
         if func is _ADD and self.engine.is_in_place(args, self.notes):
             return self._instead(_ADD_IN_PLACE, args, kwargs, run)
         in_place = _torch.IN_PLACE_ON_ZEROS.get(func)
@@ -126,6 +150,10 @@ class Observer:
     def _instead(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: _torch.Run) -> Any:
         """Run and note the form of an op that writes its first argument."""
         return self._note(self._signatures.setdefault(op, _Signature(op)), args, kwargs, None, op, run)
+
+    def in_values_alone(self, inside: bool) -> None:
+        """Note that a function begins that needs singular or eigenvalues without their vectors, or that it ends."""
+        self._values_alone = inside
 
     def calibrate(self) -> None:
         """Learn how the engine holds a gradient that nobody else does. Call it under the mode."""
@@ -159,6 +187,8 @@ class Observer:
         self._positions.before(signature.name, args)
         self.ranges.before(args, written=signature.mutable)
         held = [] if ledger.real else _parts_written(signature, args)
+        if signature.foreign and self.foreign_kernel is not None:
+            self.foreign_kernel(signature.name)
         if run is not None:
             result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
         if signature.mutable:

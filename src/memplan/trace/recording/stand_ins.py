@@ -145,6 +145,7 @@ class Standins:
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
+            stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
             try:
@@ -167,6 +168,11 @@ class Standins:
     def granted(self, text: str) -> None:
         """Note what was taken for granted of a result that depends on values."""
         self._add("sparse", text)
+
+    def foreign(self, op: str) -> None:
+        """Note that an op is a library's or the user's."""
+        name = op.rpartition(".")[0].replace(".", "::")
+        self._add("library", f"{name}: what its kernel takes besides its results is not known and NOT COUNTED")
 
     def apart(self, op: str) -> None:
         """Note that an op reads tensors on the card and of the host."""

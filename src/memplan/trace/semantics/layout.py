@@ -50,6 +50,23 @@ def copied(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
+_TRANSPOSED = 60
+"""Rows and columns of the blocks that a kernel transposes at a time (120 of bytes)."""
+
+
+def transposing(source: torch.Tensor) -> int:
+    """Return the bytes of the block that a copy of a transposed matrix in row-major order goes through.
+
+    Source: aten/src/ATen/native/Copy.cpp, `copy_transpose_valid` and `copy_same_type_transpose_`.
+    """
+    if source.dim() != 2 or source.stride(0) != 1 or source.stride(1) != source.shape[0]:
+        return 0
+    if source.numel() < _TRANSPOSED**2 or source.is_conj() or source.is_neg():
+        return 0
+    side = 2 * _TRANSPOSED if source.dtype is torch.uint8 else _TRANSPOSED
+    return side**2 * source.element_size()
+
+
 def like_channels_last(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     """c10/core/MemoryFormat.h, is_channels_last_strides_2d_s4 and ..._3d_s5."""
     order = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}.get(len(sizes))

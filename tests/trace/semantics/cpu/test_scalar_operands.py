@@ -26,6 +26,8 @@ OPS: dict[str, Callable[[torch.Tensor], Any]] = {
     "times a whole number": lambda x: 2 * x,
     "plus, of two numbers": lambda x: torch.add(x, 1, alpha=2),
     "plus, the number first": lambda x: torch.add(0.3, x, alpha=0.7 if x.is_floating_point() else 2),
+    "in radians": lambda x: torch.deg2rad(x) if x.is_floating_point() else x,
+    "in degrees": lambda x: torch.rad2deg(x) if x.is_floating_point() else x,
     "minus": lambda x: 1 - x if x.dtype is not torch.bool else x,
     "from a fraction": lambda x: 0.5 - x if x.dtype is not torch.bool else x,
     "over": lambda x: x / 2,

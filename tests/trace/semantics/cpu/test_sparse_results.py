@@ -225,3 +225,51 @@ def test_what_is_not_known_of_a_sparse_result_is_said() -> None:
 
     texts = [assumption.text for assumption in memplan.record(build, device="cpu").assumptions]
     assert any("index_select" in text and "NOT COUNTED" in text for text in texts)
+
+
+def sums(op: Callable[..., Any], kept: tuple[int, int], dtype: torch.dtype, index: torch.dtype) -> Any:
+    """A build: two matrices by rows, with so many elements in each, at different places, and a dense one."""
+
+    def build() -> Any:
+        matrices = []
+        for first, n in ((0, kept[0]), (20, kept[1])):
+            columns = torch.arange(first, first + n, dtype=index).repeat(30)
+            starts = torch.arange(0, 31 * n, n, dtype=index)
+            matrices.append(torch.sparse_csr_tensor(starts, columns, torch.zeros(30 * n, dtype=dtype), (30, 40)))
+        dense = torch.zeros(30, 40, dtype=dtype)
+        return lambda: op(*matrices, dense)
+
+    return build
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_matrices_by_rows_take_what_the_allocator_saw(dtype: torch.dtype, index: torch.dtype) -> None:
+    ops: tuple[Callable[..., Any], ...] = (
+        lambda a, b, dense: a + b,
+        lambda a, b, dense: torch.add(a, b, alpha=2),
+        lambda a, b, dense: a + dense,
+        lambda a, b, dense: dense + a,
+        lambda a, b, dense: dense.add_(a),
+    )
+    for op in ops:
+        for kept in ((5, 7), (15, 2), (1, 18)):
+            build = sums(op, kept, dtype, index)
+            assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build), kept
+
+
+def test_indices_in_common_are_said_to_be_taken_as_none() -> None:
+    trace = memplan.record(sums(lambda a, b, dense: a + a.clone(), (5, 7), torch.float32, torch.int64), device="cpu")
+    assert any("no index in common: never more" in one.text for one in trace.assumptions)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_momentum_of_sparse_gradients_is_never_too_low_without_a_note(foreach: bool) -> None:
+    def momentum(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+
+    build = trained(DISTRIBUTIONS["even"], momentum)
+    trace = memplan.record(build, device="cpu", steps=3)
+    predicted, measured = memplan.simulate(trace).peak_allocated, measured_peak(build, steps=3)
+    notes = " ".join(one.text for one in trace.assumptions)
+    assert ("NOT COUNTED" in notes) if foreach else (predicted >= measured and "never more" in notes)

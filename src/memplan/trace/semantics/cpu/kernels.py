@@ -6,8 +6,9 @@ operands as dispatched. What stays below 64 KiB or 2 % of the op's own tensors i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,24 @@ def copies_by_format(*positions: int) -> Formula:
     return formula
 
 
+def _in_channels_last(x: torch.Tensor) -> bool:
+    return x.dim() in (4, 5) and copied_to(x, True) == 0
+
+
+def _is_normed_by_rows(x: torch.Tensor) -> bool:
+    """batch_norm_kernel.cpp, batch_norm_use_channels_last_kernel: also where there is one position a channel."""
+    return _in_channels_last(x) or (x.is_contiguous() and x.stride(1) == 1)
+
+
 def batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; in channels last, sums beside them."""
+    """Normalization.cpp, batch_norm_cpu: scale and shift of each channel; before, mean and variance, and by rows sums
+    beside them."""
     x, training = args[0], args[5]
-    rows = 3 if training and not x.is_contiguous() else 2
-    return rows * x.shape[1] * _accumulated(x)
+    channels = x.shape[1] * _accumulated(x)
+    if not training:
+        return 2 * channels
+    statistics = 2 * bytes_of(result[1])
+    return max(2 * channels, statistics + (channels if _is_normed_by_rows(x) else 0))
 
 
 def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -52,19 +66,22 @@ def batch_norm_with_update(args: tuple[Any, ...], kwargs: dict[str, Any], result
 
 
 def batch_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice on the contiguous path.
+    """Normalization.cpp, batch_norm_backward_cpu: the gradient is allocated twice, unless the kernel is one of strides;
+    batch_norm_kernel.cpp, batch_norm_cpu_backward_channels_last_impl: sums of each thread.
 
-    Where the formats differ, a kernel of strides runs, in float32 for reduced precision.
+    Where the formats differ, a kernel of strides runs, after the gradient was summed.
     """
-    gradient, x, mask = args[0], args[1], args[9]
-    same = gradient.is_contiguous() and x.is_contiguous()
-    if not same and suggests_channels_last(x):
-        same = copied_to(x, True) == 0 and copied_to(gradient, True) == 0
-    if same:
-        return bytes_of(x) if mask[0] else 0
-    sums = x.shape[1] * _accumulated(x)
-    cast = 4 * x.numel() if x.dtype in _REDUCED and not copied_to(x, suggests_channels_last(x)) else 0
-    return cast + sums
+    gradient, x, mean, training, mask = args[0], args[1], args[5], args[7], args[9]
+    channels = x.shape[1] * _accumulated(x)
+    dense = all(one.is_contiguous() or _in_channels_last(one) for one in (gradient, x))
+    if dense and suggests_channels_last(gradient) == suggests_channels_last(x):
+        sums = 0
+        if _is_normed_by_rows(x):
+            beside = 3 if x.dtype in _REDUCED else (not training) + (not mask[1])
+            sums = (2 * torch.get_num_threads() + beside) * channels
+        return max(bytes_of(x) if mask[0] else 0, sums)
+    own = x.shape[1] * (mean.element_size() if training else x.element_size())
+    return own + _summed_in_float32(gradient, [dim for dim in range(gradient.dim()) if dim != 1])
 
 
 def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -92,11 +109,20 @@ def layer_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     gradient, x, shape, mask = args[0], args[1], args[2], args[7]
     rows = 0
     if mask[1] or mask[2]:
-        size = 8 if x.dtype is torch.float64 else 4
-        rows = 2 * torch.get_num_threads() * size
+        rows = 2 * torch.get_num_threads() * x.element_size()
         for n in shape:
             rows *= n
     return copied(gradient) + copied(x) + rows
+
+
+def by_number(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """UnaryOps.cpp, deg2rad and rad2deg: the factor."""
+    return of_number(math.pi, result.dtype)
+
+
+def dropout_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Dropout.cpp, native_dropout_backward: the masked gradient, and the scale."""
+    return bytes_of(args[0]) + of_number(args[2], result.dtype)
 
 
 def safe_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -147,6 +173,28 @@ def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 def summed_as(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """ReduceOps.cpp: an operand of another dtype than the sum's is cast as a whole."""
     return _cast(args[0], result.dtype)
+
+
+def _summed_in_float32(x: torch.Tensor, dims: Sequence[int]) -> int:
+    """ReduceOps.cpp, should_use_acc_buffer: reduced precision is cast as a whole, and summed in float32, where the
+    dimensions that are summed over are not one in memory."""
+    if x.dtype not in _REDUCED:
+        return 0
+    kept = math.prod(size for dim, size in enumerate(x.shape) if dim not in dims)
+    summed = sorted((x.stride(dim), x.shape[dim]) for dim in dims if x.shape[dim] != 1)
+    parts = sum(after[0] != before[0] * before[1] for before, after in itertools.pairwise(summed))
+    return 4 * (x.numel() + kept) if parts else 0
+
+
+def total(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ReduceOps.cpp, sum_out: an operand of another dtype than the sum's is cast as a whole; see
+    `_summed_in_float32`."""
+    x, dims = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if x.dtype is not result.dtype:
+        return summed_as(args, kwargs, result)
+    if dims is None or dims == [] or not x.dim():
+        return _summed_in_float32(x, range(x.dim()))
+    return _summed_in_float32(x, [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)])
 
 
 def mean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -215,8 +263,8 @@ def kthvalue(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
-    return bytes_of(args[0]) + bytes_of(result)
+    """ReduceOps.cpp, logsumexp_out_impl: the exponentials, which are summed, and the greatest element of each row."""
+    return bytes_of(args[0]) + bytes_of(result) + total(args[:2], {}, result)
 
 
 def gelu_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -332,8 +380,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.where.self": where,
     "aten.mean.default": mean,
     "aten.mean.dim": mean,
-    "aten.sum.default": summed_as,
-    "aten.sum.dim_IntList": summed_as,
+    "aten.sum.default": total,
+    "aten.sum.dim_IntList": total,
     "aten.cumsum.default": summed_as,
     "aten.cumprod.default": summed_as,
     "aten.linalg_vector_norm.default": summed_as,
@@ -348,7 +396,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.argmin.default": whole_only,
     "aten.logsumexp.default": logsumexp,
     "aten.native_dropout.default": one_more,
-    "aten.native_dropout_backward.default": one_more,
+    "aten.native_dropout_backward.default": dropout_backward,
+    **{f"aten.{name}.default": by_number for name in ("deg2rad", "rad2deg")},
     **{f"aten._ctc_loss_backward.{form}": connectionist_loss_backward for form in ("default", "Tensor")},
     "aten.im2col.default": columns,
     "aten.col2im.default": columns,

@@ -16,6 +16,7 @@ from memplan import _torch
 from memplan.trace.semantics.layout import bytes_of, copied
 
 _PACKED_AT_MOST = 2 << 20
+_SMALL = 16**3
 
 
 def _matrix(tensor: torch.Tensor) -> bool:
@@ -28,14 +29,17 @@ def _copies(*tensors: torch.Tensor) -> int:
     return sum(0 if _matrix(t) else bytes_of(t) for t in tensors)
 
 
-def _to_onednn(a: torch.Tensor) -> bool:
-    return a.dtype is torch.bfloat16 and _torch.onednn_computes_in(a.dtype) and bool(torch.backends.mkldnn.enabled)
+def _to_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """mkldnn/Matmul.cpp, use_mkldnn_bf16_matmul and checksize: a small product is left to BLAS."""
+    if a.dtype is not torch.bfloat16 or a.numel() * b.shape[-1] <= _SMALL:
+        return False
+    return _torch.onednn_computes_in(a.dtype) and bool(torch.backends.mkldnn.enabled)
 
 
 def scratch(a: torch.Tensor, b: torch.Tensor) -> int:
     """Return the second operand as oneDNN packs it in bfloat16: of a batch one matrix, of a large one what the cache
     takes."""
-    if not _to_onednn(a):
+    if not _to_onednn(a, b):
         return 0
     return min(b.shape[-1] * b.shape[-2] * b.element_size(), _PACKED_AT_MOST)
 
@@ -63,7 +67,7 @@ def sum_and_batched(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) 
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> int:
-    if not _to_onednn(a):
+    if not _to_onednn(a, b):
         return 0
     return scratch(a, b) + sum(0 if t.transpose(1, 2).is_contiguous() else copied(t) for t in (a, b))
 

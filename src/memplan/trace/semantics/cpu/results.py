@@ -116,9 +116,30 @@ def _gradient_of_bags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented if sparse else gradient.new_empty((rows, gradient.shape[1]))
 
 
+def _least_squares(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``linalg_lstsq`` by ``gelsy``, the default: the solution lies where the right side was, with all of its rows.
+
+    Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `linalg_lstsq_out_info`. Other drivers say by the ranks, which
+    are values, whether there are residuals.
+    """
+    x, right = args[0], args[1]
+    driver = kwargs.get("driver", args[3] if len(args) > 3 else None)
+    if driver not in (None, "gelsy") or x.dim() < 2 or x.is_complex():
+        return NotImplemented
+    vector = right.dim() < x.dim()
+    batch, (rows, columns) = x.shape[:-2], x.shape[-2:]
+    sides = right.unsqueeze(-1) if vector else right
+    batch = torch.broadcast_shapes(batch, sides.shape[:-2])
+    solution = x.new_empty((*batch, sides.shape[-1], max(rows, columns))).mT.narrow(-2, 0, columns)
+    empty = x.new_empty(0)
+    rank = x.new_empty(batch, dtype=torch.int64)
+    return solution.squeeze(-1) if vector else solution, empty, rank, x.new_empty(0)
+
+
 INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._grouped_mm.default": grouped_product,
     "aten._embedding_bag_backward.default": _gradient_of_bags,
+    "aten.linalg_lstsq.default": _least_squares,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors refuse and the CPU runs."""
 

@@ -85,12 +85,26 @@ def _bytes_in(tensor: torch.Tensor) -> int:
 def _added(args: Arguments, kwargs: Keywords, result: Any) -> int:
     """SparseTensorMath.cpp, add_out_dense_sparse_cpu: where the elements cannot be added one by one, they are coalesced
     first; values of another dtype are cast."""
+    if compressed(result) and all(map(compressed, args[:2])):
+        return _added_by_rows(args[0], args[1], result)
     if coo(result) or not coo(args[1]):
         return 0
     parts = _Parts.of(args[1])
     if not parts.coalesced and not (parts.contiguous and result.is_contiguous()):
         return parts.coalescing
     return 0 if args[1].dtype is result.dtype else parts.values // args[1].element_size() * result.element_size()
+
+
+def _added_by_rows(one: torch.Tensor, other: torch.Tensor, result: torch.Tensor) -> int:
+    """SparseBlasImpl.cpp, add_out_sparse_csr: a result like the first, whose parts are replaced; MKL's indices."""
+    n, before, beside = (_torch.sparse_length(tensor) for tensor in (result, one, other))
+    old = before * result.element_size()
+    if _torch.sparse_parts(one)[0].dtype is not torch.int64:
+        return _MKL_INDEX * before + max(0, old - _MKL_INDEX * n)
+    rows = _MKL_INDEX * _length(result)
+    mkl = _MKL_INDEX * (2 * before + beside) + 3 * rows
+    first = old + mkl - _INDEX * n
+    return _INDEX * before + max(first, mkl - _MKL_INDEX * n, rows + _MKL_INDEX * n)
 
 
 def _scaled(args: Arguments, kwargs: Keywords, result: Any) -> int:

@@ -141,14 +141,27 @@ def _elementwise(name: str) -> Instead:
 
 
 def _added(args: Arguments, kwargs: Keywords) -> Any:
-    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both, one after the other; merged where each is
-    coalesced."""
+    """SparseTensorMath.cpp, add_out_sparse_cpu: the elements of both, of which some may become one."""
     one, other = args[:2]
+    if compressed(one) or compressed(other):
+        return _added_by_rows(one, other)
     if not coo(one) or not coo(other):
         return NotImplemented
-    stored, both = _torch.sparse_length(one) + _torch.sparse_length(other), one.is_coalesced() and other.is_coalesced()
+    stored, both = sum(map(_torch.sparse_length, (one, other))), one.is_coalesced() and other.is_coalesced()
     count = min(stored, rows_of(one.shape, one.sparse_dim())) if both else stored
     return _new(one, count, stored=stored, coalesced=both, dtype=torch.result_type(one, other))
+
+
+def _added_by_rows(one: Any, other: Any) -> Any:
+    """Return the sum of two matrices of which one is compressed; what is dense stays so (SparseCsrTensorMath.cpp)."""
+    if not (_torch.is_sparse(one) and _torch.is_sparse(other)):
+        return (other if _torch.is_sparse(one) else one).new_empty(one.shape, dtype=torch.result_type(one, other))
+    if one.layout != torch.sparse_csr or other.layout != torch.sparse_csr or one.dim() != 2:
+        return NotImplemented
+    starts, plain, values = _torch.sparse_parts(one)
+    n = min(_torch.sparse_length(one) + _torch.sparse_length(other), one.numel())
+    parts = starts.new_empty(starts.shape), plain.new_empty(n), values.new_empty(n, dtype=torch.result_type(one, other))
+    return _torch.sparse_compressed(one.layout, parts, one.shape)
 
 
 def _is_number(value: Any) -> bool:
@@ -182,6 +195,8 @@ def _in_place(functional: Instead) -> Instead:
     """Return an op that gives its first argument the parts of what the functional one makes."""
 
     def result(args: Arguments, kwargs: Keywords) -> Any:
+        if args[0].layout == torch.strided and any(map(compressed, args)):
+            return args[0]  # dense
         made = functional(args, kwargs) if coo(args[0]) else NotImplemented
         return made if made is NotImplemented else _torch.become(args[0], made)
 
@@ -257,8 +272,8 @@ def _summed(args: Arguments, kwargs: Keywords) -> Any:
     if not sparse_left:
         return values.new_empty(shape, dtype=dtype)
     count = _torch.sparse_length(tensor)
-    kept = min(count, rows_of(shape, len(sparse_left)))
-    indices = torch.empty_like(values, dtype=torch.int64).new_empty((len(sparse_left), count)).narrow(1, 0, kept)
+    kept, places = min(count, rows_of(shape, len(sparse_left))), torch.empty_like(values, dtype=torch.int64)
+    indices = places.new_empty((len(sparse_left), count)).narrow(1, 0, kept)
     values = values.new_empty((count, *(tensor.shape[dim] for dim in dense_left)), dtype=dtype).narrow(0, 0, kept)
     return _torch.sparse_coo(indices, values, shape, coalesced=True)
 
@@ -316,7 +331,7 @@ def _compressed_as(layout: torch.layout) -> Instead:
 
 
 def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
-    """TensorConversions.cpp, dense_to_sparse, dense_to_sparse_with_mask and sparse_compressed_to_sparse_coo."""
+    """TensorConversions.cpp, dense_to_sparse and sparse_compressed_to_sparse_coo."""
     tensor, layout = args[0], kwargs.get("layout", torch.sparse_coo)
     if layout in (torch.sparse_csr, torch.sparse_csc):
         return _compressed_as(layout)(args, kwargs)
@@ -338,9 +353,8 @@ def _to_sparse(args: Arguments, kwargs: Keywords) -> Any:
 def _made_compressed(args: Arguments, kwargs: Keywords) -> Any:
     """SparseCsrTensor.cpp, sparse_compressed_tensor, which keeps the parts."""
     *parts, shape = args
-    if not all(isinstance(part, _torch.FakeTensor) for part in parts):
-        return NotImplemented
-    return _torch.sparse_compressed(kwargs.get("layout", torch.sparse_csr), parts, shape)
+    fake = all(isinstance(part, _torch.FakeTensor) for part in parts)
+    return _torch.sparse_compressed(kwargs.get("layout", torch.sparse_csr), parts, shape) if fake else NotImplemented
 
 
 def _without_size(args: Arguments, kwargs: Keywords) -> Any:
@@ -451,6 +465,11 @@ _PARTS = frozenset(
 ) | {"aten.transpose.int"}  # fmt: skip
 """Ops of which fake tensors know what they make of a sparse tensor."""
 _DIFFERENT = "indices of a sparse tensor were taken as all different, or as many as there are rows: never more"
+_NOT_IN_COMMON = "sparse tensors that are added were taken to have no index in common: never more"
+_LARGEST = {
+    "aten._sparse_sparse_matmul.default": "a product of sparse tensors was taken as large as it can be: never more",
+    **{f"aten.{name}.Tensor": _NOT_IN_COMMON for name in ("add", "add_", "sub", "sub_")},
+}
 _NO_ZERO = "a dense tensor was made sparse and no element of it taken as zero: never more"
 
 
@@ -459,6 +478,10 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
 
     ``answered``: it is from `INSTEAD`.
     """
+    if name.startswith("aten._foreach_") and any(map(_torch.is_sparse, args[0])):
+        return (
+            f"{name.removeprefix('aten.').split('.')[0]}: what it makes of sparse tensors is not known and NOT COUNTED"
+        )
     if not _torch.is_sparse(result):
         kept = name == "aten.index.Tensor" and padding_left_out(args)
         return "no index of an embedding was taken as its padding: never more" if kept else None
@@ -466,8 +489,12 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
         return None if args[0]._nnz() < 2 or _torch.known_indices(args[0]) is not None else _DIFFERENT
     if name.startswith("aten._to_sparse") and args[0].layout == torch.strided:
         return _NO_ZERO
-    if name == "aten._sparse_sparse_matmul.default":
-        return "a product of sparse tensors was taken as large as it can be: never more"
+    if name in _LARGEST and all(map(_torch.is_sparse, args[:2])):
+        return _LARGEST[name]
     if answered or name in _PARTS:
         return None
+    return _unknown(name)
+
+
+def _unknown(name: str) -> str:
     return f"{name.removeprefix('aten.').split('.')[0]}: what it makes of a sparse tensor is not known and NOT COUNTED"

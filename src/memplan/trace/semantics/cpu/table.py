@@ -19,7 +19,16 @@ from memplan.trace.semantics.cpu import (
 )
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.cpu.results import INSTEAD, OF_LENGTHS, RESULTS
-from memplan.trace.semantics.cpu.temporaries import fourier, indexing, linear_algebra, losses, resampling
+from memplan.trace.semantics.cpu.temporaries import (
+    comparing,
+    copying,
+    fourier,
+    indexing,
+    linear_algebra,
+    losses,
+    resampling,
+    sampling,
+)
 from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -35,6 +44,9 @@ _FORMULAS: dict[str, Formula] = {
     **fourier.FORMULAS,
     **indexing.FORMULAS,
     **resampling.FORMULAS,
+    **sampling.FORMULAS,
+    **comparing.FORMULAS,
+    **copying.FORMULAS,
     **matmul.FORMULAS,
     **lstm.FORMULAS,
     **selections.FORMULAS,

@@ -86,3 +86,54 @@ def test_an_embedding_bag(mode: str, last: bool) -> None:
 def test_segments(reduce: str) -> None:
     predicted, measured = peaks((5, 3), lambda x: torch.segment_reduce(x, reduce, lengths=torch.tensor([2, 3])))
     assert predicted == measured
+
+
+BY_INDEX: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "gathered": lambda x, at, other: x.gather(0, at),
+    "scattered": lambda x, at, other: x.scatter(0, at, other),
+    "a number scattered": lambda x, at, other: x.scatter(0, at, 1.0),
+    "scattered and added": lambda x, at, other: x.scatter_add(0, at, other),
+    "sums": lambda x, at, other: x.scatter_reduce(0, at, other, "sum"),
+    "means": lambda x, at, other: x.scatter_reduce(0, at, other, "mean"),
+    "largest": lambda x, at, other: x.scatter_reduce(0, at, other, "amax", include_self=False),
+    "rows added": lambda x, at, other: x.index_add(0, at[:, 0], other),
+    "rows chosen": lambda x, at, other: x.index_select(0, at[:, 0]),
+    "means of rows": lambda x, at, other: x.index_reduce(0, at[:, 0], other, "mean"),
+    "smallest of a vector": lambda x, at, other: x[:, 0].index_reduce(0, at[:, 0], other[:, 0], "amin"),
+    "largest of rows": lambda x, at, other: x.max(1)[0],
+    "some of the largest": lambda x, at, other: x.topk(3)[0],
+    "running maximum": lambda x, at, other: x.cummax(1)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", BY_INDEX)
+def test_what_is_written_by_index_is_float32_meanwhile(name: str, dtype: torch.dtype, grad: bool) -> None:
+    for rows in (10, 40):
+
+        def build(rows: int = rows) -> Any:
+            torch.manual_seed(0)
+            x, at = torch.rand(rows, 10, dtype=dtype, requires_grad=grad), torch.randint(0, 10, (5, 10))
+
+            def step() -> None:
+                x.grad = None
+                result = BY_INDEX[name](x, at, x[:5] * 2)
+                if grad:
+                    result.sum().backward()
+
+            return step
+
+        assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build), rows
+
+
+@pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter:UserWarning")
+@pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
+@pytest.mark.parametrize("reduce", ["add", "multiply"])
+def test_reductions_by_the_older_names(reduce: str) -> None:
+    def build() -> Any:
+        x, at = torch.rand(40, 10, dtype=torch.bfloat16), torch.zeros(5, 10, dtype=torch.int64)
+        return lambda: (x.scatter(0, at, x[:5] * 2, reduce=reduce), x.scatter(0, at, 2.0, reduce=reduce))
+
+    assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)

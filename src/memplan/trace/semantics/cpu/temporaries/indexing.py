@@ -12,12 +12,52 @@ from memplan.trace.semantics.layout import bytes_of, copied
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INTEGER = 8
+_REDUCED = (torch.bfloat16, torch.float16)
 
 
 def long_indices(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """TensorAdvancedIndexing.cpp, ensure_nonempty and the like: indices of int32 as int64."""
     index = args[2]
     return 0 if index.dtype is torch.int64 else _INTEGER * index.numel()
+
+
+def by_index(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """ScatterGatherKernel.cpp, create_acc_buffer: reduced precision is gathered and scattered in float32, all of what
+    is written."""
+    buffer = 4 * result.numel() if result.dtype in _REDUCED and args[2].numel() else 0
+    return long_indices(args, kwargs, result) + buffer
+
+
+def scatter_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, scatter_reduce_two: of a mean how many elements each is of, which are counted as
+    elements are added up."""
+    x, source, reduction = args[0], args[3], args[4]
+    taken = by_index(args, kwargs, result)
+    if reduction != "mean":
+        return taken
+    none = of_number(0, x.dtype) + x.numel()
+    return max(taken, bytes_of(source) + bytes_of(x) + max(taken, none))
+
+
+def index_add(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, index_add_cpu_out: the index in order; reduced precision in float32, except for
+    vectors."""
+    return copied(args[2]) + (4 * result.numel() if result.dtype in _REDUCED and result.dim() > 1 else 0)
+
+
+def index_select(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, index_select_out_cpu_: the index in order."""
+    return copied(args[2])
+
+
+def index_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """TensorAdvancedIndexing.cpp, index_reduce_func_impl: the index in order; how many elements each mean
+    is of; of a vector a copy."""
+    x, source, reduction = args[0], args[3], args[4]
+    if reduction != "mean":
+        return copied(args[2]) + (bytes_of(x) if x.dim() < 2 else 0)
+    counting = bytes_of(source) + index_add(args, kwargs, result) if x.dim() > 1 else 0
+    return copied(args[2]) + bytes_of(x) + max(counting, of_number(0, x.dtype) + x.numel())
 
 
 def repeat(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -97,13 +137,16 @@ def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 _BY_INDEX = (
     "gather.default",
-    *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value")),
+    *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value", "reduce", "value_reduce")),
     *(f"scatter_add{place}.default" for place in ("", "_")),
-    *(f"scatter_reduce{place}.two" for place in ("", "_")),
 )
 
 FORMULAS: dict[str, Formula] = {
-    **{f"aten.{name}": long_indices for name in _BY_INDEX},
+    **{f"aten.{name}": by_index for name in _BY_INDEX},
+    **{f"aten.scatter_reduce{place}.two": scatter_reduce for place in ("", "_")},
+    **{f"aten.index_add{place}.default": index_add for place in ("", "_")},
+    **{f"aten.index_reduce{place}.default": index_reduce for place in ("", "_")},
+    "aten.index_select.default": index_select,
     "aten.repeat.default": repeat,
     "aten.unfold_backward.default": unfold_backward,
     "aten._unsafe_masked_index.default": masked_index,

@@ -1,7 +1,6 @@
 """Temporaries of linear algebra on the CPU: BatchLinearAlgebra.cpp, LinearAlgebra.cpp, and the workspaces of LAPACK.
 
-``n`` is the order of the matrices, ``batch`` their number. Workspaces are those that MKL asks for, whose formulas are
-LAPACK's with its own blocks; they were read off for real matrices, and of complex ones nothing is counted.
+``n`` is the order of the matrices, ``batch`` their number.
 """
 
 from __future__ import annotations
@@ -13,7 +12,15 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cpu.scalar_operands import of_number
-from memplan.trace.semantics.layout import bytes_of, copied
+from memplan.trace.semantics.cpu.temporaries.lapack import (
+    applied_workspace,
+    factors_workspace,
+    general_workspace,
+    least_squares_workspace,
+    product_workspace,
+    symmetric_workspace,
+)
+from memplan.trace.semantics.layout import bytes_of, copied, transposing
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
 _INFO = 4
@@ -41,7 +48,8 @@ def check_errors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> 
 def cholesky_solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return a copy of the factors for each result, which the answers of LAPACK lie beside."""
     batch, order = max(1, prod(result.shape[:-2])), args[1].shape[-1]
-    return batch * order * order * result.element_size() + _infos(batch) + _checked(batch)
+    beside = max(_infos(batch) + _checked(batch), transposing(args[1].mT))
+    return batch * order * order * result.element_size() + beside
 
 
 def _permutation_sign(batch: int, n: int) -> int:
@@ -63,16 +71,6 @@ def log_determinant(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) 
     return _infos(batch) + max(_permutation_sign(batch, n), 8 * batch + size * (n + 2))
 
 
-def _general_workspace(n: int, dtype: torch.dtype, vectors: bool) -> int:
-    """``geev``: elements of its workspace; in blocks in float32, and of large matrices."""
-    if dtype is torch.float64 and n < _LARGE_DOUBLES:
-        return (4 if vectors else 3) * n + 1
-    return (386 if vectors and (n >= 16 or dtype is torch.float64) else 34) * n + 1
-
-
-_LARGE_DOUBLES = 128
-
-
 def eigenvalues(vectors: bool) -> Formula:
     """Return what linalg_eig and _linalg_eigvals take: values as pairs of reals, a copy, a workspace."""
 
@@ -82,20 +80,10 @@ def eigenvalues(vectors: bool) -> Formula:
             return 0
         batch, n = _order(x)
         beside = _infos(batch) + 2 * batch * n * x.element_size() + (bytes_of(x) if vectors else 0)
-        workspace = x.element_size() * max(2, _general_workspace(n, x.dtype, vectors))
+        workspace = x.element_size() * max(2, general_workspace(n, x.dtype, vectors))
         return beside + max(bytes_of(x) + workspace, of_number(0.0, x.dtype) + batch * n)
 
     return formula
-
-
-def _symmetric_workspace(n: int, dtype: torch.dtype, vectors: bool) -> tuple[int, int]:
-    """``syevd``: elements and integers of its workspaces."""
-    if n <= 1:
-        return 2, 1
-    if vectors:
-        return 2 + 6 * n + 2 * n * n, 3 + 5 * n
-    block = 1 if n < 16 else 20 if dtype is torch.float32 else 24
-    return (block + 2) * n + 1, 1
 
 
 def eigenvalues_of_symmetric(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -104,9 +92,10 @@ def eigenvalues_of_symmetric(args: tuple[Any, ...], kwargs: dict[str, Any], resu
     if x.is_complex() or not x.numel():
         return 0
     batch, n = _order(x)
-    elements, integers = _symmetric_workspace(n, x.dtype, vectors)
+    elements, integers = symmetric_workspace(n, x.dtype, vectors)
     taken = max(elements * x.element_size() + 4 * integers, _checked(max(1, batch)))
-    return _infos(batch) + taken + (0 if vectors else bytes_of(x))
+    beside = _infos(batch) + taken
+    return beside if vectors else bytes_of(x) + max(beside, transposing(x.mT))
 
 
 def solve_with_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -115,8 +104,20 @@ def solve_with_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def solve(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the same of the pivots that it returns."""
-    return _pivots_checked(result[2])
+    """Return the same of the pivots that it returns; a copy of the right sides that are vectors."""
+    solution, factors = result[:2]
+    return _pivots_checked(result[2]) + (bytes_of(solution) if solution.dim() < factors.dim() else 0)
+
+
+def solve_with_symmetric_factors(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebraKernel.cpp, apply_ldl_solve: a copy of the pivots, which are compared as those of `solve`."""
+    return bytes_of(args[1]) + _pivots_checked(args[1])
+
+
+def cholesky(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebra.cpp, cholesky: a copy, which is turned into the result."""
+    batch = max(1, _order(args[0])[0])
+    return max(transposing(args[0].mT), _infos(batch) + _checked(batch)) if args[0].numel() else 0
 
 
 def _pivots_checked(pivots: torch.Tensor) -> int:
@@ -137,29 +138,89 @@ def unpack(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
 def singular_values(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return a copy of the matrices, which LAPACK destroys."""
     x = args[0]
-    return _infos(_order(x)[0]) + bytes_of(x) if x.numel() else 0
+    return _infos(_order(x)[0]) + bytes_of(x) + transposing(x.mT) if x.numel() else 0
+
+
+def inverse(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebra.cpp, linalg_inv_ex_out: the factors and pivots of an equation whose right side is the
+    identity."""
+    x = args[0]
+    if not x.numel():
+        return 0
+    batch, n = _order(x)
+    return bytes_of(x) + _INFO * batch * n + of_number(0, torch.int32) + batch * n
+
+
+def least_squares(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebra.cpp, linalg_lstsq: a copy, and for ``gelsy`` the columns' order and a workspace; twice the
+    ranks."""
+    x, right = args[0], result[0]
+    batch, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
+    if not x.numel():
+        return 0
+    sides = 1 if args[1].dim() < x.dim() else right.shape[-1]
+    workspace = least_squares_workspace(rows, columns, sides) * x.element_size()
+    beside = _INFO * columns + workspace + 2 * result[2].element_size() * max(1, batch)
+    return _infos(batch) + bytes_of(x) + beside
+
+
+def pseudoinverse(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """LinearAlgebra.cpp, linalg_pinv: the singular values and vectors, which values are kept, and a product of them."""
+    x = args[0]
+    batch, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
+    if not x.numel() or kwargs.get("hermitian", False):
+        return 0
+    order, size = min(rows, columns), x.element_size()
+    tolerances = 16
+    parts = batch * order * (rows + columns + 1) * size
+    first = _infos(batch) + transposing(x.mT)  # the copy that LAPACK destroys is as large as the result
+    return tolerances + parts + max(first, 8 * batch + batch * order * (columns + 1) * size)
+
+
+def with_permutation(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """BatchLinearAlgebra.cpp, linalg_lu_out: factors and pivots; later the permutation, as lu_unpack has it."""
+    x = args[0]
+    batch, (rows, columns) = prod(x.shape[:-2]), x.shape[-2:]
+    if not x.numel():
+        return 0
+    beside = _INFO * batch * min(rows, columns) + _infos(batch)
+    block = transposing(x.mT) if rows == columns else 0
+    return beside + max(bytes_of(x) + block, 8 * rows * (1 + batch if x.dim() > 2 else 1))
 
 
 def triangular(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return factors of the reflections, beside a row as a workspace (that of a large matrix has more), or a
-    triangle to be cut from each tall matrix of a batch."""
+    """Return factors of the reflections, beside a workspace, or a triangle to be cut from each tall matrix of a
+    batch."""
     x, (q, r) = args[0], result
     batch, columns = _order(x)
     rows, size = x.shape[-2], x.element_size()
     cut = bytes_of(r) if x.dim() > 2 and rows > columns and q.shape[-1] == columns else 0
-    return batch * min(rows, columns) * size + max(size * (1 + max(columns, q.shape[-1])), cut)
+    making = product_workspace(rows, q.shape[-1], x.dtype) if q.numel() else 0
+    workspace = size * max(factors_workspace(rows, columns), making)
+    return batch * min(rows, columns) * size + max(workspace, cut)
 
 
 def reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``geqrf`` and ``orgqr``: a row as a workspace; that of a large matrix has more."""
+    """``geqrf``: its workspace."""
     x = args[0]
-    return (x.shape[-1] + 1) * x.element_size() if x.numel() else 0
+    return factors_workspace(*x.shape[-2:]) * x.element_size() if x.numel() else 0
+
+
+def product_of_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """``orgqr``: its workspace."""
+    x = args[0]
+    rows, columns = x.shape[-2:]
+    return product_workspace(rows, columns, x.dtype) * x.element_size() if x.numel() else 0
 
 
 def by_reflections(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """``ormqr``: reflections by column, and a row or a column of the other matrix as a workspace."""
+    """``ormqr``: reflections by column, and a workspace for them and a row or a column of the other matrix."""
     x, other, left = args[0], args[2], args[3] if len(args) > 3 else kwargs.get("left", True)
-    return copied(x.mT) + other.shape[-1 if left else -2] * other.element_size() if other.numel() else 0
+    if not other.numel():
+        return 0
+    rows, columns = other.shape[-2:] if left else (other.shape[-1], other.shape[-2])
+    workspace = applied_workspace(rows, columns, x.shape[-1], x.dtype)
+    return copied(x.mT) + workspace * other.element_size()
 
 
 def exponential(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -185,11 +246,17 @@ FORMULAS: dict[str, Formula] = {
     "aten.linalg_eigvals.default": eigenvalues(False),
     "aten._linalg_eigh.default": eigenvalues_of_symmetric,
     "aten.linalg_lu_solve.default": solve_with_factors,
+    "aten.linalg_ldl_solve.default": solve_with_symmetric_factors,
+    "aten.cholesky.default": cholesky,
     "aten._linalg_solve_ex.default": solve,
     "aten.lu_unpack.default": unpack,
     "aten._linalg_svd.default": singular_values,
+    "aten.linalg_inv_ex.default": inverse,
+    "aten.linalg_lstsq.default": least_squares,
     "aten.linalg_qr.default": triangular,
     "aten.geqrf.default": reflections,
-    "aten.linalg_householder_product.default": reflections,
+    "aten.linalg_householder_product.default": product_of_reflections,
+    "aten.linalg_pinv.atol_rtol_tensor": pseudoinverse,
+    "aten.linalg_lu.default": with_permutation,
     "aten.ormqr.default": by_reflections,
 }

@@ -1,0 +1,58 @@
+"""Singular and eigenvalues without their vectors, which torch computes under a dispatch mode even if nobody asks.
+
+Source: aten/src/ATen/native/BatchLinearAlgebra.cpp, `_may_require_fw_or_bw_grad` (`isTensorSubclassLike` is true of
+every tensor under a mode). Seen in torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from memplan._torch.patches import here_alone, patched
+
+_NAMES = ("svdvals", "eigvals", "eigvalsh", "matrix_rank", "cond", "matrix_norm", "norm")
+_aten: Any = torch.ops.aten
+
+
+@contextlib.contextmanager
+def spectra_seen(called: Callable[[bool], None]) -> Iterator[None]:
+    """Tell when a function of `torch.linalg` begins and ends that needs no vectors, also not for a derivative."""
+
+    def telling(function: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            matrix = args[0] if args else kwargs.get("A", kwargs.get("input"))
+            called(isinstance(matrix, torch.Tensor) and not _is_derived(matrix))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                called(False)
+
+        return here_alone(tell, function)
+
+    names = [name for name in _NAMES if hasattr(torch.linalg, name)]
+    with patched(torch.linalg, **{name: telling(getattr(torch.linalg, name)) for name in names}):
+        yield
+
+
+def _is_derived(matrix: torch.Tensor) -> bool:
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    if functorch.is_functorch_wrapped_tensor(matrix):
+        return True
+    with_tangent = forward_ad._current_level >= 0 and forward_ad.unpack_dual(matrix).tangent is not None
+    return (torch.is_grad_enabled() and matrix.requires_grad) or with_tangent
+
+
+def without_vectors(func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the op and arguments that stand for an op where no vectors are needed; None of another op."""
+    if func is _aten._linalg_svd.default and not any(args[1:2]):
+        return func, (args[0], False, False)
+    if func is _aten._linalg_eigh.default:
+        return func, (args[0], *(args[1:2] or ("L",)), False)
+    if func is _aten.linalg_eig.default:
+        return _aten._linalg_eigvals.default, args
+    return None

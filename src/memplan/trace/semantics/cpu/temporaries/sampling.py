@@ -1,0 +1,36 @@
+"""Temporaries of drawing samples on the CPU: Distributions.cpp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from memplan.trace.semantics.cpu.scalar_operands import of_number
+from memplan.trace.semantics.layout import bytes_of
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
+
+
+def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Distributions.cpp, multinomial_out: noise for each weight, and the largest of them.
+
+    Before, the weights are checked: the largest and smallest, and the sum of each row. With replacement, one row's
+    running sums (MultinomialKernel.cpp).
+    """
+    x, samples = args[0], args[1]
+    replacement = kwargs.get("replacement", args[2] if len(args) > 2 else False)
+    size, rows = x.element_size(), math.prod(x.shape[:-1])
+    if replacement and samples != 1:
+        return x.shape[-1] * max(size, 4)
+    number = of_number(0, x.dtype)
+    checked = 2 * size + 2
+    limits = 2 * size + 1 + of_number(math.inf, x.dtype)
+    sums = 2 * size + 1 + rows * (size + 1) + number
+    drawn = bytes_of(x) + (result.numel() * size if samples != 1 else 0)
+    return max(limits, sums, checked + drawn)
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten.multinomial.default": multinomial,
+}
