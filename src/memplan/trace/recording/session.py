@@ -32,7 +32,8 @@ Build = Callable[[], Step]
 
 # what torch says where a build without CUDA is asked for it, or a machine without a GPU
 _CUDA = re.compile(
-    r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver",
+    r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver|"
+    r"support create a new Stream",
     re.I,
 )
 COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"

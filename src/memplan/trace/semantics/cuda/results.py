@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from memplan._torch import torch_version
 from memplan.trace.semantics.cpu import results
-from memplan.trace.semantics.cuda.cublas import torch_version
 from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
 from memplan.trace.semantics.result_strides import STRIDES, then
 
