@@ -28,18 +28,15 @@ class Bounds:
         tell: told the name of an op, how many elements are taken and how many there can be.
     """
 
-    def __init__(
-        self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None], *, on_card: bool = False
-    ) -> None:
+    def __init__(self, assumed: Mapping[str, float], tell: Callable[[str, int, int], None]) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         self._tell = tell
         self._used: set[str] = set()
-        self._on_card = on_card
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
         form = _FORMS.get(str(func))
-        if form is None or (self._on_card and form is _SEQUENCES):
+        if form is None:
             return NotImplemented
         given = _torch.named_arguments(func, args, kwargs)
         share, most = self._share(frame), form.most(given)
@@ -175,15 +172,27 @@ def _with_one_whole(steps: int, batch: int, longest: int) -> list[int]:
     return [longest, *[min(longest, max(1, math.ceil((steps - longest) / others)))] * (batch - 1)]
 
 
+def _longest_target(given: Keywords) -> int:
+    """Return how long a target can be: as a row of the targets, or as all of them one after the other."""
+    targets = given["targets"]
+    return targets.shape[1] if targets.dim() == 2 else targets.numel()
+
+
+def _aligned(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """LossCTC.cpp, ctc_loss_cpu_template: the losses, and the paths to each place of a target and between two."""
+    x = given["log_probs"]
+    steps, batch = x.shape[:2]
+    return x.new_empty(batch), x.new_empty((batch, steps, 2 * taken + 1))
+
+
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
-_SEQUENCES = _Form(_steps, _packed, _known_steps)
-"""Only on the CPU: how many sequences have a step lies there, too, and on a card nothing says so."""
 _FORMS: Mapping[str, _Form] = {
     "aten.nonzero.default": _Form(_elements, _places),
     "aten.masked_select.default": _Form(
         _selected, lambda given, taken: given["self"].new_empty(taken), _known_to_be_selected
     ),
-    "aten._pack_padded_sequence.default": _SEQUENCES,
+    "aten._pack_padded_sequence.default": _Form(_steps, _packed, _known_steps),
+    **{f"aten._ctc_loss.{form}": _Form(_longest_target, _aligned) for form in ("default", "Tensor")},
     "aten._unique2.default": _Form(_elements, _distinct),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
 }

@@ -120,5 +120,6 @@ INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._cudnn_rnn_backward.default": recurrent_backward,
     "aten.histc.default": histogram,
     "aten._grouped_mm.default": results.grouped_product,
+    **results.OF_LENGTHS,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors of the CPU refuse."""
