@@ -243,8 +243,8 @@ class _Table:
             if not isinstance(sizes, FakeTensor) and not against:
                 hx, cx = states if name == "lstm" else (states, None)
                 with no_modes():
-                    each = sizes.tolist()
-                output, hy, cy = _cudnn_recurrent(_RECURRENT[name], data, hx, cx, weights, *rest, False, each)
+                    switches: tuple[Any, ...] = (*rest, False, sizes.tolist())
+                output, hy, cy = _cudnn_recurrent(_RECURRENT[name], data, hx, cx, weights, *switches)
                 return (output, hy, cy) if name == "lstm" else (output, hy)
             raise DataDependentError(
                 f"{name} of a packed sequence, whose lengths are values, and recording has no values",
