@@ -26,7 +26,6 @@ KNOWN_OFF = {
     "sgn": "in place: 4 bytes more than measured; cause not found",
     "tensor_split": "raises: its indices are a tensor, which C++ reads on a fake one",
     "linalg.lstsq": "refused by name: the rank depends on values",
-    "nn.CTCLoss": "lengths of a tensor from outside are not known: taken at their largest, and said",
     "nn.TransformerEncoder": "refused by name: the corpus makes the layer, a module, outside of the build",
 }
 """Ops of which a case is not predicted to the byte, each with its reason."""
