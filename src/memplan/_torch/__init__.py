@@ -58,6 +58,7 @@ from memplan._torch.fake import (
 )
 from memplan._torch.flops import flop_formula
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
+from memplan._torch.installed import Version, onednn_computes_in, torch_version
 from memplan._torch.joint import (
     ConstantChanged,
     Joint,
@@ -85,7 +86,6 @@ from memplan._torch.modules import (
     pre_hooks,
     set_own_state,
 )
-from memplan._torch.onednn import onednn_computes_in
 from memplan._torch.opaque import (
     OPAQUE,
     OPAQUE_BACKWARD,
@@ -174,6 +174,7 @@ __all__ = [
     "Role",
     "Run",
     "Symbolic",
+    "Version",
     "arguments",
     "attribute_names",
     "autocast_of_now",
@@ -281,6 +282,7 @@ __all__ = [
     "tensors_replaced",
     "tensors_that_tell",
     "threads_watched",
+    "torch_version",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -146,6 +146,13 @@ _FakeBuffer: Any = type("_FakeBuffer", (_Fake, UninitializedBuffer, FakeTensor),
 """Fake tensors that are parameters of lazy layers, and buffers, such as the running statistics of a lazy batch norm."""
 
 
+def _copied(self: Any, memo: dict[int, Any]) -> Any:
+    """Copy a lazy layer's real parameter. torch reads its `.data`, which fake tensors of torch 2.11 refuse."""
+    if id(self) not in memo:
+        memo[id(self)] = type(self)(self.requires_grad, self.device, self.dtype)
+    return memo[id(self)]
+
+
 @contextlib.contextmanager
 def lazy_as_fake(
     mode: FakeTensorMode, inside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -175,7 +182,11 @@ def lazy_as_fake(
         return new
 
     with (
-        patched(UninitializedParameter, __new__=maker(_FakeParameter, UninitializedParameter.__new__)),
+        patched(
+            UninitializedParameter,
+            __new__=maker(_FakeParameter, UninitializedParameter.__new__),
+            __deepcopy__=_copied,
+        ),
         patched(UninitializedBuffer, __new__=maker(_FakeBuffer, UninitializedBuffer.__new__)),
     ):
         yield

@@ -1,6 +1,6 @@
 """Read private facts of a tensor, of an op and of the autograd engine.
 
-Everything here was seen in torch 2.11 and 2.13.
+Everything here was seen in torch 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memplan._torch.eager import no_modes
+from memplan._torch.installed import torch_version
 
 _ATEN = torch.ops.aten
 IN_PLACE_ON_ZEROS = {
@@ -34,17 +35,23 @@ IN_PLACE_ON_ZEROS = {
 """Ops with which derivative formulas write into zeros, and the forms in which they do it without a dispatch mode."""
 
 _WITH_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
+_OF_BOUNDS = frozenset({"ClampBackward0"} if torch_version() < (2, 14) else ())
+_OF_TIES = (
+    "ClampBackward0", "ClampMinBackward1", "ClampMaxBackward1", "MaximumBackward0", "MinimumBackward0",
+    "FmaxBackward0", "FminBackward0",
+)  # fmt: skip
 IN_PLACE_IN_FORMULAS: dict[Any, tuple[Any, frozenset[str]]] = {
-    _ATEN.logical_and.default: (_ATEN.logical_and_.default, frozenset({"ClampBackward0"})),
-    _ATEN.logical_or.default: (_ATEN.logical_or_.default, frozenset({"ClampBackward0"})),
-    _ATEN.masked_fill.Scalar: (_ATEN.masked_fill_.Scalar, frozenset({"Atan2Backward0"})),
+    _ATEN.logical_and.default: (_ATEN.logical_and_.default, _OF_BOUNDS),
+    _ATEN.logical_or.default: (_ATEN.logical_or_.default, _OF_BOUNDS),
+    _ATEN.masked_fill.Scalar: (_ATEN.masked_fill_.Scalar, frozenset({"Atan2Backward0", *_OF_TIES})),
     _ATEN.sub.Tensor: (_ATEN.sub_.Tensor, frozenset({_WITH_LOGITS})),
     _ATEN.mul.Tensor: (_ATEN.mul_.Tensor, frozenset({_WITH_LOGITS, "BinaryCrossEntropyBackward0"})),
     _ATEN.add.Tensor: (_ATEN.add_.Tensor, frozenset({"AminmaxBackward0"})),
 }
 """Ops with which derivative formulas change what they have made, by the nodes that do so in place without a mode.
 
-Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13.
+Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13. From torch 2.14 on, the
+gradient of equal elements is shared out and then filled in place, and bounds are compared into new tensors.
 """
 
 
@@ -92,7 +99,7 @@ def is_zero(tensor: torch.Tensor) -> bool:
 
 def is_sparse(value: Any) -> bool:
     """Return whether a value is a tensor of a sparse layout."""
-    return isinstance(value, torch.Tensor) and value.layout != torch.strided and bool(_names(value.layout))
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided and bool(_names(value.layout))
 
 
 def sparse_length(tensor: torch.Tensor) -> int:

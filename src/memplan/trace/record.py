@@ -219,9 +219,7 @@ class _Recording:
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode, other)
         self._observer.fake_of = self._mode.fake_of
-        self._bounds = Bounds(
-            target.assumed, self._standins.bounded, self._observer.ranges.of, counts, on_card=target.card is not None
-        )
+        self._bounds = Bounds(target.assumed, self._standins.bounded, self._observer.ranges.of, counts)
         self._standins.largest.share = self._bounds.share
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal

@@ -24,6 +24,12 @@ def classes() -> Tensor:
 
 OPS: dict[str, Callable[[Tensor], Any]] = {
     "clamp": lambda x: x.clamp(-other(), other()),
+    "clamp from below": lambda x: x.clamp_min(other()),
+    "clamp from above": lambda x: x.clamp_max(other()),
+    "clamp by numbers": lambda x: x.clamp(-0.5, 0.5),
+    "larger of two": lambda x: torch.maximum(x, other()),
+    "smaller of two": lambda x: torch.minimum(x, x * 2),
+    "larger of two but for nan": lambda x: torch.fmax(x, other()),
     "atan2": lambda x: torch.atan2(x, other()),
     "binary cross entropy": lambda x: F.binary_cross_entropy_with_logits(x, other()),
     "its sum": lambda x: F.binary_cross_entropy_with_logits(x, other(), reduction="none").sum(),

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
+from memplan.errors import StepError
 from memplan.trace.recording.session import collector_held
 
 
@@ -137,3 +138,56 @@ def test_random_states_of_checkpoints_count(reentrant: bool) -> None:
         return step
 
     assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)
+
+
+def ends() -> Callable[[], None]:
+    def step() -> None:
+        next(iter(()))
+
+    return step
+
+
+def ends_in_build() -> Callable[[], None]:
+    return next(iter(()))
+
+
+def strided_nested() -> Callable[[], None]:
+    layer, parts = nn.Linear(8, 4), [torch.randn(3, 8), torch.randn(5, 8)]
+
+    def step() -> None:
+        layer(torch.nested.as_nested_tensor(parts)).to_padded_tensor(0.0).sum().backward()
+
+    return step
+
+
+def jagged_nested() -> Callable[[], None]:
+    layer, parts = nn.Linear(8, 4), [torch.randn(3, 8), torch.randn(5, 8)]
+
+    def step() -> None:
+        nested: Any = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        layer(nested).values().sum().backward()
+
+    return step
+
+
+RUNS: list[Any] = [
+    lambda build: memplan.record(build, device="cpu"),
+    lambda build: memplan.record(build, device="h100"),
+    memplan.measure,
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=["record", "on a card", "measure"])
+@pytest.mark.parametrize(("build", "what"), [(ends, "step 1"), (ends_in_build, "build")])
+def test_an_iterator_that_ends_is_the_cause_of_a_step_error(run: Any, build: Any, what: str) -> None:
+    with pytest.raises(StepError, match=rf"{what} raised StopIteration.*test_session.py:\d+") as raised:
+        run(build)
+    assert isinstance(raised.value.__cause__, StopIteration)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("run", RUNS, ids=["record", "on a card", "measure"])
+@pytest.mark.parametrize("build", [strided_nested, jagged_nested])
+def test_nested_tensors_are_refused_by_name(run: Any, build: Any) -> None:
+    with pytest.raises(StepError, match=r"step 1 uses nested tensors \(torch.nested\).*Pad the sequences"):
+        run(build)

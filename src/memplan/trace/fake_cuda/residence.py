@@ -56,12 +56,14 @@ class Card:
         """Return whether a tensor's storage lies on the card."""
         if threading.get_ident() != self._thread:
             return False
-        if self.everything:
+        if self.everything and type(tensor) is not torch.Tensor:
             return True
         try:
             entry = self.ledger.find(tensor)
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as vmap makes them
             entry = self.ledger.find(_torch.unwrapped(tensor))
+        if self.everything:  # but what an op of the step made for C++ to read: how many sequences have a step
+            return entry is None or entry.op is None or entry.device == ON_CARD
         return entry is not None and entry.device == ON_CARD
 
     @property

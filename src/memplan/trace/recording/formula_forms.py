@@ -1,7 +1,7 @@
 """Derivative formulas that compute otherwise under a dispatch mode than without one, as without.
 
-Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13. Where the form without a
-mode depends on values, the usual ones are taken: no zeros in a product, everything selected by a mask.
+Source: torch/csrc/autograd/FunctionsManual.cpp, `areAnyTensorSubclassLike`, of torch 2.13 and 2.15. Where the form
+without a mode depends on values, the usual ones are taken: no zeros in a product, everything selected by a mask.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _LEFT_OUT = ("ones.default", "cat.default", "cumprod.default", "flip.default", "
 _PRODUCT = {f"aten.{name}": _ABSENT for name in _LEFT_OUT}
 _OF_ZEROS = (
     "zeros.default", "masked_fill.Scalar", "bitwise_not.default", "max.dim", "zeros_like.default", "cumprod.default",
-    "ne.Scalar", "sub.Scalar", "gather.default", "sum.dim_IntList",
+    "ne.Scalar", "sub.Scalar", "gather.default", "sum.dim_IntList", "new_zeros.default", "logical_and.default",
 )  # fmt: skip
 _RUNNING_PRODUCT: dict[str, Form | tuple[Form | None, ...]] = {
     **{f"aten.{name}": _ABSENT for name in _OF_ZEROS},

@@ -31,8 +31,11 @@ _UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_.default"
 _CLONE = "aten.clone.default"
 _EQUAL = ("aten.equal.default", "aten.allclose.default")
 _ONES = "aten.ones_like.default"
-# what may read both, as CUDA allows: copies, indices on the host, counters of an optimizer
-_ACROSS = ("aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused")
+# what may read both, as CUDA allows: copies, indices and lengths on the host, counters of an optimizer
+_ACROSS = (
+    "aten.copy", "aten._to_copy", "aten.index", "aten._index", "aten.set_", "aten._foreach", "aten._fused",
+    "aten._pack_padded_sequence", "aten._ctc_loss",
+)  # fmt: skip
 _LIFT = "aten.lift_fresh.default"
 _NO_MEMORY = "aten._efficientzerotensor.default"  # ZeroTensorFallback.cpp: tangents that are known to be zero
 _SCALAR = "aten._local_scalar_dense.default"
@@ -395,7 +398,11 @@ def _take(extra: Extra, ledger: Ledger, index: int) -> Entry:
 def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool) -> None:
     """Note the tensors among the results; absent ones take no memory."""
     if isinstance(result, torch.Tensor):
+        place = ledger.device
+        if not ledger.real and not isinstance(result, _torch.FakeTensor):
+            ledger.device = HOST  # its values are known: C++ reads them
         writes.extend(entry.id for entry in ledger.parts(result, index))
+        ledger.device = place
         if absent:
             ledger.foreign(result, index)
         if result.device.type not in ("cpu", "meta"):

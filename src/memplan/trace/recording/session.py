@@ -7,6 +7,7 @@ import inspect
 import random
 import re
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -32,7 +33,8 @@ Build = Callable[[], Step]
 
 # what torch says where a build without CUDA is asked for it, or a machine without a GPU
 _CUDA = re.compile(
-    r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver",
+    r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver|"
+    r"support create a new Stream",
     re.I,
 )
 COMPILED = "torch.compile was asked for and the step ran as if eager: fused kernels may keep less"
@@ -273,17 +275,31 @@ def _describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-@contextmanager
-def located(observer: Observer, what: str) -> Iterator[None]:
-    """Turn whatever the user's code or torch raises into one message with the layer and the line."""
-    try:
-        yield
-    except MemplanError:
-        raise
-    except _torch.DATA_DEPENDENT as error:
-        layer, where = _locate(observer, error)
+class located:
+    """Turn whatever the user's code or torch raises into one message with the layer and the line.
+
+    A class: `contextlib.contextmanager` lets a StopIteration out as it is, where an error has it as its cause.
+    """
+
+    def __init__(self, observer: Observer, what: str) -> None:
+        self._observer = observer
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise memplan's error in the place of one that is not; the original stays as its ``__cause__``."""
+        if isinstance(error, Exception) and not isinstance(error, MemplanError):
+            raise _told(self._observer, self._what, error) from error
+
+
+def _told(observer: Observer, what: str, error: Exception) -> MemplanError:
+    """Return what is raised in the place of an error of the user's code, or of torch's."""
+    layer, where = _locate(observer, error)
+    if isinstance(error, _torch.DATA_DEPENDENT):
         func = getattr(error, "func", None)
-        raise DataDependentError(
+        return DataDependentError(
             f"{func or 'an op'} makes a tensor whose shape depends on values, and recording has no values",
             expected="shapes that follow from the shapes of the inputs",
             do="Run memplan.measure(build) instead: it really runs the step."
@@ -291,33 +307,32 @@ def located(observer: Observer, what: str) -> Iterator[None]:
             else "Give the step shapes that are known, or measure it for the CPU: memplan.measure(build)",
             layer=layer,
             where=where,
-        ) from error
-    except Exception as error:  # the user's code can raise anything; the original stays as __cause__
-        layer, where = _locate(observer, error)
-        text = str(error).strip().split("\n")[0] or "no message"
-        if _CUDA.search(text) and observer.card is not None:
-            raise StepError(
-                f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}",
-                expected="of CUDA only what can be answered without a GPU: tensors, devices, streams, events, autocast",
-                do="Leave the call out of build and step while they are recorded",
-                layer=layer,
-                where=where,
-            ) from error
-        if _CUDA.search(text):
-            raise StepError(
-                f"{what} puts something on CUDA",
-                expected="the CPU: no card was named to record for",
-                do="Name one, as in device='h100' (memplan devices lists them)",
-                layer=layer,
-                where=where,
-            ) from error
-        raise StepError(
-            f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}",
-            expected="a step that runs",
-            do="Check the inputs; mend the step if it fails without memplan, too; else run memplan.measure(build)",
-            layer=layer,
-            where=where,
-        ) from error
+        )
+    text = str(error).strip().split("\n")[0] or "no message"
+    found = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
+    expected = "a step that runs"
+    do = "Check the inputs; mend the step if it fails without memplan, too; else run memplan.measure(build)"
+    if _of_nested(error):
+        found = f"{what} uses nested tensors (torch.nested), which memplan neither records nor measures"
+        expected = "tensors of one shape each"
+        do = "Pad the sequences (torch.nn.utils.rnn.pad_sequence), or pack them (pack_padded_sequence)"
+    elif _CUDA.search(text) and observer.card is not None:
+        found = f"{what} asks for a GPU in a way that a recording does not answer: {text.rstrip('.')[:200]}"
+        expected = "of CUDA only what can be answered without a GPU: tensors, devices, streams, events, autocast"
+        do = "Leave the call out of build and step while they are recorded"
+    elif _CUDA.search(text):
+        found = f"{what} puts something on CUDA"
+        expected = "the CPU: no card was named to record for"
+        do = "Name one, as in device='h100' (memplan devices lists them)"
+    return StepError(found, expected=expected, do=do, layer=layer, where=where)
+
+
+def _of_nested(error: Exception) -> bool:
+    """Return whether an error comes from torch's nested tensors, or from an op that was given one."""
+    if "NestedTensor" in str(error) or "nested_tensor" in str(error):
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("torch.nested") for frame, _ in frames)
 
 
 def _locate(observer: Observer, error: BaseException) -> tuple[str | None, str | None]:

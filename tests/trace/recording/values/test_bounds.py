@@ -275,3 +275,10 @@ def test_a_file_is_known_by_the_end_of_its_path() -> None:
     found = bounds.Bounds({"b/c.py:3": 0.5}, lambda *one: told.append(one))
     for frame, share in ((("/a/b/c.py", 3), 0.5), (("/a/b/c.py", 4), 1.0), (("/a/xb/c.py", 3), 1.0), (None, 1.0)):
         assert found.share(frame) == share
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_on_a_card_cudnn_takes_the_steps_of_packed_sequences(kind: Callable[..., nn.RNNBase]) -> None:
+    trace = memplan.record(packed(kind, lambda: LENGTHS, True), device="h100")
+    assert "aten._cudnn_rnn.default" in {op.name for op in trace.ops}
+    assert not trace.assumptions

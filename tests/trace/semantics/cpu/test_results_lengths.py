@@ -34,3 +34,20 @@ def test_ctc_keeps_as_much_as_its_longest_target_asks(name: str, reduction: str)
 
     predicted, measured = memplan.simulate(memplan.record(build, device="cpu")).peak_allocated, measured_peak(build)
     assert predicted == measured
+
+
+def test_ctc_of_known_lengths_is_recorded_for_a_card_and_of_unknown_ones_bounded() -> None:
+    def build(lengths: Callable[[], Any]) -> Callable[[], Callable[[], None]]:
+        def made() -> Callable[[], None]:
+            x, targets = torch.randn(50, 4, 20, requires_grad=True), torch.randint(1, 20, (4, 10))
+            return lambda: F.ctc_loss(x.log_softmax(-1), targets, *lengths()).backward()
+
+        return made
+
+    known = memplan.record(build(LENGTHS["lists"]), device="h100")
+    alpha = 4 * 50 * (2 * 10 + 1) * 4
+    assert [storage.bytes for storage in known.storages].count(alpha) == 4  # forward and backward, in two steps
+    assert not known.assumptions
+    unknown = memplan.record(build(lambda: ([50] * 4, torch.randint(1, 11, (4,)))), device="h100")
+    assert "_ctc_loss SELECTS BY VALUE: 10 of 10" in unknown.assumptions[0].text
+    assert [storage.bytes for storage in unknown.storages].count(alpha) == 4

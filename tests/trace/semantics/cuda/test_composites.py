@@ -392,11 +392,16 @@ def test_recurrent_networks_that_cudnn_does_not_take() -> None:
     assert "_cudnn_rnn" not in mode.names
 
 
-def test_a_packed_sequence_is_refused() -> None:
+def test_cudnn_takes_a_packed_sequence_of_known_lengths() -> None:
     model, sizes = nn.LSTM(8, 16), torch.tensor([2, 1])
     states, weights = [torch.zeros(1, 2, 16)] * 2, list(model.parameters())
-    with card(), pytest.raises(DataDependentError, match="packed"):
-        aten.lstm.data(torch.randn(3, 8), sizes, states, weights, True, 1, 0.0, True, False)
+    given = (torch.randn(3, 8), sizes, states, weights, True, 1, 0.0, True, False)
+    with card(), torch.backends.cudnn.flags(enabled=False), pytest.raises(DataDependentError, match="packed"):
+        aten.lstm.data(*given)
+    with card() as mode:
+        output, state, _ = aten.lstm.data(*given)
+        assert (output.shape, state.shape) == ((3, 16), (1, 2, 16))
+    assert "_cudnn_rnn" in mode.names
 
 
 def test_a_cell_keeps_its_gates() -> None:

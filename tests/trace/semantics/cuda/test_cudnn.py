@@ -68,7 +68,7 @@ def call(train: bool = True, batch_first: bool = False) -> tuple[Any, ...]:
 def test_a_call_is_read_from_its_arguments() -> None:
     for batch_first in (False, True):
         described = cudnn.RecurrentCall.of(call(batch_first=batch_first))
-        assert (described.kind, described.steps, described.batch) == ("lstm", 7, 3)
+        assert (described.kind, described.rows, described.batch) == ("lstm", 7 * 3, 3)
         assert described.reserve() == (7 * 3 * 5 * 5 * 4, 7 * 3 * 5 * 6 * 4)
     assert cudnn.RecurrentCall.of(call(train=False)).reserve() == (0, 0)
     packed = call()

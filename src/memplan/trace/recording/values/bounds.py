@@ -38,20 +38,17 @@ class Bounds:
         tell: Callable[[str, int, int, bool], None],
         range_of: RangeOf = lambda tensor: None,
         counts: Mapping[Line, int] | None = None,
-        *,
-        on_card: bool = False,
     ) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         self._tell = tell
         self._used: set[str] = set()
-        self._on_card = on_card
         self._range_of = range_of
         self._counts = counts or {}
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
         form = _FORMS.get(str(func))
-        if form is None or (self._on_card and form is _SEQUENCES):
+        if form is None:
             return NotImplemented
         given = _torch.named_arguments(func, args, kwargs)
         most = form.most(given, self._range_of)
@@ -214,7 +211,8 @@ def _repeats(given: Keywords, range_of: RangeOf) -> int | None:
 
 def _longest(given: Keywords, range_of: RangeOf) -> int:
     """No target is longer than its row, or than all of them one behind the other."""
-    values, most = range_of(given["target_lengths"]), given["targets"].shape[-1]
+    lengths, most = given["target_lengths"], given["targets"].shape[-1]
+    values = range_of(lengths) if isinstance(lengths, torch.Tensor) else None
     return most if values is None else min(most, int(values[1]))
 
 
@@ -225,16 +223,14 @@ def _aligned(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
-_SEQUENCES = _Form(_steps, _packed, _known_steps)
-"""Only on the CPU: how many sequences have a step lies there, too, and on a card nothing says so."""
 _FORMS: Mapping[str, _Form] = {
     "aten.nonzero.default": _Form(_elements, _places),
     "aten.masked_select.default": _Form(
         _selected, lambda given, taken: given["self"].new_empty(taken), _known_to_be_selected
     ),
-    "aten._pack_padded_sequence.default": _SEQUENCES,
+    "aten._pack_padded_sequence.default": _Form(_steps, _packed, _known_steps),
+    **{f"aten._ctc_loss.{form}": _Form(_longest, _aligned) for form in ("default", "Tensor")},
     "aten._unique2.default": _Form(_elements, _distinct),
-    "aten._ctc_loss.Tensor": _Form(_longest, _aligned),
     "aten.bincount.default": _Form(_bins, _counted),
     "aten.repeat_interleave.Tensor": _Form(_repeats, lambda given, taken: given["repeats"].new_empty(taken)),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},

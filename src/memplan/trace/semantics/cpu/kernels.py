@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cpu.scalar_operands import averaged, of_number
+from memplan import _torch
+from memplan.trace.semantics.cpu.scalar_operands import averaged, common_dtype, of_number
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], int]
@@ -91,8 +92,13 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> in
 
 
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal: the same sums of the gradient and its product."""
-    return _sums_by_channel(args[1])
+    """group_norm_kernel.cpp, GroupNormBackwardKernelImplInternal: the same sums of the gradient and its product.
+
+    From torch 2.14 on, group_norm.cpp makes the copies that the derivative formula made before.
+    """
+    last = suggests_channels_last(args[1])
+    copies = copied_to(args[0], last) + copied_to(args[1], last) if _torch.torch_version() >= (2, 14) else 0
+    return copies + _sums_by_channel(args[1])
 
 
 def _sums_by_channel(x: torch.Tensor) -> int:
@@ -146,7 +152,7 @@ def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 def to_common(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """TensorIterator.cpp, cast_common_dtype_to_outputs: operands of another dtype are cast as a whole."""
     a, b = args[0], args[1]
-    common = torch.result_type(a, b)  # either can be a number
+    common = common_dtype(a, b)  # either can be a number
     if common is not torch.bool and result.is_floating_point() and not common.is_floating_point:
         common = result.dtype
     return sum(_cast(x, common) for x in (a, b) if isinstance(x, torch.Tensor))
@@ -157,7 +163,7 @@ def to_common_in_place(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     a, b = args[0], args[1]
     if not isinstance(b, torch.Tensor) or a.dtype is b.dtype:
         return 0
-    common = torch.result_type(a, b)
+    common = common_dtype(a, b)
     return 2 * _cast(a, common) + _cast(b, common)
 
 

@@ -35,6 +35,7 @@ _FOREACH = frozenset(f"aten._foreach_{name}{place}.Scalar" for name in _ARITHMET
 """The same for each tensor of a list, one after the other."""
 
 _WRAPPED = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_COMMON: dict[Any, torch.dtype] = {}
 _FRACTIONS = ("aten.div.Tensor", "aten.div.Scalar", "aten.div_.Tensor", "aten.div_.Scalar")
 
 
@@ -49,10 +50,30 @@ def _taken(name: str, one: Any, other: Any) -> int:
     if isinstance(one, torch.Tensor) == isinstance(other, torch.Tensor):
         return 0
     number = other if isinstance(one, torch.Tensor) else one
-    common = torch.result_type(one, other)
+    common = common_dtype(one, other)
     if name in _FRACTIONS and not (common.is_floating_point or common.is_complex):
         common = torch.get_default_dtype()
     return of_number(number, common)
+
+
+def common_dtype(one: Any, other: Any) -> torch.dtype:
+    """Return `torch.result_type` of two operands. It is asked once for each kind: of fake tensors it is slow."""
+    kinds = _kind(one), _kind(other)
+    if None in kinds:
+        return torch.result_type(one, other)
+    key = (*kinds, torch.get_default_dtype())
+    if key not in _COMMON:
+        _COMMON[key] = torch.result_type(one, other)
+    return _COMMON[key]
+
+
+def _kind(operand: Any) -> Any:
+    """Return what `torch.result_type` looks at; None for a tensor that may itself have been made of a number."""
+    if not isinstance(operand, torch.Tensor):
+        return type(operand)
+    if operand.dim():
+        return operand.dtype
+    return None if operand.dtype in _WRAPPED.values() else (operand.dtype,)
 
 
 def of_number(number: complex, common: torch.dtype) -> int:

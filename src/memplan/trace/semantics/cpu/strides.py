@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from memplan._torch import torch_version
 from memplan.trace.semantics.kinds import Arguments, Keywords
-from memplan.trace.semantics.layout import suggests_channels_last
+from memplan.trace.semantics.layout import copied_to, suggests_channels_last
 from memplan.trace.semantics.result_strides import STRIDES as EVERYWHERE
 from memplan.trace.semantics.result_strides import (
     Correction,
@@ -20,7 +21,12 @@ from memplan.trace.semantics.result_strides import (
     like,
     then,
 )
-from memplan.trace.semantics.tensor_iterator import channels_last_strides, contiguous_strides, elementwise_strides
+from memplan.trace.semantics.tensor_iterator import (
+    channels_last_strides,
+    contiguous_strides,
+    elementwise_strides,
+    preserved_strides,
+)
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -66,6 +72,15 @@ def _rectified_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
     return tuple(laid_out(made, elementwise_strides([x, weight, gradient], made.shape)) for made in results)
 
 
+def _group_norm_backward(args: Arguments, kwargs: Keywords, results: Any) -> Any:
+    """group_norm.cpp: in the input's memory format; from torch 2.14 on, by ``empty_like`` of the input in it."""
+    x = args[1]
+    if torch_version() < (2, 14) or copied_to(x, suggests_channels_last(x)):
+        return as_suggested(1)(args, kwargs, results)
+    of_input, *others = results
+    return (None if of_input is None else laid_out(of_input, preserved_strides(x)), *others)
+
+
 def _of_cpu(correction: Correction) -> Correction:
     """Return the correction for tensors in the host's memory: a graph that is traced for a card asks for it, too."""
 
@@ -86,7 +101,7 @@ _OWN: Mapping[str, Correction] = {
     **{f"aten.{name}": _norm for name in _NORMS},
     "aten.native_batch_norm_backward.default": _norm_backward,
     "aten.native_group_norm.default": as_suggested(0),  # group_norm.cpp
-    "aten.native_group_norm_backward.default": as_suggested(1),
+    "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten.convolution_backward.default": _convolution_backward,
     "aten._prelu_kernel_backward.default": _rectified_backward,
     # Dropout.cpp

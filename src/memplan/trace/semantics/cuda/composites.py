@@ -7,7 +7,7 @@ ours stand above it for the time of a recording, in the dispatcher, where calls 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from memplan._torch import dispatch
+from memplan._torch import FakeTensor, dispatch, no_modes
 from memplan.errors import DataDependentError
 from memplan.trace.semantics.cuda import sdpa_choice
 from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes, uses_batch_norm
@@ -233,12 +233,19 @@ class _Table:
         return None if x.numel() else "the input is empty"
 
     def packed(self, name: str) -> Callable[..., Any]:
-        """Packed sequences: the lengths decide over shapes."""
+        """native/RNN.cpp: cuDNN's, of the steps of all sequences; how many have each lies in the host's memory."""
         op = getattr(_ATEN, name).data
 
-        def run(data: torch.Tensor, *rest: Any) -> Any:
+        def run(data: torch.Tensor, sizes: torch.Tensor, states: Any, weights: list[torch.Tensor], *rest: Any) -> Any:
             if not self._on_card(data):
-                return dispatch.composite(op, data, *rest)
+                return dispatch.composite(op, data, sizes, states, weights, *rest)
+            against = self._against_recurrent(data)
+            if not isinstance(sizes, FakeTensor) and not against:
+                hx, cx = states if name == "lstm" else (states, None)
+                with no_modes():
+                    switches: tuple[Any, ...] = (*rest, False, sizes.tolist())
+                output, hy, cy = _cudnn_recurrent(_RECURRENT[name], data, hx, cx, weights, *switches)
+                return (output, hy, cy) if name == "lstm" else (output, hy)
             raise DataDependentError(
                 f"{name} of a packed sequence, whose lengths are values, and recording has no values",
                 expected="a recurrent network of padded sequences",
@@ -399,6 +406,7 @@ def _cudnn_recurrent(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    batch_sizes: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """cudnn/RNN.cpp, _cudnn_impl: output, last hidden states and last cells."""
     hidden = (hx if cx is None else cx).shape[2]
@@ -410,5 +418,5 @@ def _cudnn_recurrent(
         buffer = weights[0].detach().reshape(-1)[:1].expand(elements)
     return _ATEN._cudnn_rnn.default(
         x, weights, number, buffer, hx, cx, mode, hidden, projection, layers, batch_first, dropout, train,
-        bidirectional, [], None,
+        bidirectional, list(batch_sizes), None,
     )[:3]  # fmt: skip

@@ -17,21 +17,15 @@ from typing import Any, Literal
 
 import torch
 
+from memplan._torch import Version, torch_version
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.layout import bytes_of, is_dense
 
-Version = tuple[int, int]
 Library = Literal["cublas", "cublaslt"]
 
 _SMALL = 2 * (4096 << 10) + 8 * (16 << 10)
 _LARGE = 32 << 20
 _LT = 1 << 20
-
-
-def torch_version() -> Version:
-    """Return (major, minor) of the torch in use: the default of every ``version`` here."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 def workspace_bytes(capability: tuple[int, int], env: Mapping[str, str], version: Version | None = None) -> int:

@@ -164,7 +164,8 @@ class RecurrentCall(NamedTuple):
     """What the sizes of a ``_cudnn_rnn`` call depend on."""
 
     kind: Kind
-    steps: int
+    rows: int
+    """Steps of all sequences of the batch."""
     batch: int
     inputs: int
     hidden: int
@@ -180,14 +181,14 @@ class RecurrentCall(NamedTuple):
         """Read the arguments of ``aten._cudnn_rnn.default``."""
         x, batch_sizes = args[0], args[14]
         if batch_sizes:
-            steps, batch = 1, x.shape[0]
+            rows, batch = x.shape[0], batch_sizes[0]
         else:
-            steps, batch = (x.shape[1], x.shape[0]) if args[10] else (x.shape[0], x.shape[1])
+            rows, batch = x.shape[0] * x.shape[1], x.shape[0 if args[10] else 1]
         kind = MODES[args[6]]
         return cls(
             *(
                 kind,
-                steps,
+                rows,
                 batch,
                 x.shape[-1],
                 args[7],
@@ -204,7 +205,7 @@ class RecurrentCall(NamedTuple):
         """Return the bytes of the reserve, nothing without training."""
         if not self.training:
             return 0, 0
-        sizes = (self.steps, self.batch, self.hidden, self.layers, self.bidirectional)
+        sizes = (self.rows, 1, self.hidden, self.layers, self.bidirectional)
         return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection)
 
     def workspace(self) -> Interval:

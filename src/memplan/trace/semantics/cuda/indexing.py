@@ -60,6 +60,11 @@ def embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result
     return () if args[7] == _MAXIMUM else _segments(args[0], args[1], args[5], args[6])
 
 
+def ctc(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """LossCTC.cu, ctc_loss_gpu_template: where each target begins, and both lengths, as 64-bit integers."""
+    return _taken(*[args[0].shape[1] * _INDEX] * 3)
+
+
 def ctc_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """LossCTC.cu, ctc_loss_backward_gpu_template: the backward variables, as large as the forward ones."""
     return _taken(bytes_of(args[6]))
@@ -167,7 +172,8 @@ def chunks_of_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 FORMULAS: dict[str, Formula] = {
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
-    "aten._ctc_loss_backward.default": ctc_backward,
+    **{f"aten._ctc_loss.{form}": ctc for form in ("default", "Tensor")},
+    **{f"aten._ctc_loss_backward.{form}": ctc_backward for form in ("default", "Tensor")},
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},
     "aten.sort.default": sort,
     "aten.sort.stable": sort,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memplan._torch import torch_version
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.cudnn import uses_batch_norm
 from memplan.trace.semantics.layout import bytes_of, copied, copied_to, like_channels_last, suggests_channels_last
@@ -84,14 +85,24 @@ def group_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch:
 
 
 def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """group_norm_kernel.cu: two sums for every channel of every sample, one factor with a weight, two a group."""
+    """group_norm_kernel.cu: two sums for every channel of every sample, one factor with a weight, two a group.
+
+    From torch 2.14 on, group_norm.cpp makes the copies that the derivative formula made before: seen on the CPU only.
+    """
+    copies = _copies_of_group_norm(args[0], args[1])
     x, weight, batch, channels, size, groups, mask = args[1], args[4], *args[5:9], args[9]
     wide = _accumulated(x.dtype)
     each, grouped = batch * channels * wide, batch * groups * wide
     if size == 1:
-        return _taken(grouped, grouped) if mask[0] else ()
+        return _taken(*copies, *((grouped, grouped) if mask[0] else ()))
     inner = (each if weight is not None else 0, grouped, grouped) if mask[0] else ()
-    return _taken(each, each, *inner)
+    return _taken(*copies, each, each, *inner)
+
+
+def _copies_of_group_norm(gradient: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
+    version = torch_version()
+    last = version >= (2, 15) and suggests_channels_last(x)
+    return (copied_to(gradient, last), copied_to(x, last)) if version >= (2, 14) else ()
 
 
 def _last_power(n: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from memplan._torch import torch_version
 from memplan.trace.semantics.cpu import results
-from memplan.trace.semantics.cuda.cublas import torch_version
 from memplan.trace.semantics.cuda.cudnn import MODES, rnn_weight_bytes
 from memplan.trace.semantics.result_strides import STRIDES, then
 
@@ -120,5 +120,6 @@ INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._cudnn_rnn_backward.default": recurrent_backward,
     "aten.histc.default": histogram,
     "aten._grouped_mm.default": results.grouped_product,
+    **results.OF_LENGTHS,
 }
 """Overload name -> (args, kwargs) -> the result, for ops that fake tensors of the CPU refuse."""

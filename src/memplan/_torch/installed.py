@@ -1,4 +1,4 @@
-"""Ask whether torch uses oneDNN. Seen in torch 2.13."""
+"""Ask which torch is installed: its release, and whether it uses oneDNN. Seen in torch 2.11, 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import functools
 import torch
 
 from memplan._torch.eager import no_modes
+
+Version = tuple[int, int]
+
+
+def torch_version() -> Version:
+    """Return (major, minor) of the torch in use."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 @functools.cache

@@ -1,0 +1,57 @@
+"""Recordings and measurements one after the other, in one process: nothing stays that is not held."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+
+
+def build() -> Callable[[], None]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(4, 8)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def objects_more(call: Callable[[], Any], times: int) -> int:
+    """Return how many more objects the collector tracks after calls than before, which come after a first few."""
+    for _ in range(3):
+        call()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(times):
+        call()
+    gc.collect()
+    return len(gc.get_objects()) - before
+
+
+@pytest.mark.parametrize(
+    ("call", "times"),
+    [
+        (lambda: memplan.record(build, device="cpu"), 60),
+        (lambda: memplan.record(build, device="h100"), 20),
+        (lambda: memplan.explain(build, device="cpu"), 20),
+        (lambda: memplan.measure(build), 20),
+    ],
+    ids=["record", "on a card", "explain", "measure"],
+)
+def test_nothing_of_a_recording_stays(call: Callable[[], Any], times: int) -> None:
+    assert objects_more(call, times) < times
+
+
+def test_a_recording_that_is_held_is_seen() -> None:
+    held: list[Any] = []
+    assert objects_more(lambda: held.append(memplan.record(build, device="cpu")), 20) > 20 * 10
