@@ -3,6 +3,7 @@
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memplan._torch.autocast import casts_kept, outside_autocast
+from memplan._torch.compiled import GraphBreak, graph_break, memory_budget
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     clear_cublas_workspaces,
@@ -12,7 +13,6 @@ from memplan._torch.cuda import (
     histories_replaced,
     tensors_that_tell,
 )
-from memplan._torch.dynamo import GraphBreak, graph_break
 from memplan._torch.eager import (
     Call,
     Dispatch,
@@ -110,7 +110,6 @@ from memplan._torch.patches import (
     rejections_counted,
     sequences_padded_in_python,
 )
-from memplan._torch.peers import memory_budget
 from memplan._torch.spectra import spectra_seen, without_vectors
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
 from memplan._torch.tensors import (

@@ -223,15 +223,15 @@ class _Recording:
         self._standins.largest.share = self._bounds.share
         self._mode.bound = lambda func, args, kwargs: self._bounds.result(func, args, kwargs, user_frame())
         self._observer.read_scalar, self._observer.read_equal = self._standins.read, self._standins.equal
-        self._observer.taken_for_granted = self._standins.granted
-        self._observer.foreign_kernel = self._standins.foreign
+        self._observer.taken_for_granted = self._standins.assumed.granted
+        self._observer.foreign_kernel = self._standins.assumed.foreign
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
             self._observer.card = self._card
-            self._observer.read_apart = self._standins.apart
+            self._observer.read_apart = self._standins.assumed.apart
             self._mode.going = self._card.going_where_named
             stream = lambda: self._observer.ledger.stream  # noqa: E731
             self._observer.semantics = known(cuda.semantics(target.card, stream, self._card.holds))
@@ -273,7 +273,7 @@ class _Recording:
             stack.enter_context(self._standins.installed())
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
-                    fake_cuda.installed(self._card, self._target.card, self._standins.chosen)
+                    fake_cuda.installed(self._card, self._target.card, self._standins.assumed.chosen)
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
@@ -302,7 +302,7 @@ class _Recording:
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         return Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
-            tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumptions(), notes,
+            tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,
             calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
             forms=parts.forms, returned=parts.returned,
         )  # fmt: skip

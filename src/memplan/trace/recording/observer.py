@@ -194,10 +194,8 @@ class Observer:
             self.foreign_kernel(signature.name)
         if run is not None:
             result = _result(semantics, signature.name, func, args, kwargs, run, self.taken_for_granted)
-        if signature.mutable:
-            for _, name in signature.positions[:1]:
-                if isinstance(args[0], torch.Tensor) and name:
-                    ledger.resized(args[0], index)
+        if signature.mutable and signature.positions and isinstance(args[0], torch.Tensor):
+            ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
         form = None if ledger.real or self.card is not None else form_of(signature.name, self.notes)

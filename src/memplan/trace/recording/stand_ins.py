@@ -15,6 +15,7 @@ import torch
 
 from memplan import _torch
 from memplan.errors import DataDependentError
+from memplan.trace.recording.assumed import Assumed
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
@@ -25,13 +26,12 @@ from memplan.trace.recording.values.numbers import is_standin, plain, standin
 from memplan.trace.recording.values.range_rules import Number, Range
 from memplan.trace.recording.values.sizes import SizesByValue
 from memplan.trace.recording.values.splits import splits_by_value
-from memplan.trace.records import HOST, Assumption
+from memplan.trace.records import HOST
 
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
+_OTHER_WAY = "a value decided a branch and was taken the other way: as 1 it ends in an exception"
 _BECOMES = "a value BECOMES A SIZE: {taken:,} is taken, {why}"
-_ENDLESS = 100_000
-"""Reads of a value at one line after which the step is taken for a loop without end."""
 
 
 def reached(error: BaseException | None) -> bool:
@@ -58,7 +58,7 @@ class Standins:
     def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Line] = ()) -> None:
         self._observer = observer
         self._mode = mode
-        self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
+        self.assumed = Assumed()
         self._last_real = False
         self._last: Range | None = None
         """Between what the value lies that was read last; None where that is not known."""
@@ -96,12 +96,12 @@ class Standins:
             return value
         if value == 0 and not overflow:
             self._last_real = True  # what every such check expects; no branch to warn of
-            self._add("scalar", "a check for nan or inf was read and taken as False")
+            self.assumed.add("scalar", "a check for nan or inf was read and taken as False")
         elif overflow:
             self._last_real = True  # the stand-in that every GradScaler expects; no branch to warn of
-            self._add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
+            self.assumed.add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
         else:
-            self._add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
+            self.assumed.add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
             if not self._by_python and is_whole(tensor) and not _is_subscript():
                 self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
         if tensor.dtype == torch.bool:
@@ -141,7 +141,7 @@ class Standins:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
-            stack.enter_context(splits_by_value(lambda text: self._add("bound", text), self._observer.ranges.of))
+            stack.enter_context(splits_by_value(lambda text: self.assumed.add("bound", text), self._observer.ranges.of))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
@@ -152,32 +152,6 @@ class Standins:
                 yield
             finally:
                 self._calls.end()
-
-    def assumptions(self) -> tuple[Assumption, ...]:
-        """Return what was assumed: branches first, then in the order of their first use."""
-        rows = [
-            Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
-            for (kind, text, frame), count in self._found.items()
-        ]
-        return tuple(sorted(rows, key=lambda row: row.kind not in ("branch", "bound")))
-
-    def chosen(self, op: str, reason: str) -> None:
-        """Note that an op takes one of several kernels on the card, for a reason."""
-        self._add("kernel", f"{op}: {reason}")
-
-    def granted(self, text: str) -> None:
-        """Note what was taken for granted of a result that depends on values."""
-        self._add("sparse", text)
-
-    def foreign(self, op: str) -> None:
-        """Note that an op is a library's or the user's."""
-        name = op.rpartition(".")[0].replace(".", "::")
-        self._add("library", f"{name}: what its kernel takes besides its results is not known and NOT COUNTED")
-
-    def apart(self, op: str) -> None:
-        """Note that an op reads tensors on the card and of the host."""
-        name = op.removeprefix("aten.").split(".")[0]
-        self._add("host", f"{name} READS A TENSOR OF THE HOST beside one on the card: on CUDA it raises an error")
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
@@ -216,7 +190,7 @@ class Standins:
             self.is_size()
         values = self.largest.of(tensor) if is_whole(tensor) else None
         taken = 1 if values is None else values[1]
-        self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
+        self.assumed.add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
         if is_whole(tensor):  # numpy shows nobody what becomes of it
             self.becomes_size(None if values is None else values[0], taken, user_frame())
         return numpy.full(tuple(tensor.shape), taken, dtype=name)
@@ -251,28 +225,30 @@ class Standins:
 
     def equal(self) -> bool:
         """Return what ``torch.equal`` answers."""
-        self._add("scalar", "two tensors were compared and taken as equal")
+        self.assumed.add("scalar", "two tensors were compared and taken as equal")
         return self.decides(True)
 
     def bounded(self, op: str, taken: int, most: int, known: bool) -> None:
         """Note that an op selects by value, and how much of it is taken to be selected; ``known``: by other shapes."""
         self.last_bound, self.last_taken = user_frame(), taken
         why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
-        self._add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
+        self.assumed.add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
 
     def decides(self, answer: bool) -> bool:
         """Note that a value decides a branch, and return the answer to give."""
         iterates = goes_on()
         if iterates is not None:
-            self._add("scalar", ITERATES)
+            self.assumed.add("scalar", ITERATES)
             return iterates
         self.last_decision = frame = user_frame()
         if frame in self._other:
-            self._add("scalar", "a value decided a branch and was taken the other way: as 1 it ends in an exception")
+            self.assumed.add(
+                "scalar", "a value decided a branch and was taken the other way: as 1 it ends in an exception"
+            )
             return not answer
         if frame is not None:
             self.branches[frame] = None
-        self._add("branch", _DECIDES)
+        self.assumed.add("branch", _DECIDES)
         return answer
 
     def becomes_size(self, low: Number | None, high: Number, line: Line | None) -> None:
@@ -281,26 +257,15 @@ class Standins:
             self.is_size()
         else:
             self.last_bound = line
-            self._add("bound", _BECOMES.format(taken=plain(high), why=self.largest.why(line)), line)
+            self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=self.largest.why(line)), line)
 
     def is_size(self) -> None:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""
         self.last_decision = user_frame()
-        self._add("branch", _DECIDES)
+        self.assumed.add("branch", _DECIDES)
 
     def _compiled(self) -> None:
-        self._add("compiled", COMPILED)
-
-    def _add(self, kind: str, text: str, line: Line | None = None) -> None:
-        key = (kind, text, line or user_frame())
-        self._found[key] = self._found.get(key, 0) + 1
-        if self._found[key] > _ENDLESS:
-            raise DataDependentError(
-                f"a value was read {_ENDLESS} times at one line, most likely by a loop that its stand-in never ends",
-                expected="a loop that ends after a number of rounds known from shapes",
-                do="Run memplan.measure(build) instead: it really runs the step",
-                where=format_frame(key[2]),
-            )
+        self.assumed.add("compiled", COMPILED)
 
 
 def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:

@@ -87,8 +87,10 @@ class ValueRanges:
 
     def _written(self, target: Any, rule: Rule | None, call: Call) -> None:
         for one in target if isinstance(target, (list, tuple)) else [target]:
-            entry = self._ledger.find(one) if isinstance(one, torch.Tensor) else None
-            if entry is None or not isinstance(one, torch.Tensor):
+            if not isinstance(one, torch.Tensor) or one.layout != torch.strided:
+                continue
+            entry = self._ledger.find(one)
+            if entry is None:
                 continue
             before = self._of.get(entry.id)
             if before is None and rule is None:

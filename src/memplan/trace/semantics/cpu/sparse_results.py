@@ -479,9 +479,7 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
     ``answered``: it is from `INSTEAD`.
     """
     if name.startswith("aten._foreach_") and any(map(_torch.is_sparse, args[0])):
-        return (
-            f"{name.removeprefix('aten.').split('.')[0]}: what it makes of sparse tensors is not known and NOT COUNTED"
-        )
+        return _unknown(name)
     if not _torch.is_sparse(result):
         kept = name == "aten.index.Tensor" and padding_left_out(args)
         return "no index of an embedding was taken as its padding: never more" if kept else None
@@ -497,4 +495,4 @@ def assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | No
 
 
 def _unknown(name: str) -> str:
-    return f"{name.removeprefix('aten.').split('.')[0]}: what it makes of a sparse tensor is not known and NOT COUNTED"
+    return f"{name.removeprefix('aten.').split('.')[0]}: what it makes of sparse tensors is not known and NOT COUNTED"
