@@ -329,7 +329,7 @@ def _told(observer: Observer, what: str, error: Exception) -> MemplanError:
 
 def _of_nested(error: Exception) -> bool:
     """Return whether an error comes from torch's nested tensors, or from an op that was given one."""
-    if "NestedTensor" in str(error) or "nested_tensor" in str(error):
+    if re.search(r"NestedTensorImpl|from the 'NestedTensor|nested_tensor", str(error)):  # errors list all backends
         return True
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("torch.nested") for frame, _ in frames)
