@@ -31,7 +31,7 @@ def lost(model: Any, shape: tuple[int, ...], **more: Any) -> list[tuple[float, f
 @pytest.mark.parametrize(
     ("dims", "most", "examples", "least"),
     [
-        *[(1, 6, 50, 40), (2, 4, 50, 40)],
+        (2, 4, 50, 40),
         *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 6, 140, 120), (3, 2, 60, 30))),
     ],
 )
@@ -112,6 +112,7 @@ def test_the_published_unet_loses_92_pixels() -> None:
     assert sum(before for before, _ in by_layer.values()) == 92
 
 
+@pytest.mark.slow
 def test_context_is_no_loss() -> None:
     assert erosions(ValidUNet, "1x1x572x572", context=92) == []
     assert erosions(ValidUNet, "1x1x572x572", context=91) != []
@@ -290,6 +291,7 @@ def erosions(model: Any, *shapes: str, **more: Any) -> list[memplan.Finding]:
     return [finding for finding in memplan.check(model, *shapes, device="cpu", **more) if finding.id == ID]
 
 
+@pytest.mark.slow
 def test_fifty_layers_lose_fifty_pixels_on_each_side() -> None:
     stack = nn.Sequential(*[nn.Conv2d(1, 1, 3) for _ in range(50)])
     (finding,) = erosions(stack, "1x1x128x120")

@@ -147,7 +147,13 @@ def test_the_bytes_are_those_of_the_mended_model(name: str, device: str) -> None
 
 
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("name", ["leaky relu", "elu", "instance norm", "sequence", "sequence, no bias", "cat", "sum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["leaky relu", "instance norm", "cat"],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("elu", "sequence", "sequence, no bias", "sum")),
+    ],
+)
 def test_a_real_run_spares_them_too(name: str) -> None:
     """What autograd keeps is torch's to say, and can change with its version."""
     kind, make, shape, _ = CASES[name]

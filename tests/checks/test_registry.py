@@ -73,13 +73,18 @@ CASES = [
     *((name, "h100", found) for name, found in ON_A_CARD.items()),
     *((name, "h100", set[str]()) for name in QUIET),
 ]
+LONG = ("t5", "unetr", "densenet", "llama", "gradient_accumulation", "bert", "segresnet", "basic_unet3d")
+"""Take seconds each, and have kin among the others."""
 
 
 def test_ids_and_titles_are_unique() -> None:
     assert len({check.id for check in CHECKS}) == len({check.title for check in CHECKS}) == len(CHECKS)
 
 
-@pytest.mark.parametrize(("name", "device", "reviewed"), CASES, ids=[f"{name}-{device}" for name, device, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "device", "reviewed"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] in LONG), id=f"{case[0]}-{case[1]}") for case in CASES],
+)
 @pytest.mark.filterwarnings("ignore")  # transformers and MONAI warn of what is none of ours
 def test_no_false_alarm_on_the_zoo(name: str, device: str, reviewed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("monai")

@@ -126,6 +126,7 @@ def test_the_optimizer_is_part_of_it(early: bool) -> None:
     fitted.undo()
 
 
+@pytest.mark.slow
 def test_values_wait_in_host_memory_where_that_is_cheaper() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(512, 512), nn.Tanh()))).cuda()
@@ -192,6 +193,7 @@ class Chance(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_step_that_differs_from_run_to_run_is_held_against_rounding() -> None:
     torch.manual_seed(0)
     model, x = Chance().cuda(), torch.randn(512, 64, device="cuda")
@@ -219,6 +221,7 @@ class Norms(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_running_statistics_are_updated_once() -> None:
     model, x = Norms().cuda(), torch.randn(65536, 64, device="cuda")
     plan = memplan.plan(model, x, budget="20 GiB")

@@ -21,8 +21,11 @@ from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[3]
-ZOO = ["resnet18_channels_last", "mobilenet", "unet3d", "dynunet", "vit", "t5", "autocast_conv", "retained_graph",
-       "zero_grad_after_step"]  # fmt: skip
+ZOO = [
+    *["resnet18_channels_last", "mobilenet", "unet3d", "dynunet", "autocast_conv", "retained_graph"],
+    "zero_grad_after_step",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "t5")),
+]
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
@@ -77,7 +80,7 @@ parts = st.lists(
 
 @pytest.mark.parametrize(
     ("dims", "size", "examples", "least"),
-    [pytest.param(1, 120, 60, 40, marks=pytest.mark.slow), (2, 50, 40, 30), (3, 30, 20, 15)],
+    [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 120, 60, 40), (2, 50, 40, 30))), (3, 30, 20, 15)],
 )
 def test_with_padding_it_is_as_the_padded_model(dims: int, size: int, examples: int, least: int) -> None:
     tried = 0

@@ -234,6 +234,7 @@ def _looked_at_for_the_least(one: Fusing) -> list[Choices]:
     return [low.schedule.choices for low in one._low()]  # pyright: ignore[reportPrivateUsage]
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.1, 0.5))
 def test_what_a_budget_is_refused_with_is_enough(seed: int, far: float) -> None:

@@ -106,6 +106,7 @@ class Residual(nn.Module):
         return torch.relu(x + self.body(x))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_sum_that_is_read_again_takes_the_place_of_what_it_is_made_of() -> None:
     """Else the gradients of a residual stream wait in pieces, and the least is far above what a step takes op by op."""

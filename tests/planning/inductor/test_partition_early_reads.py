@@ -48,6 +48,7 @@ def fitted() -> Any:
     return memplan.fit(model, x, budget="33 MB", engine="inductor", plan=plan, pairs=0)
 
 
+@pytest.mark.slow
 @needs_compiler
 @needs_order
 def test_a_run_takes_less(monkeypatch: pytest.MonkeyPatch) -> None:

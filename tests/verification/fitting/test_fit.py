@@ -245,6 +245,7 @@ def floor_with(optimizer: Any, early: bool) -> int:
     return budget
 
 
+@pytest.mark.slow
 def test_micro_batches_with_gradients_held() -> None:
     model, x, y, loss = gpt()
     twin = copy.deepcopy(model)

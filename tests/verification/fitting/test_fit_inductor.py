@@ -138,8 +138,8 @@ def holds(fitted: Fitted) -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        "batch norm and dropout",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("attention dropout", "weight tying", "channels last")),
+        pytest.param("batch norm and dropout", marks=pytest.mark.slow),  # the cells of the engine graph always run
     ],
 )
 def test_every_cell(cell: str) -> None:
@@ -213,6 +213,7 @@ def test_gradients_that_are_used_up_as_they_come(options: dict[str, Any]) -> Non
         assert state == pytest.approx(2 * trained, rel=0.01)
 
 
+@pytest.mark.slow
 def test_an_update_waits_for_all_that_reads_its_parameter() -> None:
     """A convolution's weight is read for its input's gradient, too, which can be computed after its own."""
     torch.manual_seed(0)
@@ -280,6 +281,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [pytest.param(one, marks=[pytest.mark.slow] * (one != "batch")) for one in NORMS])
 def test_under_autocast_what_surrounds_a_norm_stays_in_bfloat16(norm: str) -> None:
     """Were its gradient in float32, so would be all of the backward pass before it, and nothing would be saved."""
@@ -312,6 +314,7 @@ def test_what_autocast_leaves_alone_is_computed_as_it_is_written() -> None:
     assert fitted.proof.ok
 
 
+@pytest.mark.slow
 def test_where_other_layouts_round_too_much_the_plain_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     tried, layouts = _Fitting._tried, list[bool]()
 
@@ -511,6 +514,7 @@ def test_a_second_process_finds_the_kernels_compiled(tmp_path: Path) -> None:
     assert second == first  # none is new, none was written again
 
 
+@pytest.mark.slow
 def test_a_plan_goes_back_and_forth_and_keeps_its_engine() -> None:
     torch.manual_seed(0)
     model, (x, y) = Net(), inputs()
