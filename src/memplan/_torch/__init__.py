@@ -51,9 +51,7 @@ from memplan._torch.fake import (
     FakeMode,
     FakeTensor,
     become,
-    fake_tensors,
     is_from_outside,
-    modules_converted_as_real,
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
@@ -80,8 +78,10 @@ from memplan._torch.modules import (
     OwnState,
     copy_hooks,
     count_hooks,
+    fake_tensors,
     has_shape,
     lazy_as_fake,
+    modules_converted_as_real,
     own_state,
     pre_hooks,
     set_own_state,
@@ -100,6 +100,7 @@ from memplan._torch.opaque import (
 from memplan._torch.optimizers import backward_seen, bare_step, clipping_seen, leaves_of, scaling_seen
 from memplan._torch.patches import (
     FunctionCalls,
+    around_started_threads,
     eager_instead_of_compiled,
     function_name,
     here_alone,
@@ -175,6 +176,7 @@ __all__ = [
     "Symbolic",
     "Version",
     "arguments",
+    "around_started_threads",
     "attribute_names",
     "autocast_of_now",
     "backward_node",

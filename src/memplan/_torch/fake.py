@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan._torch.eager import Dispatch, is_composite, no_modes
-from memplan._torch.modules import lazy_as_fake
+from memplan._torch.modules import NoFakeTensor
 from memplan._torch.patches import patched
 from memplan._torch.tensors import KNOWN, is_sparse, known_indices, sparse_coo, sparse_parts, storage_key
 
@@ -80,14 +80,6 @@ _FACTORIES = frozenset(
     for name in ["arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "ones_like", "full_like"]
 )
 _CONSTANT_NUMEL = 8192
-
-
-class NoFakeTensor:
-    """Stand-in for `torch._subclasses.FakeTensor` in the user's code while it is recorded.
-
-    Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
-    but the path to record is the one that really runs.
-    """
 
 
 @contextlib.contextmanager
@@ -349,7 +341,10 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        kwargs = kwargs or {}
+        with self._alone:
+            return self._dispatched_alone(func, types, args, kwargs or {})
+
+    def _dispatched_alone(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled() and not self._inside and is_composite(func):
             replaced = self.replacements
             if replaced is None:
@@ -363,9 +358,8 @@ class FakeMode(FakeTensorMode):
         device = kwargs.get("device")
         if self.going is not None and device is not None and torch.device(device).type == "cuda":
             with self.going(torch.device(device)):
-                return self.__torch_dispatch__(func, types, args, {**kwargs, "device": _CPU})
-        with self._alone:
-            return self._dispatched(func, types, args, kwargs)
+                return self._dispatched_alone(func, types, args, {**kwargs, "device": _CPU})
+        return self._dispatched(func, types, args, kwargs)
 
     def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         self._inside = True
@@ -444,6 +438,18 @@ class FakeMode(FakeTensorMode):
         ):
             yield
 
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Enter the mode in a thread that the step starts, but never while another thread dispatches: what a mode was
+        entered over is kept in one list for all threads."""
+        with self._alone:
+            self.__enter__()
+        try:
+            yield
+        finally:
+            with self._alone:
+                self.__exit__(None, None, None)
+
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _changes_nothing(func, args, kwargs):
             return args[0]
@@ -463,36 +469,3 @@ class FakeMode(FakeTensorMode):
         if key is not None and not self._selected:  # how much is selected is said for each line
             self._memo.remember(key, (args, kwargs), result)
         return result
-
-
-@contextlib.contextmanager
-def modules_converted_as_real() -> Iterator[None]:
-    """Make `Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
-
-    For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees.
-    """
-    apply = torch.nn.Module._apply
-
-    def apply_as_real(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, NoFakeTensor
-        try:
-            return apply(self, *args, **kwargs)
-        finally:
-            fake_tensor.FakeTensor = seen
-
-    with patched(torch.nn.Module, _apply=apply_as_real):
-        yield
-
-
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Make all new tensors fake, of one mode: for a model that is only captured."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    dispatch = mode.dispatch
-
-    def dispatch_fake(*args: Any, **kwargs: Any) -> Any:
-        with patched(fake_tensor, FakeTensor=FakeTensor):
-            return dispatch(*args, **kwargs)
-
-    with patched(mode, dispatch=dispatch_fake), modules_converted_as_real(), lazy_as_fake(mode), mode:
-        yield

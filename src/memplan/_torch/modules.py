@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._subclasses.fake_tensor as fake_tensor
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
@@ -22,6 +23,14 @@ from memplan._torch.patches import patched
 
 _TENSORS = ("_parameters", "_buffers")
 _FIXED = (*_TENSORS, "_modules")
+
+
+class NoFakeTensor:
+    """Stand-in for `torch._subclasses.FakeTensor` in the user's code while it is recorded.
+
+    Libraries look there to take another path when they are traced (transformers builds masks that it would skip);
+    but the path to record is the one that really runs.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,4 +198,37 @@ def lazy_as_fake(
         ),
         patched(UninitializedBuffer, __new__=maker(_FakeBuffer, UninitializedBuffer.__new__)),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def modules_converted_as_real() -> Iterator[None]:
+    """Make `Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
+
+    For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees.
+    """
+    apply = nn.Module._apply
+
+    def apply_as_real(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, NoFakeTensor
+        try:
+            return apply(self, *args, **kwargs)
+        finally:
+            fake_tensor.FakeTensor = seen
+
+    with patched(nn.Module, _apply=apply_as_real):
+        yield
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make all new tensors fake, of one mode: for a model that is only captured."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def dispatch_fake(*args: Any, **kwargs: Any) -> Any:
+        with patched(fake_tensor, FakeTensor=FakeTensor):
+            return dispatch(*args, **kwargs)
+
+    with patched(mode, dispatch=dispatch_fake), modules_converted_as_real(), lazy_as_fake(mode), mode:
         yield

@@ -10,6 +10,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +42,39 @@ def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Cal
         return (instead if threading.get_ident() == here else function)(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def around_started_threads(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[list[str]]:
+    """Run what each thread that this one starts in here does, and each that those start, in a context of its own.
+
+    Returns:
+        The names of those that have started.
+    """
+    watched, started = {threading.get_ident()}, list[str]()
+    start = threading.Thread.start
+
+    def start_watched(self: threading.Thread) -> None:
+        if threading.get_ident() not in watched:
+            return start(self)
+        before = self.run
+
+        def run_watched() -> None:
+            self.run = before
+            watched.add(threading.get_ident())
+            with around():
+                before()
+
+        self.run = run_watched
+        try:
+            start(self)
+        except BaseException:
+            self.run = before
+            raise
+        started.append(self.name)
+
+    with patched(threading.Thread, start=start_watched):
+        yield started
 
 
 @contextlib.contextmanager

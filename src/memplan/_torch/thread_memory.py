@@ -7,7 +7,6 @@ which records sizes without addresses, works in each thread by itself. Everythin
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,14 +16,15 @@ from torch._C._autograd import _enable_profiler_legacy  # pyright: ignore[report
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
 from memplan._torch.eager import MemoryEvent, Profile
-from memplan._torch.patches import patched
+from memplan._torch.patches import around_started_threads
 
 
 @dataclass
 class Threads:
     """What was allocated in threads that started while they were watched."""
 
-    started: int = 0
+    started: list[str] = field(default_factory=list[str])
+    """Names of those that have started."""
     ended: list[list[tuple[int, int]]] = field(default_factory=list[list[tuple[int, int]]])
     """Of each that ended: times in ns and bytes, negative where they are released."""
 
@@ -32,29 +32,8 @@ class Threads:
 @contextlib.contextmanager
 def threads_watched() -> Iterator[Threads]:
     """Note what is allocated in threads that start in here, once they have ended."""
-    threads, watched = Threads(), {threading.get_ident()}
-    start = threading.Thread.start
-
-    def start_watched(self: threading.Thread) -> None:
-        if threading.get_ident() not in watched:
-            return start(self)
-        before = self.run
-
-        def run_watched() -> None:
-            self.run = before
-            watched.add(threading.get_ident())
-            with _watched(threads):
-                before()
-
-        self.run = run_watched
-        try:
-            start(self)
-        except BaseException:
-            self.run = before
-            raise
-        threads.started += 1
-
-    with patched(threading.Thread, start=start_watched):
+    threads = Threads()
+    with around_started_threads(lambda: _watched(threads)) as threads.started:
         yield threads
 
 

@@ -118,7 +118,7 @@ def _plain(build: Build, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
     profile = _torch.memory_profile()
     with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
         _run(build, steps, Observer(Place(), real=True))
-    unended = (_UNENDED,) if threads.started > len(threads.ended) else ()
+    unended = (_UNENDED,) if len(threads.started) > len(threads.ended) else ()
     return _torch.with_threads(_torch.Profile.of(profile), threads), unended
 
 

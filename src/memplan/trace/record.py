@@ -277,6 +277,7 @@ class _Recording:
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
+            stack.enter_context(_torch.around_started_threads(self._mode.in_thread))  # modes are of one thread each
             observer.calibrate()
             stack.enter_context(place.following())
             step = run_build(build, observer)

@@ -147,3 +147,27 @@ def test_threads_of_a_step_are_recorded_one_op_at_a_time() -> None:
 
     peaks = {memplan.simulate(memplan.record(build, steps=1)).peak_allocated for _ in range(5)}
     assert peaks == {memplan.simulate(memplan.measure(build, steps=1)).peak_allocated}
+
+
+def in_threads(number: int) -> Callable[[], None]:
+    """A step whose threads make their own inputs, one after the other."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+    def work() -> None:
+        model(torch.randn(128, 64)).sum().backward()
+
+    def step() -> None:
+        for _ in range(number):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+    return step
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_a_thread_of_a_step_makes_is_recorded(number: int) -> None:
+    measured = memplan.simulate(memplan.measure(lambda: in_threads(number))).peak_allocated
+    trace = memplan.record(lambda: in_threads(number), device="cpu")
+    assert memplan.simulate(trace).peak_allocated == measured
+    assert sum(op.name == "aten.randn.default" for op in trace.ops) == 2 * number
