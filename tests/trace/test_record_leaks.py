@@ -48,7 +48,7 @@ def objects_more(call: Callable[[], Any], times: int) -> int:
     ],
 )
 def test_nothing_of_a_recording_stays(call: Callable[[], Any], times: int) -> None:
-    assert objects_more(call, times) < times
+    assert objects_more(call, times) < times / 2  # the collector's own ups and downs
 
 
 def test_a_recording_that_is_held_is_seen() -> None:

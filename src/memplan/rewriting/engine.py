@@ -7,6 +7,7 @@ kernels of both halves (memplan.rewriting.compiled).
 from __future__ import annotations
 
 import linecache
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import nn
 from memplan import _torch
 from memplan.planning.capture.capture import TRAINING_NORM, Captured
 from memplan.planning.capture.flat_call import Call
+from memplan.planning.capture.guards import Guard
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph, Value, refs
 from memplan.planning.schedule.actions import Action
 from memplan.planning.schedule.codegen import gives, program, read_in_backward
@@ -87,17 +89,17 @@ class Engine:
         read = [tensor if value.id in self._read else None for value, tensor in zip(self._handed, inputs, strict=True)]
         with torch.no_grad(), _torch.without_autocast():
             outputs, saved = self._forward(inputs)
-        if not self._guarded(outputs):
+        guard = self._fired(outputs)
+        if guard is not None:
             del outputs, saved, read, receivers
-            args, kwargs = call.rebuild(call.tensors)
-            return model.forward(*args, **kwargs)
+            return _as_written(model, call, guard)
         return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, receivers))
 
-    def _guarded(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Return whether the flags that the model raises for are as they were when it was captured."""
+    def _fired(self, outputs: Sequence[torch.Tensor]) -> Guard | None:
+        """Return the first guard whose flag is not as it was when the model was captured."""
         guards = self._captured.guards
         flags = outputs[len(outputs) - len(guards) :]
-        return all(bool(flag) == guard.answer for flag, guard in zip(flags, guards, strict=True))
+        return next((one for flag, one in zip(flags, guards, strict=True) if bool(flag) != one.answer), None)
 
     def _inputs(self, model: nn.Module, call: Call) -> list[torch.Tensor]:
         owners = self._owners.of(model)
@@ -111,6 +113,19 @@ class Engine:
             else:
                 found.append(self._captured.constants[value.id])
         return found
+
+
+def _as_written(model: nn.Module, call: Call, guard: Guard) -> Any:
+    """Run the model without its plan, to raise what a guard of it raises."""
+    args, kwargs = call.rebuild(call.tensors)
+    output = model.forward(*args, **kwargs)
+    # e.g. what it checks was drawn at random, and is drawn anew
+    warnings.warn(
+        f"memplan: a call ran unplanned: the flag at {guard.where} was {not guard.answer}, for which the model raised "
+        "when the plan was made, and did not now",
+        stacklevel=6,
+    )
+    return output
 
 
 class _Owners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -108,6 +109,47 @@ def test_a_guard_raises_the_models_own_exception_and_training_goes_on() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class Ends(Checked):
+    """A model that ends the process where its output is no number."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layers(inputs)
+        if outputs.isnan().any():
+            sys.exit("nan in the output")
+        return outputs.square().mean()
+
+
+def test_a_model_that_would_end_the_process_is_fitted_and_ends_it_when_it_should() -> None:
+    model = Ends()
+    memplan.fit(model, torch.randn(512, 64), budget="1.25 MiB", engine="graph")
+    model(torch.randn(512, 64)).backward()
+    with pytest.raises(SystemExit, match="nan in the output"):
+        model(torch.full((512, 64), float("nan")))
+
+
+STRICT = {"now": True}
+
+
+class Lenient(Checked):
+    """A model that raises by what stands outside of it."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layers(inputs)
+        if (outputs.abs() > 1e6).any().item() and STRICT["now"]:
+            raise Exploded("too far")
+        return outputs.square().mean()
+
+
+def test_a_guard_that_does_not_raise_in_the_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, far = Lenient(), torch.full((512, 64), 1e12)
+    memplan.fit(model, torch.randn(512, 64), budget="1.25 MiB", engine="graph")
+    with pytest.raises(Exploded):
+        model(far)
+    monkeypatch.setitem(STRICT, "now", False)
+    with pytest.warns(UserWarning, match=r"a call ran unplanned: the flag at .*test_fit_guards\.py:\d+ was True"):
+        model(far)
 
 
 class Branches(nn.Module):

@@ -37,7 +37,11 @@ class _Seen:
 
 
 class Guards:
-    """Answers to the flags that are read while a model is traced, in the order in which a real run reads them."""
+    """Answers to the flags that are read while a model is traced, in the order in which a real run reads them.
+
+    A real run with the other answer really runs what is behind the flag, up to its ``raise``: a message that is logged
+    there is logged.
+    """
 
     def __init__(self) -> None:
         self.found: list[Guard] = []
@@ -123,6 +127,6 @@ def _reads(run: Callable[[], Any], other: int | None = None) -> list[tuple[Line 
 def _ends_in_raise(run: Callable[[], Any], other: int) -> bool:
     try:
         _reads(run, other)
-    except Exception as error:
-        return raised_by_statement(error)
+    except (Exception, SystemExit) as error:
+        return isinstance(error, SystemExit) or raised_by_statement(error)
     return False
