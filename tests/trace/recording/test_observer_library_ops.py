@@ -11,7 +11,7 @@ import memplan
 from memplan.trace.records import loud
 
 
-@torch.library.custom_op("memplan_tests::twice", mutates_args=())
+@torch.library.custom_op("memplan_recorded::twice", mutates_args=())
 def twice(x: Tensor) -> Tensor:
     """A kernel with temporaries."""
     return (x.sin() * 2).cos()
@@ -30,7 +30,7 @@ def test_the_kernel_of_an_op_that_is_not_torchs_is_said_not_to_be_counted() -> N
     trace = memplan.record(build, device="cpu")
     (note,) = loud(trace.assumptions)
     assert note.kind == "library"
-    assert note.text.startswith("memplan_tests::twice: ")
+    assert note.text.startswith("memplan_recorded::twice: ")
     assert note.text.endswith("NOT COUNTED")
 
 

@@ -60,7 +60,7 @@ class SizesByValue:
             self._unknown(result, union([range_of(one) for one in _leaves(args[-1])]))
             return result
         elif name not in _OPERANDS:
-            if name == "arange" and len(args) > 1:  # from as early as can be
+            if name == "arange" and len(args) > 1:  # from as low as can be
                 args = (_smallest(args[0]), *args[1:])
             for number in numbers:
                 becomes_size(number)
@@ -97,7 +97,7 @@ def _smallest(number: Any) -> Any:
 
 
 def _smallest_starts(key: Any) -> Any:
-    """Return what is selected: from as early as can be, to as late; of single elements the first that it can be."""
+    """Return what is selected: from as low as can be, to as high; of single elements the first that it can be."""
     if isinstance(key, tuple):
         return tuple(_smallest_starts(one) for one in key)
     if not isinstance(key, slice):

@@ -59,7 +59,7 @@ def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
         yield
 
 
-_PART = "a part of a tensor BEGINS OR ENDS BY VALUES: it is taken to begin as early and to be as long as can be"
+_PART = "a part of a tensor BEGINS OR ENDS BY VALUES: it is taken to begin as soon and to be as long as can be"
 _SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first are taken as large as they can be"
 
 
