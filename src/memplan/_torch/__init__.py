@@ -57,6 +57,8 @@ from memplan._torch.fake import (
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
+from memplan._torch.history import HistoryEvent, dump_history, history, record_history
+from memplan._torch.host_values import HostValues
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
 from memplan._torch.joint import (
     ConstantChanged,
@@ -162,6 +164,8 @@ __all__ = [
     "FakeMode",
     "FakeTensor",
     "GraphBreak",
+    "HistoryEvent",
+    "HostValues",
     "Joint",
     "MemoryEvent",
     "OwnState",
@@ -199,6 +203,7 @@ __all__ = [
     "default_device_replaced",
     "define_opaque",
     "distinct",
+    "dump_history",
     "eager_instead_of_compiled",
     "effect_of",
     "factories_replaced",
@@ -212,6 +217,7 @@ __all__ = [
     "has_shape",
     "here_alone",
     "histories_replaced",
+    "history",
     "in_backward",
     "inner_tensors",
     "is_backward",
@@ -254,6 +260,7 @@ __all__ = [
     "place_of",
     "pre_hooks",
     "random_states_seen",
+    "record_history",
     "rejections_counted",
     "runs_on_sparse",
     "say_place",

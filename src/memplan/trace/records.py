@@ -134,14 +134,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Counters:
+    """What torch's own counters of a card said: the peaks in bytes since they were reset."""
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assumption:
     """Something the recording had to assume, and where.
 
     ``kernel``: which kernel an op takes on the card, and why. ``bound``: how large a result is that depends on values.
-    ``sparse``: how many elements a sparse tensor has.
+    ``sparse``: how many elements a sparse tensor has. ``dry``: what an emulated card does not know.
     """
 
-    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse"]
+    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse", "dry"]
     text: str
     where: str | None
     count: int = 1
@@ -149,7 +157,7 @@ class Assumption:
 
 def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
     """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
-    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse")]
+    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse", "dry")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from memplan import _torch
@@ -36,11 +36,19 @@ class Joined:
     returned: tuple[Returned, ...]
 
 
-def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _torch.Profile, steps: int) -> Joined:
+def join(
+    parts: Finished,
+    entries: list[Entry],
+    named: _torch.Profile,
+    plain: _torch.Profile,
+    steps: int,
+    libraries: Callable[[str], bool] = lambda call: False,
+) -> Joined:
     """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
 
     Identity and cause come from the ledger's entry that lay at the same address at the same time in the run under the
-    mode, as far as calls and allocations of the two runs match.
+    mode, as far as calls and allocations of the two runs match. ``libraries`` says of which calls an allocation that
+    no tensor shows is a library's workspace.
     """
     named = without_mode(named)
     calls = matched_calls(named.calls, plain.calls)
@@ -62,8 +70,9 @@ def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _t
         if storage is None:
             explained = op < len(ops) and events.is_part(allocation, ops[op])
             op = op if op < len(ops) else None
-            lost += 0 if explained else allocation.bytes
-            storage = Storage(number, 0, "temporary", 0, None, op)
+            workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
+            lost += 0 if explained or workspace else allocation.bytes
+            storage = Storage(number, 0, "workspace" if workspace else "temporary", 0, None, op)
         cause = storage.cause
         if cause == "input" and allocation.died is not None and allocation.died <= tick[0]:
             cause = "temporary"

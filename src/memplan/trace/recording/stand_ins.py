@@ -295,7 +295,7 @@ class Standins:
         if tensor.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
-        if _branches(user_frame()):
+        if branches(user_frame()):
             self.is_size()
         self._add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all 1")
         return numpy.ones(tuple(tensor.shape), dtype=name)
@@ -317,7 +317,7 @@ class Standins:
         if not self._last_real and is_optimizing():
             self._losses += 1
             return value / self._losses  # each differs from the one before: it goes on
-        if not self._last_real and _branches(user_frame()):
+        if not self._last_real and branches(user_frame()):
             self.is_size()
         return value
 
@@ -384,7 +384,7 @@ class Standins:
             )
 
 
-def _branches(frame: tuple[str, int] | None) -> bool:
+def branches(frame: tuple[str, int] | None) -> bool:
     """Return whether a line of source branches; asked where a value leaves us as a plain float and can be followed no
     more."""
     line = linecache.getline(*frame) if frame is not None else ""
