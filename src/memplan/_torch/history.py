@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,8 @@ def record_history(*, stacks: bool) -> None:
 
 def history() -> list[HistoryEvent]:
     """Return what was recorded, in order."""
-    rows = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+    snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
+    rows = snapshot["device_traces"][torch.cuda.current_device()]
     return [
         HistoryEvent(
             row["action"], row.get("addr", 0), row["size"], row.get("stream", 0), tuple(row.get("pool_id", (0, 0)))

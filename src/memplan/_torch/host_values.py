@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 _MOST = 65536
 _MAKERS = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace})
+_FOREACH_ADD = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 _ADDS = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 
 
@@ -29,7 +30,7 @@ class HostValues(TorchFunctionMode):
                 _write(result, lambda: func(*args, **{**kwargs, "device": "cpu", "pin_memory": False}))
         elif func in _ADDS and _is_number(args[1:]) and not kwargs:
             _count(args[0], args[1])
-        elif func is torch._foreach_add_ and _is_number(args[1:]) and not kwargs:
+        elif func is _FOREACH_ADD and _is_number(args[1:]) and not kwargs:
             for tensor in args[0]:
                 _count(tensor, args[1])
         elif func is torch.Tensor.zero_:

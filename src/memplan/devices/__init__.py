@@ -7,5 +7,12 @@ from memplan.devices.lookup import catalogue, find, of_properties, read_budget
 from memplan.devices.model import Device
 
 __all__ = [
-    "Device", "Hardware", "catalogue", "described", "find", "hardware_of", "of_properties", "read_budget",
+    "Device",
+    "Hardware",
+    "catalogue",
+    "described",
+    "find",
+    "hardware_of",
+    "of_properties",
+    "read_budget",
 ]

@@ -19,7 +19,6 @@ from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 
-
 def measure(
     build: Build,
     *,
@@ -112,4 +111,3 @@ def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
             do="Leave device out; or add dry=True (--dry), which runs the step on an emulated card",
         )
     return HOST, (CUDA_DIFFERS,) if device is None else ()
-

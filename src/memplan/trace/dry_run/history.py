@@ -10,7 +10,7 @@ from memplan.trace.recording.join_events import Joined
 from memplan.trace.records import ON_CARD, Call, CallKind
 
 _FREED, _WAITED = "free_requested", "free_completed"
-_DEFAULT = (0, (0, 0))
+_DEFAULT: tuple[int, tuple[int, ...]] = (0, (0, 0))
 
 
 @dataclass(frozen=True)

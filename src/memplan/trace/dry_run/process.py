@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import memplan
+from memplan import errors
 from memplan.devices import find
 from memplan.dry.card import CARD, description
 from memplan.dry.cuda_torch import NEWEST, OLDEST, CudaTorch, find_torch
@@ -101,7 +102,7 @@ def run_dry(
 
 
 def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
-    home = os.path.dirname(os.path.dirname(os.path.abspath(memplan.__file__)))
+    home = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     places = [entry for entry in sys.path if entry.endswith("-packages")]
     code = _START.format(home=home, borrowed=set(_BORROWED), places=places, folder=folder)
     with open(os.path.join(folder, _SAID), "w+b") as said:
@@ -139,8 +140,6 @@ def _with_release(trace: Trace, torch: CudaTorch) -> Trace:
     """Return the trace, with what has to be said of a release of torch that no dry run was compared in."""
     if torch.seen:
         return trace
-    import dataclasses
-
     seen = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     note = f"torch {torch.version} is none of the releases that dry runs were compared in ({seen})"
     return dataclasses.replace(trace, notes=(*trace.notes, note))
@@ -163,7 +162,7 @@ def _folders() -> tuple[str, ...]:
     """Return where this process imports from, less what belongs to its own Python."""
     roots = (sys.prefix, sys.base_prefix)
     found = [os.path.abspath(entry) for entry in sys.path]
-    own = os.path.dirname(os.path.dirname(os.path.abspath(memplan.__file__)))
+    own = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     return tuple(
         entry for entry in found
         if entry != own and os.path.isdir(entry)

@@ -33,7 +33,9 @@ class Reads:
         """Note every value that Python code reads of a tensor on the card, and every result that values size."""
         methods = {name: self._reading(name, getattr(torch.Tensor, name)) for name in _READS}
         sized = {name: self._sized(name, function) for name, function in _BY_VALUE.items()}
-        on_tensors = {name: self._sized(name, getattr(torch.Tensor, name)) for name in sized if hasattr(torch.Tensor, name)}
+        on_tensors = {
+            name: self._sized(name, getattr(torch.Tensor, name)) for name in sized if hasattr(torch.Tensor, name)
+        }
         with _torch.patched(torch.Tensor, **methods, **on_tensors), _torch.patched(torch, **sized):
             yield
 

@@ -67,9 +67,7 @@ class _Signature:
 class Observer:
     """Notes every op with its place, and every storage with its birth and death."""
 
-    def __init__(
-        self, place: Place, *, real: bool, semantics: Semantics | None = None, on_card: bool = False
-    ) -> None:
+    def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None, on_card: bool = False) -> None:
         self.place = place
         self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
