@@ -12,6 +12,7 @@ from memplan._torch.cuda import (
     histories_replaced,
     tensors_that_tell,
 )
+from memplan._torch.dry_card import HistoryEvent, HostValues, dump_history, history, record_history
 from memplan._torch.dynamo import GraphBreak, graph_break
 from memplan._torch.eager import (
     Call,
@@ -57,8 +58,6 @@ from memplan._torch.fake import (
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
-from memplan._torch.history import HistoryEvent, dump_history, history, record_history
-from memplan._torch.host_values import HostValues
 from memplan._torch.inductor import card_compiler_misses, compiled_as_eager, cpp_compiler
 from memplan._torch.joint import (
     ConstantChanged,

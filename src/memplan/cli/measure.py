@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -105,16 +104,16 @@ def _measured(
     from memplan.explanation.explain import explain_trace
     from memplan.trace.measure import measure
 
-    build = functools.partial(built, given)
     card = None if dry is None else find(dry)
     with progress(f"running {given.target}"), contained(given.target):
         try:
             if card is None:
                 trace = measure(describe(given).build(), steps=steps)
             else:
-                describe(given)  # so that what was mistyped is answered before the card is built
-                trace = measure(build, device=card.name, steps=steps, dry=True, environment=environment,
-                                snapshot=snapshot)  # fmt: skip
+                build = StepOfOptions(given)
+                trace = measure(
+                    build, device=card.name, steps=steps, dry=True, environment=environment, snapshot=snapshot
+                )
         except StepError as error:
             raise advised(error, given) from error.__cause__
     trains = False if given.infer else None
@@ -122,6 +121,16 @@ def _measured(
     return trace, explain_trace(trace, title=given.target, train=trains, card=card, settings=settings)
 
 
-def built(given: StepArguments) -> Step:
-    """Return the step that a target and options describe: what another process is sent is their text."""
-    return describe(given).build()()
+class StepOfOptions:
+    """The build that a target and options describe, for another process: what is sent is their text."""
+
+    def __init__(self, given: StepArguments) -> None:
+        self._given = given
+        self._build = describe(given).build()
+
+    def __call__(self) -> Step:
+        """Return the step."""
+        return self._build()
+
+    def __reduce__(self) -> tuple[type[StepOfOptions], tuple[StepArguments]]:
+        return StepOfOptions, (self._given,)

@@ -31,7 +31,7 @@ class CudaTorch:
 
     @property
     def library(self) -> Path:
-        """The file of all of torch's CUDA kernels."""
+        """Return the file of all of torch's CUDA kernels."""
         return self.packages / "torch" / "lib" / "libtorch_cuda.so"
 
     @property

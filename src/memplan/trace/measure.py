@@ -59,9 +59,7 @@ def measure(
     check_steps(steps)
     if dry:
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
-    if environment is not None or snapshot is not None:
-        option = "environment" if environment is not None else "snapshot"
-        raise UsageError(f"{option} without dry=True", expected="it of a dry run alone", do="Add dry=True, or leave it")
+    _check_dry(environment, snapshot)
     target, notes = _target(device)
     with undisturbed():
         with random_kept():
@@ -96,6 +94,13 @@ def _plain(build: Build, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
         run_in_ranges(build, steps, Observer(Place(), real=True))
     unended = (_UNENDED,) if threads.started > len(threads.ended) else ()
     return _torch.with_threads(_torch.Profile.of(profile), threads), unended
+
+
+def _check_dry(environment: object, snapshot: object) -> None:
+    """Refuse what only a dry run has."""
+    if environment is not None or snapshot is not None:
+        option = "environment" if environment is not None else "snapshot"
+        raise UsageError(f"{option} without dry=True", expected="it of a dry run alone", do="Add dry=True, or leave it")
 
 
 def _few(names: tuple[str, ...]) -> str:

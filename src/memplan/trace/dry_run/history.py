@@ -52,7 +52,7 @@ def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Ev
                 live[row.address] = len(pools)
                 pools.append(numbers.setdefault((row.stream, row.pool), len(numbers)))
             elif not _completed_at_once(history, index):
-                waiting[row.address] = live[row.address]
+                waiting[row.address] = live.get(row.address, -1)
         elif row.action == _WAITED and row.address in waiting:
             waited.add(waiting.pop(row.address))
             calls.append((len(events), "synchronize"))

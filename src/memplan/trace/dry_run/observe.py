@@ -74,12 +74,16 @@ def observe(build: Build, card: Device, steps: int, snapshot: str | None) -> Tra
         gc.collect()
         _torch.clear_cublas_workspaces()
         torch.cuda.empty_cache()
+        before = len(_torch.history())
         named = named_run(build, steps, device="cuda")
-    return _joined(named, plain, card, steps, notes, reads)
+    requested = events_of(_torch.history()[before:], named.record).profile
+    return _joined(named, requested, plain, card, steps, notes, reads)
 
 
-def _joined(named: Named, plain: _Plain, card: Device, steps: int, notes: list[str], reads: Reads) -> Trace:
-    joined = join(named.parts, named.observer.ledger.entries, named.record, plain.events.profile, steps, _is_librarys)
+def _joined(
+    named: Named, seen: _torch.Profile, plain: _Plain, card: Device, steps: int, notes: list[str], reads: Reads
+) -> Trace:
+    joined = join(named.parts, named.observer.ledger.entries, seen, plain.events.profile, steps, _is_librarys)
     found = on_card(joined, plain.events)
     if joined.lost:
         size = format_bytes(joined.lost)

@@ -73,19 +73,7 @@ def join(
             workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
             lost += 0 if explained or workspace else allocation.bytes
             storage = Storage(number, 0, "workspace" if workspace else "temporary", 0, None, op)
-        cause = storage.cause
-        if cause == "input" and allocation.died is not None and allocation.died <= tick[0]:
-            cause = "temporary"
-        storages.append(
-            replace(
-                storage,
-                id=number,
-                cause=cause,
-                bytes=allocation.bytes,
-                born=allocation.born,
-                died=allocation.died,
-            )
-        )
+        storages.append(_measured(storage, number, allocation, tick[0]))
     apart = [one for number, one in enumerate(events.allocations) if number not in paired]
     return Joined(
         tuple(_renumbered(op, number_of) for op in ops),
@@ -103,6 +91,15 @@ def join(
         tuple(_form(form, number_of) for form in parts.forms),
         tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
     )
+
+
+def _measured(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:
+    """Return a storage with the number, the size and the life of its allocation."""
+    cause = storage.cause
+    if cause == "input" and allocation.died is not None and allocation.died <= first_step:
+        cause = "temporary"
+    born, died = allocation.born, allocation.died
+    return replace(storage, id=number, cause=cause, bytes=allocation.bytes, born=born, died=died)
 
 
 @dataclass(slots=True)

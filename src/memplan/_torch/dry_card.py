@@ -1,18 +1,54 @@
-"""Values that the host can know of tensors on a card whose kernels do nothing. Seen in torch 2.11 and 2.15."""
+"""Of a card whose kernels do nothing: torch's own memory history, and the values that the host can know. Seen in torch
+2.11 and 2.15."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+_MOST_EVENTS = 10_000_000
 _MOST = 65536
 _MAKERS = frozenset({torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace})
 _FOREACH_ADD = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
 _ADDS = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
+
+
+class HistoryEvent(NamedTuple):
+    """One thing that the caching allocator did. Bytes as requested for blocks, as mapped for segments."""
+
+    action: str
+    address: int
+    bytes: int
+    stream: int
+    pool: tuple[int, ...]
+
+
+def record_history(*, stacks: bool) -> None:
+    """Begin the history of all that the caching allocator does; ``stacks``: with the Python stack of each event."""
+    context = "all" if stacks else None
+    torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MOST_EVENTS)
+
+
+def history() -> list[HistoryEvent]:
+    """Return what was recorded, in order."""
+    snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
+    rows = snapshot["device_traces"][torch.cuda.current_device()]
+    return [
+        HistoryEvent(
+            row["action"], row.get("addr", 0), row["size"], row.get("stream", 0), tuple(row.get("pool_id", (0, 0)))
+        )
+        for row in rows
+    ]
+
+
+def dump_history(path: str | os.PathLike[str]) -> None:
+    """Write torch's own snapshot, a pickle, as `torch.cuda.memory._dump_snapshot` does."""
+    torch.cuda.memory._dump_snapshot(os.fspath(path))
 
 
 class HostValues(TorchFunctionMode):
