@@ -34,7 +34,9 @@ def test_a_cuda_build_is_found(tmp_path: Path) -> None:
     assert find_torch(tmp_path / "bin" / "python") == found
 
 
-@pytest.mark.parametrize(("version", "seen"), [("2.10.1+cu128", False), ("2.15.0+cu132", True), ("2.16.0+cu132", False)])
+@pytest.mark.parametrize(
+    ("version", "seen"), [("2.10.1+cu128", False), ("2.15.0+cu132", True), ("2.16.0+cu132", False)]
+)
 def test_a_release_that_was_never_compared_is_told_apart(tmp_path: Path, version: str, seen: bool) -> None:
     assert find_torch(environment(tmp_path, version, "13.0")).seen == seen
 

@@ -94,7 +94,7 @@ def command(
     return 0
 
 
-without(command, "device", "assume")
+without(command, "device", "assume", "settings")
 
 
 def _measured(
@@ -102,6 +102,7 @@ def _measured(
 ) -> tuple[Trace, Explanation]:
     from memplan.devices import find
     from memplan.explanation.explain import explain_trace
+    from memplan.trace.dry_run.process import allocator_settings
     from memplan.trace.measure import measure
 
     card = None if dry is None else find(dry)
@@ -117,7 +118,7 @@ def _measured(
         except StepError as error:
             raise advised(error, given) from error.__cause__
     trains = False if given.infer else None
-    settings = given.settings if card is not None else None
+    settings = None if card is None else allocator_settings()
     return trace, explain_trace(trace, title=given.target, train=trains, card=card, settings=settings)
 
 

@@ -48,7 +48,9 @@ EXPORT cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t d, cudnnB
     cudnnBackendDescriptor_t p = device();
     switch ((int)a) {
     case CUDNN_ATTR_OPERATIONGRAPH_HANDLE: return OK;
-    case CUDNN_ATTR_EXECUTION_PLAN_HANDLE: return set(d, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &p);
+    case CUDNN_ATTR_EXECUTION_PLAN_HANDLE:
+        dry_missing("assumed: cuDNN's plans for a described card; on a real one their workspaces differed for some convolutions", 0);
+        return set(d, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &p);
     case CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH: set(d, CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &p); break;
     case CUDNN_ATTR_ENGINE_OPERATION_GRAPH: set(d, CUDNN_ATTR_ENGINE_DEVICEPROP, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &p); break;
     }

@@ -61,7 +61,7 @@ class Request:
 
 
 def run_dry(
-    build: Callable[[], Any],
+    build: Callable[[], Any] | Packed,
     *,
     device: str | None,
     steps: int,
@@ -71,7 +71,7 @@ def run_dry(
     """Run a step on an emulated card, in a process of its own, and return what torch's allocator did.
 
     Args:
-        build: as for `memplan.measure`.
+        build: as for `memplan.measure`, or one that is named already.
         device: a card whose clocks are in the catalogue.
         steps: how often the step runs.
         environment: with the CUDA build of torch that is to run it; this one where None.
@@ -89,7 +89,7 @@ def run_dry(
     torch = find_torch(environment)
     library = library_for(torch)
     request = Request(
-        packed(build, _version(torch)), card.name, steps, None if snapshot is None else os.path.abspath(snapshot),
+        build if isinstance(build, Packed) else packed(build, _version(torch)), card.name, steps, None if snapshot is None else os.path.abspath(snapshot),
         _folders(),
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="memplan-dry-") as folder:
@@ -98,7 +98,7 @@ def run_dry(
         variables |= {
             CARD: description(card), "LD_PRELOAD": library.preload, "MEMPLAN_DRY_LOG": str(Path(folder, _LOG)),
         }  # fmt: skip
-        return _with_release(_run(torch, folder, variables), torch)
+        return _with_surroundings(_run(torch, folder, variables), torch)
 
 
 def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
@@ -136,13 +136,15 @@ def _ended(status: int, said: str) -> MemplanError:
     )
 
 
-def _with_release(trace: Trace, torch: CudaTorch) -> Trace:
-    """Return the trace, with what has to be said of a release of torch that no dry run was compared in."""
-    if torch.seen:
-        return trace
-    seen = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    note = f"torch {torch.version} is none of the releases that dry runs were compared in ({seen})"
-    return dataclasses.replace(trace, notes=(*trace.notes, note))
+def _with_surroundings(trace: Trace, torch: CudaTorch) -> Trace:
+    """Return the trace, with what has to be said of the release of torch and of the allocator's settings."""
+    notes, settings = trace.notes, allocator_settings()
+    if settings is not None:
+        notes += (f"the allocator ran with {settings}: simulate takes it as settings",)
+    if not torch.seen:
+        seen = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        notes += (f"torch {torch.version} is none of the releases that dry runs were compared in ({seen})",)
+    return dataclasses.replace(trace, notes=notes)
 
 
 def _version(torch: CudaTorch) -> tuple[int, int]:
@@ -156,6 +158,11 @@ def _version(torch: CudaTorch) -> tuple[int, int]:
     except ValueError:
         raise UsageError(f"{torch.python} does not run", expected="the Python of an environment") from None
     return major, minor
+
+
+def allocator_settings() -> str | None:
+    """Return the settings of the caching allocator that a process started here takes from its environment."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 
 def _folders() -> tuple[str, ...]:
