@@ -62,7 +62,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path, made: str | None, said: str
 
 def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(DeviceError, match="a dry run on Linux aarch64. Expected Linux on x86-64"):
+    with pytest.raises(DeviceError, match=r"a dry run on Linux aarch64. Expected Linux on x86-64"):
         find_torch(None)
 
 

@@ -85,7 +85,7 @@ def test_other_sources_and_another_torch_have_libraries_of_their_own(torch: Cuda
 @needs_compiler
 def test_a_source_that_does_not_compile_is_one_line(torch: CudaTorch) -> None:
     (library.SOURCES / "cudart.c").write_text("int cuInit(unsigned f) { return nothing; }\n")
-    with pytest.raises(DeviceError, match="cannot build the dry card for torch 2.11.0") as caught:
+    with pytest.raises(DeviceError, match=r"cannot build the dry card for torch 2.11.0") as caught:
         library_for(torch)
     assert "\n" not in str(caught.value)
     assert not any(path for path in cache_folder().iterdir()), "nothing half made is left"
@@ -94,14 +94,14 @@ def test_a_source_that_does_not_compile_is_one_line(torch: CudaTorch) -> None:
 def test_no_compiler_is_one_line(torch: CudaTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(DeviceError, match="there is no C compiler here.*Install gcc"):
+    with pytest.raises(DeviceError, match=r"there is no C compiler here.*Install gcc"):
         library_for(torch)
 
 
 @needs_compiler
 def test_missing_headers_are_one_line(torch: CudaTorch) -> None:
     (torch.packages / "nvidia" / "cu13" / "include" / "cudnn.h").unlink()
-    with pytest.raises(DeviceError, match="the headers of CUDA and cuDNN are not beside torch 2.11.0"):
+    with pytest.raises(DeviceError, match=r"the headers of CUDA and cuDNN are not beside torch 2.11.0"):
         library_for(torch)
 
 

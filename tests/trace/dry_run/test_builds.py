@@ -44,7 +44,7 @@ def test_a_closure_goes_as_code_to_the_same_python_alone() -> None:
     found = packed(lambda: number, VERSION)
     assert found.code is not None
     assert unpacked(found)() == 7
-    with pytest.raises(UsageError, match="no name that Python 3.99 could import.*Define it at the top of a file"):
+    with pytest.raises(UsageError, match=r"no name that Python 3.99 could import.*Define it at the top of a file"):
         packed(lambda: number, OTHER)
 
 

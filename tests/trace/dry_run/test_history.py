@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from memplan import _torch
 from memplan.trace.dry_run.history import events_of, on_card
 from memplan.trace.recording.join_events import Joined
@@ -38,16 +36,26 @@ def test_streams_and_private_pools_are_told_apart() -> None:
     assert events_of(rows, _torch.Profile([], [], {})).pools == (0, 1, 2)
 
 
-@pytest.mark.parametrize("kind", ["synchronize", "empty_cache"])
-def test_what_is_asked_of_the_allocator_has_a_tick_of_its_own(kind: str) -> None:
-    rows = [event("alloc", 512, 8), event("free_requested", 512, 8)]
-    middle = event("free_completed", 512, 8) if kind == "synchronize" else event("segment_free", 512, 2048)
-    found = events_of([*rows, middle, event("alloc", 4096, 16)], _torch.Profile([], [], {}))
-    assert found.calls == ((2, kind),)
-    storages = (Storage(0, 8, "input", 1, 2), Storage(1, 16, "input", 3, None))
-    joined = Joined((), storages, (), (0,), 3, 0, 0, (), 0, (), ())
-    moved = on_card(joined, found)
-    assert moved.calls == (Call(3, kind),)  # pyright: ignore[reportArgumentType]  # one of the parameters
+def test_segments_that_are_given_back_are_a_call_of_its_own_tick() -> None:
+    rows = [event("alloc", 512, 8), *freed(512, 8), event("segment_free", 512, 2048), event("alloc", 4096, 16)]
+    found = events_of(rows, _torch.Profile([], [], {}))
+    assert found.calls == ((2, "empty_cache"),)
+    moved = on_card(joined((1, 2), (3, None)), found)
+    assert moved.calls == (Call(3, "empty_cache"),)
     assert [(one.born, one.died) for one in moved.joined.storages] == [(1, 2), (4, None)]
-    assert moved.joined.end == 4
-    assert [bool(one.used_on) for one in moved.joined.storages] == [kind == "synchronize", False]
+    assert (moved.joined.end, moved.joined.steps) == (4, (0,))
+
+
+def test_a_release_that_waits_for_a_stream_ends_when_it_is_completed() -> None:
+    first = [event("alloc", 512, 8), event("free_requested", 512, 8)]
+    rows = [*first, event("alloc", 4096, 16), event("free_completed", 512, 8)]
+    found = events_of(rows, _torch.Profile([], [], {}))
+    assert (found.calls, found.waited) == (((3, "synchronize"),), frozenset({0}))
+    moved = on_card(joined((1, 2), (3, None)), found)
+    assert [bool(one.used_on) for one in moved.joined.storages] == [True, False]
+    assert moved.calls == (Call(4, "synchronize"),)
+
+
+def joined(*lives: tuple[int, int | None]) -> Joined:
+    storages = tuple(Storage(number, 8, "input", *life) for number, life in enumerate(lives))
+    return Joined((), storages, (), (0,), 3, 0, 0, (), 0, (), ())

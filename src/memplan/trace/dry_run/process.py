@@ -88,10 +88,9 @@ def run_dry(
     description(card)
     torch = find_torch(environment)
     library = library_for(torch)
-    request = Request(
-        build if isinstance(build, Packed) else packed(build, _version(torch)), card.name, steps, None if snapshot is None else os.path.abspath(snapshot),
-        _folders(),
-    )  # fmt: skip
+    sent = build if isinstance(build, Packed) else packed(build, _version(torch))
+    file = None if snapshot is None else os.path.abspath(snapshot)
+    request = Request(sent, card.name, steps, file, _folders())
     with tempfile.TemporaryDirectory(prefix="memplan-dry-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
         variables = {name: value for name, value in os.environ.items() if name not in _MEANT}
