@@ -158,4 +158,4 @@ def _not_known() -> tuple[Assumption, ...]:
         return ()
     with open(path, encoding="utf-8") as file:
         said = [line.strip() for line in file if line.startswith(("assumed: ", "refused: "))]
-    return tuple(Assumption("dry", text, None) for text in dict.fromkeys(said))
+    return tuple(Assumption("dry", text.removeprefix("assumed: "), None) for text in dict.fromkeys(said))
