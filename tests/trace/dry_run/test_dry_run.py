@@ -11,6 +11,7 @@ from dry_torch import ENVIRONMENT, needs_cuda_torch
 
 import memplan
 from memplan.cli import main
+from memplan.devices import find
 from memplan.errors import DeviceError, StepError, UsageError
 from memplan.trace.dry_run.builds import Packed
 from memplan.trace.dry_run.process import run_dry
@@ -113,7 +114,7 @@ def test_the_command_answers_in_one_line(options: list[str], said: str, file: Pa
 @pytest.mark.parametrize("card", ["h100", "a100", "rtx4090", "t4"])
 def test_a_step_is_a_trace_with_layers_and_causes(file: Path, card: str) -> None:
     trace = dry(file, "build", device=card)
-    assert (trace.origin, trace.device) == ("dry", card)
+    assert (trace.origin, trace.device) == ("dry", find(card).name)
     weights = {storage.name: storage.bytes for storage in trace.storages if storage.cause == "weight"}
     assert weights == {"0.weight": 4 * 512 * 1024, "0.bias": 4096, "2.weight": 40960, "2.bias": 40}
     assert sum(storage.cause == "optimizer_state" for storage in trace.storages) == 8  # the counters lie on the host
