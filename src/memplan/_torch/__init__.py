@@ -13,6 +13,7 @@ from memplan._torch.cuda import (
     histories_replaced,
     tensors_that_tell,
 )
+from memplan._torch.dry_card import HistoryEvent, HostValues, dump_history, history, record_history
 from memplan._torch.eager import (
     Call,
     Dispatch,
@@ -166,6 +167,8 @@ __all__ = [
     "FakeTensor",
     "FunctionCalls",
     "GraphBreak",
+    "HistoryEvent",
+    "HostValues",
     "Joint",
     "MemoryEvent",
     "OwnState",
@@ -205,6 +208,7 @@ __all__ = [
     "default_device_replaced",
     "define_opaque",
     "distinct",
+    "dump_history",
     "eager_instead_of_compiled",
     "effect_of",
     "factories_replaced",
@@ -219,6 +223,7 @@ __all__ = [
     "has_shape",
     "here_alone",
     "histories_replaced",
+    "history",
     "in_backward",
     "inner_tensors",
     "is_backward",
@@ -261,6 +266,7 @@ __all__ = [
     "place_of",
     "pre_hooks",
     "random_states_seen",
+    "record_history",
     "rejections_counted",
     "runs_on_sparse",
     "say_place",

@@ -120,7 +120,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Record of what a `memory_profile` saw of the CPU allocator, and of the ranges that `marker` opened."""
+    """Record of what a `memory_profile` saw of one allocator, and of the ranges that `marker` opened."""
 
     events: list[MemoryEvent]
     """In order of time."""
@@ -130,8 +130,8 @@ class Profile:
     """Marker -> (start, end) in ns, of the first range of that name."""
 
     @classmethod
-    def of(cls, profile: Any) -> Profile:
-        """Read a profiler that has stopped."""
+    def of(cls, profile: Any, device: str = "cpu") -> Profile:
+        """Read a profiler that has stopped; of memory, what was allocated on a type of device."""
         events, calls, ranges = list[MemoryEvent](), list[Call](), dict[str, tuple[int, int]]()
         roots = sorted(profile.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
         stack = [(event, "", -1, False) for event in reversed(roots)]
@@ -140,7 +140,7 @@ class Profile:
             start = event.start_time_ns
             if event.tag == _EventType.Allocation:
                 fields = event.extra_fields
-                if fields.device.type == "cpu":
+                if fields.device.type == device:
                     events.append(MemoryEvent(fields.ptr, fields.alloc_size, start, mark, call))
                 continue
             if event.tag == _EventType.TorchOp and event.name.startswith(MARK):

@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "largest": "Find the largest batch, size or sequence that fits a card or a budget.",
     "compare": "Hold two steps against each other: models, precisions, plans, saved results.",
     "fit": "Make a training step run within a budget of bytes, with the same result.",
+    "measure": "Really run a step, here or on an emulated card, and say what it allocated.",
     "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",
     "devices": "List the cards that memplan knows, and where each figure is from.",
 }

@@ -31,7 +31,8 @@ def dumps(trace: Any) -> str:
         "returned": trace.returned,
         "made": (layer.made for layer in trace.layers),
     }
-    text = compact({"format": FORMAT} | {name: getattr(trace, name) for name in _HEAD})[:-1]
+    head = {"format": FORMAT} | {name: getattr(trace, name) for name in _HEAD}
+    text = compact(head | ({"counters": trace.counters} if trace.counters else {}))[:-1]
     for name, rows in sections.items():
         text += f',\n"{name}":[\n' + ",\n".join(map(compact, rows)) + "\n]"
     return text + "}\n"

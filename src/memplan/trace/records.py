@@ -134,15 +134,23 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Counters:
+    """What torch's own counters of a card said: the peaks in bytes since they were reset."""
+
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assumption:
     """Something the recording had to assume, and where.
 
     ``kernel``: which kernel an op takes on the card, and why. ``bound``: how large a result is that depends on values.
     ``sparse``: how many elements a sparse tensor has. ``library``: an op of a library or of the user's, whose kernel
-    may take more than its results.
+    may take more than its results. ``dry``: what an emulated card does not know.
     """
 
-    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse", "library"]
+    kind: Literal["scalar", "branch", "bound", "compiled", "host", "kernel", "sparse", "library", "dry"]
     text: str
     where: str | None
     count: int = 1
@@ -150,7 +158,7 @@ class Assumption:
 
 def loud(assumptions: Iterable[Assumption]) -> list[Assumption]:
     """Return the assumptions without which figures may be others, or the step may fail, when it really runs."""
-    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse", "library")]
+    return [one for one in assumptions if one.kind in ("branch", "bound", "host", "sparse", "library", "dry")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from memplan.trace.records import (
     SCHEMA,
     Assumption,
     Call,
+    Counters,
     Form,
     Layer,
     Op,
@@ -28,6 +29,9 @@ from memplan.trace.records import (
 class Trace:
     """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
 
+    ``origin``: predicted on fake tensors, measured in a real run, or measured on an emulated card (``dry``), which
+    allocates as a real one and computes nothing.
+
     ``steps[k]`` is the tick at which step k begins; ``end`` the last tick of all. What happens up to ``steps[0]`` is
     the building of model, data and optimizer. Bytes are as the tensors' storages request them.
 
@@ -36,7 +40,7 @@ class Trace:
         >>> memplan.simulate(trace).peak_allocated
     """
 
-    origin: Literal["recorded", "measured"]
+    origin: Literal["recorded", "measured", "dry"]
     device: str
     torch: str
     ops: tuple[Op, ...]
@@ -54,6 +58,8 @@ class Trace:
     """Of the forward ops of the first step, in their order."""
     returned: tuple[Returned, ...] = ()
     """By the models of the first step, in order."""
+    counters: tuple[Counters, ...] = ()
+    """Of a dry run: what torch's own said of building and then of each step."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

@@ -229,7 +229,7 @@ def _notes(a: Side, b: Side) -> tuple[str, ...]:
     if swept:
         one = "is a point of a sweep, which has" if len(swept) == 1 else "are points of a sweep, which have"
         notes.append(f"{' and '.join(swept)} {one} no layers: causes and totals alone are compared")
-    copies = [CAST_COPIES in side.by_cause for side in (a, b) if side.origin in ("recorded", "measured")]
+    copies = [CAST_COPIES in side.by_cause for side in (a, b) if side.origin in ("recorded", "measured", "dry")]
     if any(copies) and len(copies) < 2:
         notes.append("copies of weights in another dtype stand apart on the side that was recorded here alone")
     if a.layers and b.layers and not {part.name for part in a.layers} & {part.name for part in b.layers}:

@@ -12,7 +12,7 @@ from memplan._text import format_seconds, printable
 from memplan.explanation.model import LABELS
 from memplan.trace.records import CAUSES
 
-Origin = Literal["recorded", "measured", "explained", "planned", "swept"]
+Origin = Literal["recorded", "measured", "dry", "explained", "planned", "swept"]
 
 CAST_COPIES = "cast_copies"
 """In a comparison, the copies of weights in another dtype (autocast makes them) stand apart from the cause that they

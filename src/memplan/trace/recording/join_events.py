@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from memplan import _torch
@@ -36,11 +36,19 @@ class Joined:
     returned: tuple[Returned, ...]
 
 
-def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _torch.Profile, steps: int) -> Joined:
+def join(
+    parts: Finished,
+    entries: list[Entry],
+    named: _torch.Profile,
+    plain: _torch.Profile,
+    steps: int,
+    libraries: Callable[[str], bool] = lambda call: False,
+) -> Joined:
     """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
 
     Identity and cause come from the ledger's entry that lay at the same address at the same time in the run under the
-    mode, as far as calls and allocations of the two runs match.
+    mode, as far as calls and allocations of the two runs match. ``libraries`` says of which calls an allocation that
+    no tensor shows is a library's workspace.
     """
     named = without_mode(named)
     calls = matched_calls(named.calls, plain.calls)
@@ -62,21 +70,10 @@ def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _t
         if storage is None:
             explained = op < len(ops) and events.is_part(allocation, ops[op])
             op = op if op < len(ops) else None
-            lost += 0 if explained else allocation.bytes
-            storage = Storage(number, 0, "temporary", 0, None, op)
-        cause = storage.cause
-        if cause == "input" and allocation.died is not None and allocation.died <= tick[0]:
-            cause = "temporary"
-        storages.append(
-            replace(
-                storage,
-                id=number,
-                cause=cause,
-                bytes=allocation.bytes,
-                born=allocation.born,
-                died=allocation.died,
-            )
-        )
+            workspace = allocation.call >= 0 and libraries(plain.calls[allocation.call].name)
+            lost += 0 if explained or workspace else allocation.bytes
+            storage = Storage(number, 0, "workspace" if workspace else "temporary", 0, None, op)
+        storages.append(_measured(storage, number, allocation, tick[0]))
     apart = [one for number, one in enumerate(events.allocations) if number not in paired]
     return Joined(
         tuple(_renumbered(op, number_of) for op in ops),
@@ -94,6 +91,15 @@ def join(parts: Finished, entries: list[Entry], named: _torch.Profile, plain: _t
         tuple(_form(form, number_of) for form in parts.forms),
         tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
     )
+
+
+def _measured(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:
+    """Return a storage with the number, the size and the life of its allocation."""
+    cause = storage.cause
+    if cause == "input" and allocation.died is not None and allocation.died <= first_step:
+        cause = "temporary"
+    born, died = allocation.born, allocation.died
+    return replace(storage, id=number, cause=cause, bytes=allocation.bytes, born=born, died=died)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.records import HOST, Phase
+from memplan.trace.records import HOST, ON_CARD, Phase
 
 _BLOCK = 512
 
@@ -71,8 +71,10 @@ class _Reference(weakref.ref[Any]):
 class Ledger:
     """Births and deaths of storages on a clock of allocator events."""
 
-    def __init__(self, *, real: bool) -> None:
+    def __init__(self, *, real: bool, card: bool = False) -> None:
         self.real = real
+        self.card = card
+        """Whether real storages may lie on a card."""
         self.clock = 0
         self.entries: list[Entry] = []
         self._live: dict[int, Entry] = {}
@@ -194,6 +196,8 @@ class Ledger:
         if tensor.device.type == "meta":  # sizes without memory
             entry.bytes, entry.foreign = 0, True
         if self.real:
+            if tensor.is_cuda:
+                entry.device = ON_CARD
             if _torch.is_zero(tensor):  # a gradient of which torch knows that it is zero has no memory
                 entry.bytes, entry.foreign = 0, True
             elif "" in _torch.inner_tensors(tensor):

@@ -86,9 +86,9 @@ class _Signature:
 class Observer:
     """Notes every op with its place, and every storage with its birth and death."""
 
-    def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None) -> None:
+    def __init__(self, place: Place, *, real: bool, semantics: Semantics | None = None, on_card: bool = False) -> None:
         self.place = place
-        self.ledger = Ledger(real=real)
+        self.ledger = Ledger(real=real, card=on_card)
         self.notes: list[Note] = []
         self.sequences = Sequences()
         self.marks = Marks(place, self.ledger, self.notes)
@@ -403,7 +403,7 @@ def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent:
         ledger.device = place
         if absent:
             ledger.foreign(result, index)
-        if result.device.type not in ("cpu", "meta"):
+        if result.device.type not in ("cpu", "meta") and not (ledger.card and result.is_cuda):
             raise DeviceError(
                 f"a tensor on {result.device} at {format_frame(user_frame())}",
                 expected="tensors on the CPU, which the step is recorded for",

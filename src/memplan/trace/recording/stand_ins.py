@@ -186,7 +186,7 @@ class Standins:
         if tensor.requires_grad:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         name = str(tensor.dtype).removeprefix("torch.")
-        if _branches(user_frame()):
+        if branches(user_frame()):
             self.is_size()
         values = self.largest.of(tensor) if is_whole(tensor) else None
         taken = 1 if values is None else values[1]
@@ -206,7 +206,7 @@ class Standins:
         if not self._last_real and is_optimizing():
             self._losses += 1
             return value / self._losses  # each differs from the one before: it goes on
-        if not self._last_real and _branches(user_frame()):
+        if not self._last_real and branches(user_frame()):
             self.is_size()
         return value
 
@@ -306,7 +306,7 @@ def _is_subscript() -> bool:
     return frame is not None and "SUBSCR" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
-def _branches(frame: tuple[str, int] | None) -> bool:
+def branches(frame: tuple[str, int] | None) -> bool:
     """Return whether a line of source branches; asked where a value leaves us as a plain float and can be followed no
     more."""
     line = linecache.getline(*frame) if frame is not None else ""

@@ -1,0 +1,86 @@
+"""What the driver says of a card beside its memory and speed: a card that is only described has to say the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.devices.context import KIB, THREADS
+from memplan.devices.model import Device
+from memplan.errors import DeviceError
+
+REGISTERS = 65536
+"""Of a multiprocessor, each 32 bits, from compute capability 5.0 on (CUDA programming guide)."""
+
+_LIMITS = {
+    (7, 0): (96, 96, 32), (7, 5): (64, 64, 16),
+    (8, 0): (164, 163, 32), (8, 6): (100, 99, 16), (8, 9): (100, 99, 24),
+    (9, 0): (228, 227, 32), (10, 0): (228, 227, 32), (12, 0): (100, 99, 24),
+}  # fmt: skip
+"""Shared memory of a multiprocessor and of a block at most, in KiB; blocks of a multiprocessor."""
+_LIMITS_SOURCE = (
+    "shared memory, threads, blocks, registers: CUDA C++ programming guide, technical specifications per compute "
+    "capability"
+)
+
+_QUERY = "deviceQuery (output)"
+_BUS = "memory clock and bus: twice their product is the bandwidth of the data sheet"
+_CLOCKS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "t4": (1590, 5001, 256, (f"clocks and bus: {_QUERY}, chiemon.github.io, 2024-12-25",)),
+    "a100-40gb": (1410, 1215, 5120, (f"clocks and bus: {_QUERY}, PC2 Paderborn, NVIDIA A100 40GB with NVLINK",)),
+    "a100-80gb": (1410, 1593, 5120, ("clock: of the 40 GB module, deviceQuery (output)", f"{_BUS} (computed)")),
+    "rtx3090": (1695, 9751, 384, ("clock: GA102 whitepaper v2 (copy)", f"{_BUS} (computed)")),
+    "rtx4090": (2520, 10501, 384, ("clock and bus: cputronic.com (copy)", f"{_BUS} (computed)")),
+    "h100": (1980, 2619, 5120, ("clock: glennklockwood.com (copy)", "bus: archive-lib.hpctech.co.jp (copy)",
+                                f"{_BUS} (computed)")),
+}  # fmt: skip
+"""Highest clock of the multiprocessors and of the memory in MHz, width of the memory bus in bits, sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Figures of a card that kernels' host code and cuDNN ask the driver for. Clocks in kHz, memory in bytes."""
+
+    clock: int
+    memory_clock: int
+    bus: int
+    """Bits."""
+    l2: int
+    shared_memory: int
+    """Of a multiprocessor."""
+    shared_memory_of_block: int
+    """The most that a block can ask for."""
+    threads: int
+    """Of a multiprocessor, and so are ``blocks`` and ``registers``."""
+    blocks: int
+    registers: int
+    sources: tuple[str, ...]
+
+
+def described() -> tuple[str, ...]:
+    """Return the names of the cards that `hardware_of` has figures for."""
+    return tuple(sorted(_CLOCKS))
+
+
+def hardware_of(card: Device) -> Hardware:
+    """Return what the driver says of a card of the catalogue.
+
+    Raises:
+        DeviceError: a card of which these figures are not known.
+
+    Example:
+        >>> hardware_of(find("h100")).shared_memory_of_block
+        232448
+    """
+    clocks, limits = _CLOCKS.get(card.name), _LIMITS.get(card.architecture)
+    if clocks is None or limits is None or card.l2 is None:
+        raise DeviceError(
+            f"the clocks of {card.name}, which a described card has to have, are not in the catalogue",
+            expected=f"one of {', '.join(described())}",
+            do="Name one of these",
+        )
+    clock, memory_clock, bus, sources = clocks
+    shared, of_block, blocks = limits
+    return Hardware(
+        clock * 1000, memory_clock * 1000, bus, card.l2, shared * KIB, of_block * KIB, THREADS[card.architecture],
+        blocks, REGISTERS, (*sources, _LIMITS_SOURCE),
+    )  # fmt: skip

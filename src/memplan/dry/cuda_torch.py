@@ -1,0 +1,94 @@
+"""The CUDA build of torch that a dry run runs: where it lies and what it is, read without importing it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from memplan.errors import DeviceError
+
+OLDEST, NEWEST = (2, 11), (2, 15)
+"""Releases of torch that dry runs were compared in; another one is run all the same, and the result says so."""
+_DO = "Install torch from download.pytorch.org/whl/cu130 in an environment of its own, and name that by --torch"
+_ASSIGNED = re.compile(r"^(\w+)(?::[^=]*)? = '([^']*)'", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CudaTorch:
+    """A CUDA build of torch in an environment."""
+
+    python: Path
+    packages: Path
+    """The folder that torch lies in."""
+    version: str
+    cuda: str
+    commit: str
+
+    @property
+    def library(self) -> Path:
+        """Return the file of all of torch's CUDA kernels."""
+        return self.packages / "torch" / "lib" / "libtorch_cuda.so"
+
+    @property
+    def seen(self) -> bool:
+        """Return whether dry runs were compared in this release."""
+        found = re.match(r"(\d+)\.(\d+)", self.version)
+        return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+
+
+def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
+    """Find the CUDA build of torch of an environment; of the one that runs this where None.
+
+    Args:
+        environment: the folder of a virtual environment, or its Python.
+
+    Raises:
+        DeviceError: not Linux on x86-64, no such environment, no torch in it, or a build without CUDA.
+    """
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise DeviceError(
+            f"a dry run on {platform.system()} {platform.machine()}",
+            expected="Linux on x86-64, which the emulated driver is written for",
+            do="Run it there, or predict the step: memplan.record(build, device=...)",
+        )
+    python = Path(sys.executable) if environment is None else _python_of(Path(environment))
+    packages = _packages_of(python, own=environment is None)
+    where = f"the environment {python.parent.parent}"
+    if packages is None:
+        raise DeviceError(f"{where} has no torch", expected="a CUDA build of torch 2.11 or later", do=_DO)
+    text = (packages / "torch" / "version.py").read_text(encoding="utf-8")
+    said = dict(_ASSIGNED.findall(text))
+    found = CudaTorch(python, packages, said.get("__version__", "unknown"), said.get("cuda", ""),
+                      said.get("git_version", ""))  # fmt: skip
+    if not found.cuda or not found.library.is_file():
+        raise DeviceError(
+            f"torch {found.version} in {where} is built without CUDA", expected="a CUDA build of torch", do=_DO
+        )
+    return found
+
+
+def _python_of(path: Path) -> Path:
+    """Return the interpreter of an environment."""
+    candidates = [path] if path.is_file() else [path / "bin" / "python", path / "bin" / "python3"]
+    for candidate in candidates:
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate.absolute()
+    raise DeviceError(
+        f"{path} is no environment of Python",
+        expected="the folder of a virtual environment with a CUDA build of torch, or its python",
+        do=_DO,
+    )
+
+
+def _packages_of(python: Path, *, own: bool) -> Path | None:
+    """Return the folder in which an environment has torch."""
+    places = [Path(entry) for entry in sys.path] if own else []
+    root = python.parent.parent
+    places += [Path(found) for kind in ("lib", "lib64", "local/lib") for found in
+               sorted(glob.glob(str(root / kind / "python3*" / "*-packages")))]  # fmt: skip
+    return next((place for place in places if (place / "torch" / "version.py").is_file()), None)

@@ -1,0 +1,201 @@
+"""The emulated driver: built once with the compiler of the machine, and kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from memplan.dry.cuda_torch import CudaTorch
+from memplan.errors import DeviceError
+
+SOURCES = Path(__file__).parent / "sources"
+_NVML = "nvml.c"
+_LINKED = ("torch", "torch_cuda", "torch_cuda_linalg", "torch_python", "torch_nvshmem", "c10_cuda", "caffe2_nvrtc")
+_OURS = re.compile(r"(cuda|__cuda|cu[A-Z]|cublas|cudnn)\w*$")
+_FLAGS = ("-O1", "-g", "-w", "-fPIC", "-fvisibility=hidden")
+_SUMS = "sums"
+_GCC = "Install gcc (with Debian or Ubuntu: apt install gcc binutils)"
+
+
+@dataclass(frozen=True)
+class Library:
+    """The files that are loaded before everything else in a process that is to see the card."""
+
+    driver: Path
+    nvml: Path
+
+    @property
+    def preload(self) -> str:
+        """Return them as the variable ``LD_PRELOAD`` lists them."""
+        return f"{self.driver}:{self.nvml}"
+
+
+def cache_folder() -> Path:
+    """Return the folder that built libraries are kept in: below ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return base / "memplan" / "dry"
+
+
+def library_for(torch: CudaTorch) -> Library:
+    """Return the emulated driver for a build of torch, built now where the cache has none that is whole.
+
+    Raises:
+        DeviceError: no compiler, headers of CUDA that are missing, or a source that does not compile.
+    """
+    compiler = _compiler()
+    folder = cache_folder() / _key(torch, compiler)
+    library = Library(folder / "libdry.so", folder / "libdryml.so")
+    if _is_whole(folder):
+        return library
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
+        made = Path(temporary) / "made"
+        made.mkdir()
+        _Build(torch, compiler, Path(temporary)).into(made)
+        if folder.exists():  # damaged
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not _is_whole(folder):  # else another process was first
+                raise
+    return library
+
+
+def _compiler() -> tuple[str, str]:
+    """Return the path of the machine's C compiler, and what it says that it is."""
+    named = os.environ.get("CC", "").split()
+    found = next((path for name in (*named[:1], "cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if found is None:
+        raise DeviceError("there is no C compiler here (cc, gcc or clang)", expected="one, for the dry card", do=_GCC)
+    if shutil.which("nm") is None:
+        raise DeviceError("there is no nm here, which lists symbols", expected="binutils", do=_GCC)
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    return found, said.split("\n")[0]
+
+
+def _key(torch: CudaTorch, compiler: tuple[str, str]) -> str:
+    """Return the hash of all that a library is made from."""
+    size = torch.library.stat().st_size
+    parts = [*compiler, *_FLAGS, torch.version, torch.cuda, torch.commit, str(torch.packages), str(size)]
+    found = hashlib.sha256("\0".join(parts).encode())
+    for source in [Path(__file__), *sorted(SOURCES.iterdir())]:
+        if source.is_file():
+            found.update(source.read_bytes())
+    return found.hexdigest()[:20]
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a library is there as it was built."""
+    try:
+        said = (folder / _SUMS).read_text(encoding="utf-8").split()
+        return said == [_sum(folder / "libdry.so"), _sum(folder / "libdryml.so")]
+    except (OSError, ValueError):
+        return False
+
+
+def _sum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class _Build:
+    """One build of the library, in a folder that is thrown away."""
+
+    def __init__(self, torch: CudaTorch, compiler: tuple[str, str], folder: Path) -> None:
+        self._torch, self._compiler, self._folder = torch, compiler[0], folder
+        nvidia = torch.packages / "nvidia"
+        places = ("cu13", "cuda_runtime", "cudnn")
+        self._headers = [nvidia / name / "include" for name in places if (nvidia / name / "include").is_dir()]
+
+    def into(self, folder: Path) -> None:
+        """Build both files."""
+        header = next((place / "cuda.h" for place in self._headers if (place / "cuda.h").is_file()), None)
+        if header is None or not any((place / "cudnn.h").is_file() for place in self._headers):
+            raise DeviceError(
+                f"the headers of CUDA and cuDNN are not beside torch {self._torch.version}",
+                expected="cuda.h and cudnn.h below nvidia/ in the same site-packages, as pip installs them",
+                do="Install torch by pip in that environment",
+            )
+        if not (header.parent / "crt").is_dir():  # the wheel of CUDA 12 may lack it
+            self._headers.append(self._crt())
+        objects = [self._compiled(source) for source in sorted(SOURCES.glob("*.c")) if source.name != _NVML]
+        stubs = self._folder / "stubs.c"
+        defined = set(self._symbols("--defined-only", *objects))
+        stubs.write_text(stubs_of(self._undefined(), header.read_text(encoding="utf-8"), defined), encoding="utf-8")
+        objects.append(self._compiled(stubs))
+        self._run("-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "libdry.so", *objects, "-ldl", "-lpthread")
+        self._run("-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libdryml.so",
+                  SOURCES / _NVML)  # fmt: skip
+        sums = f"{_sum(folder / 'libdry.so')} {_sum(folder / 'libdryml.so')}\n"
+        (folder / _SUMS).write_text(sums, encoding="utf-8")
+
+    def _crt(self) -> Path:
+        """Return a folder with the compiler's own headers of CUDA."""
+        places = [self._torch.packages / "nvidia" / "cuda_nvcc" / "include", Path("/usr/local/cuda/include")]
+        found = next((place / "crt" for place in places if (place / "crt").is_dir()), None)
+        if found is None:
+            raise DeviceError(
+                "CUDA's headers crt/*.h are neither beside torch nor in /usr/local/cuda",
+                expected="them, for the dry card",
+                do=f"Install nvidia-cuda-nvcc-cu12 in the environment of {self._torch.python}",
+            )
+        folder = self._folder / "headers"
+        folder.mkdir()
+        (folder / "crt").symlink_to(found)
+        return folder
+
+    def _compiled(self, source: Path) -> Path:
+        made = self._folder / f"{source.stem}.o"
+        headers = [f"-I{place}" for place in (SOURCES, *self._headers)]
+        self._run(*_FLAGS, *headers, "-c", source, "-o", made)
+        return made
+
+    def _undefined(self) -> set[str]:
+        """Return the names of NVIDIA's functions that torch's libraries ask for."""
+        folder = self._torch.library.parent
+        files = [path for name in _LINKED if (path := folder / f"lib{name}.so").is_file()]
+        found = self._symbols("-D", "--undefined-only", *files)
+        return {name for name in found if _OURS.match(name)}
+
+    def _symbols(self, *arguments: str | Path) -> list[str]:
+        result = subprocess.run(["nm", *arguments], capture_output=True, text=True, check=False)
+        lines = [line.split() for line in result.stdout.splitlines()]
+        return [words[-1].partition("@")[0] for words in lines if len(words) >= 2 and words[-2] in "TU"]
+
+    def _run(self, *arguments: str | Path) -> None:
+        result = subprocess.run([self._compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
+            raise DeviceError(
+                f"{self._compiler} cannot build the dry card for torch {self._torch.version}: {lines[0].strip()[:200]}",
+                expected="a C compiler that takes CUDA's headers",
+                do="Name another one by the variable CC, such as gcc",
+            )
+
+
+_DRIVER = re.compile(r"^CUresult CUDAAPI\s+(\w+)\(", re.MULTILINE)
+_RENAMED = re.compile(r"^\s*#\s*define (cu[A-Z]\w*)\s+(?:__CUDA_API_\w+\()?(cu[A-Z]\w*)\)?\s*$", re.MULTILINE)
+
+
+def stubs_of(undefined: set[str], header: str, defined: set[str]) -> str:
+    """Return C for all functions that our own sources lack of those that torch asks for, and of cuda.h's.
+
+    cuBLAS's succeed: a product has no result here. Others say that they are not supported, and are noted. Those of
+    cuDNN are left to the real library.
+    """
+    driver = set(_DRIVER.findall(header))
+    for pair in _RENAMED.findall(header):
+        driver |= set(pair)
+    text = '#include "dry.h"\n#define EXPORT __attribute__((visibility("default")))\n'
+    for name in sorted((undefined | driver) - defined):
+        if not name.startswith("cudnn"):
+            body = "return 0;" if name.startswith("cublas") else f'return dry_missing("{name}", 801);'
+            text += f"EXPORT int {name}(void) {{ {body} }}\n"
+    return text

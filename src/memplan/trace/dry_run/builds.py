@@ -1,0 +1,100 @@
+"""A build on its way to another process, perhaps of another Python: named where that is possible, else as its code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import operator
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from memplan.errors import TargetError, UsageError
+
+VERSION = sys.version_info[:2]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A build for another process.
+
+    One of: ``module`` and ``name``, with the module's file in case that it cannot be imported there by its name;
+    ``data``, a pickle; ``code``, a pickle with code of the Python ``version``.
+    """
+
+    module: str = ""
+    name: str = ""
+    file: str | None = None
+    data: bytes | None = None
+    code: bytes | None = None
+    version: tuple[int, int] = VERSION
+
+
+def packed(build: Callable[[], Any], version: tuple[int, int]) -> Packed:
+    """Return a build for a process of a version of Python.
+
+    Raises:
+        UsageError: it cannot be sent there.
+    """
+    name, module = getattr(build, "__qualname__", ""), getattr(build, "__module__", None) or ""
+    home = sys.modules.get(module)
+    if home is not None and name and "<" not in name and operator.attrgetter(name)(home) is build:
+        file = getattr(home, "__file__", None)
+        if module != "__main__" or file is not None:
+            return Packed(module, name, None if file is None else os.path.abspath(file))
+    try:
+        data = pickle.dumps(build)
+        if b"__main__" not in data:
+            return Packed(data=data)
+    except Exception:  # pickle raises whatever a value's own code does
+        pass
+    if version != VERSION:
+        raise UsageError(
+            f"build is {name or type(build).__name__}, which has no name that Python {version[0]}.{version[1]} could "
+            "import, and code of one version of Python does not run in another",
+            expected="a function of a module or a file",
+            do="Define it at the top of a file and pass it, or run memplan measure --dry CARD FILE.py:function",
+        )
+    import cloudpickle
+
+    try:
+        return Packed(code=cloudpickle.dumps(build))
+    except Exception as error:  # as above
+        raise UsageError(
+            f"build cannot be sent to another process ({type(error).__name__}: {error})",
+            expected="a function that makes model, data and optimizer itself",
+            do="Move what it takes from outside into it",
+        ) from None
+
+
+def unpacked(build: Packed) -> Callable[[], Any]:
+    """Return the build here."""
+    if build.data is not None or build.code is not None:
+        return pickle.loads(build.data or build.code or b"")
+    module = _imported(build)
+    try:
+        return operator.attrgetter(build.name)(module)
+    except AttributeError:
+        raise TargetError(f"{build.module} has no {build.name!r} there", expected="the same module in both") from None
+
+
+def _imported(build: Packed) -> Any:
+    try:
+        if build.module != "__main__":
+            return importlib.import_module(build.module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if build.file is None or not f"{build.module}.".startswith(f"{missing}."):
+            raise
+    assert build.file is not None, "packed so"
+    name = "memplan_dry_target" if build.module == "__main__" else build.module
+    spec = importlib.util.spec_from_file_location(name, build.file)
+    assert spec is not None, "a .py file has a spec"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,202 @@
+"""The process that sees the card: started here with a request, and what runs in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memplan import errors
+from memplan.devices import find
+from memplan.dry.card import CARD, description
+from memplan.dry.cuda_torch import NEWEST, OLDEST, CudaTorch, find_torch
+from memplan.dry.library import library_for
+from memplan.errors import DeviceError, MemplanError, StepError, UsageError
+from memplan.trace.dry_run.builds import Packed, packed, unpacked
+from memplan.trace.trace import Trace
+
+_REQUEST, _TRACE, _ERROR, _LOG, _SAID = "request", "trace.json", "error", "log", "stderr"
+_BORROWED = ("attr", "attrs", "cattrs", "click", "cloudpickle", "rich", "markdown_it", "mdurl", "pygments",
+             "sortedcontainers", "typing_extensions")  # fmt: skip
+"""Packages in Python alone that memplan needs: taken from here where the other environment lacks them."""
+_START = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder:
+    def __init__(self, names, places):
+        self.names, self.places = names, places
+
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name, self.places) if path is None and name in self.names else None
+
+sys.meta_path.insert(0, Finder({{"memplan"}}, [{home!r}]))
+sys.meta_path.append(Finder({borrowed!r}, {places!r}))
+from memplan.trace.dry_run.process import answer
+answer({folder!r})
+"""
+_MEANT = {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
+"""Variables for real cards."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the process is asked for."""
+
+    build: Packed
+    card: str
+    steps: int
+    snapshot: str | None
+    path: tuple[str, ...]
+    """Folders that the build may import from."""
+
+
+def run_dry(
+    build: Callable[[], Any] | Packed,
+    *,
+    device: str | None,
+    steps: int,
+    environment: str | os.PathLike[str] | None = None,
+    snapshot: str | os.PathLike[str] | None = None,
+) -> Trace:
+    """Run a step on an emulated card, in a process of its own, and return what torch's allocator did.
+
+    Args:
+        build: as for `memplan.measure`, or one that is named already.
+        device: a card whose clocks are in the catalogue.
+        steps: how often the step runs.
+        environment: with the CUDA build of torch that is to run it; this one where None.
+        snapshot: a file for torch's own snapshot.
+
+    Raises:
+        DeviceError: no card, no such card, no CUDA build of torch, no compiler.
+        StepError: ``build`` or the step raised, or ended the process.
+        UsageError: ``build`` cannot be sent to the process.
+    """
+    if device is None:
+        raise DeviceError("a dry run of no card", expected="device, the card to emulate", do="Name one: device='h100'")
+    card = find(str(device))
+    description(card)
+    torch = find_torch(environment)
+    library = library_for(torch)
+    sent = build if isinstance(build, Packed) else packed(build, _version(torch))
+    file = None if snapshot is None else os.path.abspath(snapshot)
+    request = Request(sent, card.name, steps, file, _folders())
+    with tempfile.TemporaryDirectory(prefix="memplan-dry-") as folder:
+        Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
+        variables = {name: value for name, value in os.environ.items() if name not in _MEANT}
+        variables |= {
+            CARD: description(card), "LD_PRELOAD": library.preload, "MEMPLAN_DRY_LOG": str(Path(folder, _LOG)),
+        }  # fmt: skip
+        return _with_surroundings(_run(torch, folder, variables), torch)
+
+
+def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
+    home = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
+    places = [entry for entry in sys.path if entry.endswith("-packages")]
+    code = _START.format(home=home, borrowed=set(_BORROWED), places=places, folder=folder)
+    with open(os.path.join(folder, _SAID), "w+b") as said:
+        process = subprocess.Popen([str(torch.python), "-P", "-c", code], env=variables, stderr=said)
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        said.seek(0)
+        text = said.read().decode("utf-8", "replace")
+    trace, error = Path(folder, _TRACE), Path(folder, _ERROR)
+    if trace.exists():
+        sys.stderr.write(text)
+        return Trace.from_json(trace.read_text(encoding="utf-8"))
+    if error.exists():
+        raise pickle.loads(error.read_bytes())
+    raise _ended(status, text)
+
+
+def _ended(status: int, said: str) -> MemplanError:
+    """Return the error of a process that gave no answer."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
+    last = f": {lines[-1].strip()[:200]}" if lines else ""
+    return StepError(
+        f"the process of the dry run ended {how}{last}",
+        expected="a step that runs on the emulated card",
+        do="Predict the step instead: memplan.record(build, device=...)",
+    )
+
+
+def _with_surroundings(trace: Trace, torch: CudaTorch) -> Trace:
+    """Return the trace, with what has to be said of the release of torch and of the allocator's settings."""
+    notes, settings = trace.notes, allocator_settings()
+    if settings is not None:
+        notes += (f"the allocator ran with {settings}: simulate takes it as settings",)
+    if not torch.seen:
+        seen = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+        notes += (f"torch {torch.version} is none of the releases that dry runs were compared in ({seen})",)
+    return dataclasses.replace(trace, notes=notes)
+
+
+def _version(torch: CudaTorch) -> tuple[int, int]:
+    """Return the version of Python that a build is sent to."""
+    if str(torch.python) == sys.executable:
+        return sys.version_info[:2]
+    code = "import sys, json; print(json.dumps(sys.version_info[:2]))"
+    said = subprocess.run([str(torch.python), "-P", "-c", code], capture_output=True, text=True, check=False)
+    try:
+        major, minor = json.loads(said.stdout)
+    except ValueError:
+        raise UsageError(f"{torch.python} does not run", expected="the Python of an environment") from None
+    return major, minor
+
+
+def allocator_settings() -> str | None:
+    """Return the settings of the caching allocator that a process started here takes from its environment."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
+
+
+def _folders() -> tuple[str, ...]:
+    """Return where this process imports from, less what belongs to its own Python."""
+    roots = (sys.prefix, sys.base_prefix)
+    found = [os.path.abspath(entry) for entry in sys.path]
+    own = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
+    return tuple(
+        entry for entry in found
+        if entry != own and os.path.isdir(entry)
+        and not entry.endswith("-packages") and not _is_library(entry, roots)
+    )  # fmt: skip
+
+
+def _is_library(entry: str, roots: tuple[str, ...]) -> bool:
+    return any(entry.startswith(os.path.join(root, "lib") + os.sep) for root in roots)
+
+
+def answer(folder: str) -> None:
+    """Answer the request in a folder, and end the process at once: its threads may hold objects of Python."""
+    try:
+        request: Request = pickle.loads(Path(folder, _REQUEST).read_bytes())
+        sys.path[:0] = request.path
+        from memplan.trace.dry_run.observe import observe
+
+        trace = observe(unpacked(request.build), find(request.card), request.steps, request.snapshot)
+        partial = Path(folder, f"{_TRACE}.partial")
+        partial.write_text(trace.to_json(), encoding="utf-8")
+        partial.rename(Path(folder, _TRACE))
+    except MemplanError as error:
+        Path(folder, _ERROR).write_bytes(pickle.dumps(error))
+    except Exception as error:  # the user's module raised while it was imported
+        text = str(error).strip().split("\n")[0]
+        found = StepError(f"loading the build raised {type(error).__name__}: {text}", expected="a build that loads")
+        Path(folder, _ERROR).write_bytes(pickle.dumps(found))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

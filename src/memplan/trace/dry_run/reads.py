@@ -1,0 +1,79 @@
+"""Values that a step reads back from the dry card, noted with where: no kernel computed any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.recording.stand_ins import branches
+from memplan.trace.records import Assumption
+
+_READS = ("item", "tolist", "__float__", "__int__", "__index__", "__bool__", "__complex__")
+_SIZES = ("__bool__", "__index__")
+_BY_VALUE = {
+    name: getattr(torch, name) for name in ("nonzero", "unique", "unique_consecutive", "masked_select", "bincount")
+}
+_NOTHING = "no kernel of a dry run computes anything, and only what the host wrote is there"
+
+
+class Reads:
+    """What a step read of the card, and where."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, tuple[str, int] | None], int] = {}
+        self._inside = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note every value that Python code reads of a tensor on the card, and every result that values size."""
+        methods = {name: self._reading(name, getattr(torch.Tensor, name)) for name in _READS}
+        sized = {name: self._sized(name, function) for name, function in _BY_VALUE.items()}
+        on_tensors = {
+            name: self._sized(name, getattr(torch.Tensor, name)) for name in sized if hasattr(torch.Tensor, name)
+        }
+        with _torch.patched(torch.Tensor, **methods, **on_tensors), _torch.patched(torch, **sized):
+            yield
+
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Return what was read: what decides a branch or a size first."""
+        rows = [
+            Assumption(kind, text, format_frame(frame), count)  # pyright: ignore[reportArgumentType]  # kinds below
+            for (kind, text, frame), count in self._found.items()
+        ]
+        return tuple(sorted(rows, key=lambda row: row.kind == "scalar"))
+
+    def _reading(self, name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_and_note(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._inside or not tensor.is_cuda:
+                return read(tensor, *args, **kwargs)
+            self._inside = True
+            try:
+                value = read(tensor, *args, **kwargs)
+            finally:
+                self._inside = False
+            said = f"{value!r:.20}" if tensor.dim() == 0 else "a list"
+            if name in _SIZES or branches(user_frame()):
+                self._add("branch", f"a value was read as {said}, and {_NOTHING}: it DECIDES A BRANCH or a size here, "
+                          "and the step may go another way on a real card")  # fmt: skip
+            else:
+                self._add("scalar", f"a value was read as {said}: {_NOTHING}")
+            return value
+
+        return read_and_note
+
+    def _sized(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_note(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                self._add("bound", f"{name} SELECTS BY VALUE: {_NOTHING}, so its result is smaller than on a real card")
+            return function(tensor, *args, **kwargs)
+
+        return run_and_note
+
+    def _add(self, kind: str, text: str) -> None:
+        key = (kind, text, user_frame())
+        self._found[key] = self._found.get(key, 0) + 1

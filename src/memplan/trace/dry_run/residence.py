@@ -1,0 +1,45 @@
+"""A step that names CUDA nowhere, put on the card as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.trace.recording.session import Build
+
+
+def everything_on_card(build: Build) -> Build:
+    """Return a build whose tensors are all made on the card, as are those that its step makes.
+
+    ``torch.autocast("cpu")`` in it means the card's.
+    """
+
+    def build_on_card() -> Callable[[], Any]:
+        with _card_is_default():
+            step = build()
+        if not callable(step) or isinstance(step, torch.nn.Module):
+            return step  # refused where it is looked at
+
+        def step_on_card() -> Any:
+            with _card_is_default():
+                return step()
+
+        return step_on_card
+
+    return build_on_card
+
+
+@contextmanager
+def _card_is_default() -> Iterator[None]:
+    plain = torch.autocast
+
+    class CardAutocast(plain):
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__("cuda" if device_type == "cpu" else device_type, *args, **kwargs)
+
+    with _torch.patched(torch, autocast=CardAutocast), torch.device("cuda"):
+        yield
