@@ -15,11 +15,11 @@ from torch import Tensor
 
 from memplan import _torch
 from memplan._torch import inductor
-from memplan._torch.custom_ops import define
 from memplan.planning.graph.op_schema import overload
 from memplan.planning.inductor import max_pool
 from memplan.planning.levers.registry import LEVERS
 from memplan.planning.ops import piecewise  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the ops
+from memplan.planning.ops.custom_ops import define
 from memplan.trace.semantics.traced_results import INSTEAD
 
 _aten: Any = torch.ops.aten

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memplan._torch import inductor
-from memplan._torch.custom_ops import define
+from memplan.planning.ops.custom_ops import define
 
 _WINDOW = "int[{0}] kernel_size, int[{0}] stride=[], int[{0}] padding=0, int[{0}] dilation=1, bool ceil_mode=False"
 _GIVEN = "int[{0}] kernel_size, int[{0}] stride, int[{0}] padding, int[{0}] dilation, bool ceil_mode"

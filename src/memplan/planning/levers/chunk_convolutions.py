@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memplan._torch.custom_ops import define
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, KeptForm, Ref, Value
 from memplan.planning.graph.op_schema import CHUNKED
 from memplan.planning.graph.precision import Precision
 from memplan.planning.levers.lever import Grade, Lever
+from memplan.planning.ops.custom_ops import define
 from memplan.trace.semantics.cpu.table import transient_bytes
 
 CONVOLUTION = "aten.convolution.default"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from memplan._torch.custom_ops import define, in_memory
+from memplan.planning.ops.custom_ops import define, in_memory
 from memplan.planning.ops.pieces import GROUP, quantized_bytes, quantized_piece
 
 _TINY = torch.finfo(torch.float32).tiny

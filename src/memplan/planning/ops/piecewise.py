@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memplan._torch.custom_ops import LIBRARY, define, in_memory
 from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright: ignore[reportUnusedImport]  # as above
 from memplan.planning.levers import in_place as forms
 from memplan.planning.ops import int8  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops
+from memplan.planning.ops.custom_ops import LIBRARY, define, in_memory
 from memplan.planning.ops.pieces import PIECE, channels, groups, packed, rows
 
 _ATEN = torch.ops.aten

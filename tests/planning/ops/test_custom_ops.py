@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memplan._torch.custom_ops import define, in_memory
+from memplan.planning.ops.custom_ops import define, in_memory
 
 
 def test_an_op_runs_with_data_and_without() -> None:
