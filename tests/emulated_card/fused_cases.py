@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import emulated
 import pytest
@@ -36,39 +36,55 @@ def own_bytes(*tensors: Tensor) -> int:
     return sum(-(-one.numel() * one.element_size() // 512) * 512 for one in tensors)
 
 
-def test_a_step_fits_as_fused_kernels() -> None:
+class Case(NamedTuple):
+    """A fitted model, fitted once for all tests of it."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, Tensor]
+    expected: dict[str, Tensor]
+    """Gradients of the model as it is."""
+    budget: int
+    fitted: memplan.Fitted
+
+    def loss(self) -> Tensor:
+        assert self.fitted.loss is not None
+        return self.fitted.loss(*self.inputs)
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
     model, (x, y) = language_model(), words()
     expected = gradients(model, lambda: tokens_loss(model(x), y))
     model.zero_grad(set_to_none=True)
     budget = between(model, x, y, 0.3)
     fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, engine="inductor", pairs=1)
+    return Case(model, (x, y), expected, budget, fitted)
+
+
+def test_a_step_fits_as_fused_kernels(case: Case) -> None:
+    fitted, fusion = case.fitted, case.fitted.plan.fusion
     assert fitted.changed
     assert fitted.proof.same
     assert fitted.proof.grade == "reordered"
-    assert fitted.proof.peak <= budget
+    assert fitted.proof.peak <= case.budget
     assert fitted.plan.device == "rtx4090"
-    fusion, loss = fitted.plan.fusion, fitted.loss
     assert fusion is not None
     assert fusion.device == "rtx4090"
     assert fusion.kernels_after < fusion.kernels_before
-    assert loss is not None
-    found = gradients(model, lambda: loss(x, y))  # from the same seed: dropout draws what it draws in eager mode
+    found = gradients(case.model, case.loss)  # from the same seed: dropout draws what it draws in eager mode
     for name, one in found.items():
         assert one.device.type == "cuda"
-        assert float((one - expected[name]).norm()) <= 1e-5 * float(expected[name].norm()) + 1e-7
+        assert float((one - case.expected[name]).norm()) <= 1e-5 * float(case.expected[name].norm()) + 1e-7
 
 
-def test_what_is_allocated_is_what_the_code_says() -> None:
-    model, (x, y) = language_model(), words()
-    budget = between(model, x, y, 0.3)
-    fitted = memplan.fit(model, x, targets=y, loss=tokens_loss, budget=budget, engine="inductor", pairs=0)
-    assert fitted.loss is not None
-    model.zero_grad(set_to_none=True)
+def test_what_is_allocated_is_what_the_code_says(case: Case) -> None:
+    case.model.zero_grad(set_to_none=True)
     torch.cuda.reset_peak_memory_stats()
-    others = torch.cuda.memory_allocated() - own_bytes(*model.parameters(), x, y)
-    fitted.loss(x, y).backward()
+    others = torch.cuda.memory_allocated() - own_bytes(*case.model.parameters(), *case.inputs)
+    case.loss().backward()
     taken = torch.cuda.max_memory_allocated() - others
-    predicted = fitted.plan.predicted.peak_allocated - fitted.plan.resident["workspace"]  # it has no cuBLAS
+    plan = case.fitted.plan
+    predicted = plan.predicted.peak_allocated - plan.resident["workspace"]  # it has no cuBLAS
     assert abs(predicted - taken) <= 0.01 * taken
 
 

@@ -75,7 +75,7 @@ CHOICES: dict[str, Callable[[Any], Choices]] = {
     "encoded": lambda graph: Choices(kept_as=all_kept(graph, "encode")),
     "held": lambda graph: Choices(gradients=HELD),
 }
-QUICK = [("norms", "all kept"), ("norms", "encoded"), ("mlp", "held"), ("resnet", "recomputed"), ("gpt", "held")]
+QUICK = [("norms", "all kept"), ("norms", "encoded"), ("mlp", "held"), ("resnet", "recomputed")]
 
 
 def each_of(*models: str) -> pytest.MarkDecorator:
