@@ -71,12 +71,13 @@ class Residence(Protocol):
 class _Signature:
     """What we need of an op's schema, worked out once an op."""
 
-    __slots__ = ("foreign", "mutable", "name", "positions", "silent")
+    __slots__ = ("foreign", "mutable", "name", "positions", "silent", "writes")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
         self.positions = _torch.tensor_arguments(func)
         self.mutable = _torch.is_mutable(func)
+        self.writes = _torch.written_arguments(func) if self.mutable else []
         self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.silent = False  # an operator of a library or of the user's
@@ -188,7 +189,8 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
-        self.ranges.before(args, written=signature.mutable)
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in signature.writes]
+        self.ranges.before(written)
         held = [] if ledger.real else _parts_written(signature, args)
         if signature.foreign and self.foreign_kernel is not None:
             self.foreign_kernel(signature.name)
@@ -214,8 +216,8 @@ class Observer:
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
-        self._positions.after(signature.name, args, kwargs, result, written=signature.mutable)
-        self.ranges.after(signature.name, args, kwargs, result, written=signature.mutable)
+        self._positions.after(signature.name, args, kwargs, result, written)
+        self.ranges.after(signature.name, args, kwargs, result, written if signature.mutable else None)
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":
