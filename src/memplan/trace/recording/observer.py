@@ -83,6 +83,10 @@ class _Signature:
             self.silent = False  # an operator of a library or of the user's
         self.foreign = not self.name.startswith(_OF_TORCH)
 
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the arguments that a call of the op writes."""
+        return [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
+
 
 class Observer:
     """Notes every op with its place, and every storage with its birth and death."""
@@ -189,7 +193,7 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
-        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in signature.writes]
+        written = signature.written(args, kwargs)
         self.ranges.before(written)
         held = [] if ledger.real else _parts_written(signature, args)
         if signature.foreign and self.foreign_kernel is not None:
@@ -216,8 +220,8 @@ class Observer:
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
-        self._positions.after(signature.name, args, kwargs, result, written)
-        self.ranges.after(signature.name, args, kwargs, result, written if signature.mutable else None)
+        for values in (self._positions, self.ranges):
+            values.after(signature.name, args, kwargs, result, written)
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":

@@ -96,10 +96,11 @@ class Standins:
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         self._last = values = self.largest.of(tensor)
         self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
-        value = 0 if overflow or _tells_of_nan(self._observer, entry) else 1 if values is None else values[1]
+        nan = not overflow and _tells_of_nan(self._observer, entry)
+        value = 0 if overflow or nan else 1 if values is None else values[1]
         if self._last_real:
             return value
-        if value == 0 and not overflow:
+        if nan:
             self._last_real = True  # what every such check expects; no branch to warn of
             self.assumed.add("scalar", "a check for nan or inf was read and taken as False")
         elif overflow:
@@ -146,7 +147,7 @@ class Standins:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
-            stack.enter_context(slices_by_value(self._sliced, self._observer.ranges.of, self._observer.ranges.origin))
+            stack.enter_context(slices_by_value(self._sliced, self.largest.of, self._observer.ranges.origin))
             stack.enter_context(splits_by_value(lambda text: self.assumed.add("bound", text), self._observer.ranges.of))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())

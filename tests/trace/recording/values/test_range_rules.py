@@ -13,11 +13,11 @@ from memplan.trace.recording.values.range_rules import RULES, Call, Range
 from memplan.trace.recording.values.ranges import rule_of
 
 N, X = torch.tensor([3, -7, 5, 0, 9, 2]), torch.tensor([0.5, -2.5, 3.25, -0.5, 1.0, 7.0])
-M, I, P = N > 2, torch.tensor([1, 1, 5, 0]), torch.tensor([3, 7, 5])
+M, AT, P = N > 2, torch.tensor([1, 1, 5, 0]), torch.tensor([3, 7, 5])
 SAMPLES: Mapping[str, Callable[[], Any]] = {
     "kept": lambda: [
-        N.clone(), X.to(torch.long), X.to(torch.int8), torch.cat([N, N - 9]), torch.stack([N, N]), N[M], N[I],
-        N.index_select(0, I), N.gather(0, I), N.repeat(2), N.flip(0), N.roll(1), N.masked_select(M), N.take(I),
+        N.clone(), X.to(torch.long), X.to(torch.int8), torch.cat([N, N - 9]), torch.stack([N, N]), N[M], N[AT],
+        N.index_select(0, AT), N.gather(0, AT), N.repeat(2), N.flip(0), N.roll(1), N.masked_select(M), N.take(AT),
         N.max(), N.min(), N.amax(), N.amin(), N.median(), N.max(0), N.min(0), N.median(0),
     ],
     "filled": lambda: [
@@ -25,19 +25,21 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
         torch.zeros_like(N), N.clone().zero_(), torch.ones(2), torch.ones_like(N), N.new_ones(2), N.clone().fill_(3),
         N.clone().copy_(X), torch.scalar_tensor(3.5), torch.where(M, N, 4), torch.constant_pad_nd(P, (1, 2)),
         torch.constant_pad_nd(P, (1, 2), -4), N.view(2, 3).tril(), N.view(2, 3).triu(), N.masked_fill(M, 30),
-        N.clone().masked_fill_(M, -30), N.masked_scatter(M, N * 2), N.index_put((I,), I * 9),
-        N.clone().index_put_((I,), I * 9), N.scatter(0, I, I * 8), N.scatter(0, I, 77), N.clone().scatter_(0, I, I * 8),
-        N.index_copy(0, I, I * 8), N.clone().index_copy_(0, I, I * 8), N.index_fill(0, I, 50),
-        N.clone().index_fill_(0, I, 50),
+        N.clone().masked_fill_(M, -30), N.masked_scatter(M, N * 2), N.index_put((AT,), AT * 9),
+        N.clone().index_put_((AT,), AT * 9), N.scatter(0, AT, AT * 8), N.scatter(0, AT, 77),
+        N.clone().scatter_(0, AT, AT * 8),
+        N.index_copy(0, AT, AT * 8), N.clone().index_copy_(0, AT, AT * 8), N.index_fill(0, AT, 50),
+        N.clone().index_fill_(0, AT, 50),
     ],
     "summed": lambda: [
-        N.scatter_add(0, I, I * 7), N.clone().scatter_add_(0, I, I * 7), N.index_add(0, I, I * 7, alpha=-3),
-        N.index_add(0, I, I * 7, alpha=5), N.clone().index_add_(0, I, -I), N.sum(), N.view(2, 3).sum(1), X.mean(),
+        N.scatter_add(0, AT, AT * 7), N.clone().scatter_add_(0, AT, AT * 7), N.index_add(0, AT, AT * 7, alpha=-3),
+        N.index_add(0, AT, AT * 7, alpha=5), N.clone().index_add_(0, AT, -AT), N.sum(), N.view(2, 3).sum(1), X.mean(),
         N.cumsum(0), torch.cumsum(N, 0, out=torch.zeros_like(N)), N.count_nonzero(), torch.bincount(P),
     ],
     "computed": lambda: [
         N + N, N.clone().add_(N, alpha=-2), torch.add(N, P.sum(), alpha=3), N - X, N.clone().sub_(4), 5 - N,
-        torch.rsub(N, 3, alpha=2), N * N, N.clone().mul_(-3), X / 4, X.clone().div_(2), torch.div(N, 4, rounding_mode="floor"),
+        torch.rsub(N, 3, alpha=2), N * N, N.clone().mul_(-3), X / 4, X.clone().div_(2),
+        torch.div(N, 4, rounding_mode="floor"),
         torch.div(X, 4, rounding_mode="trunc"), torch.floor_divide(N, 4), N.clone().floor_divide_(4), N % 4, N % 2.5,
         X % 3, N.clone().remainder_(4), N.clamp(0, 4), N.clamp(max=2), N.clamp(torch.full_like(N, 20), N - 30),
         N.clone().clamp_(min=8), N.clamp_min(1), N.clone().clamp_min_(1), torch.maximum(N, P.sum()), N.clamp_max(1),
@@ -60,7 +62,15 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
         torch.empty(50).random_(5, 9),
     ],
 }  # fmt: skip
-NOT_DISPATCHED = {"contiguous", "_unsafe_index", "take_along_dim", "lift_fresh", "lift_fresh_copy", "argsort"}
+NOT_DISPATCHED = {
+    "contiguous",
+    "_unsafe_index",
+    "take_along_dim",
+    "lift_fresh",
+    "lift_fresh_copy",
+    "argsort",
+    "unique_dim_consecutive",
+}
 """Decomposed before, made by a compiler, or without a name in Python."""
 
 
@@ -110,5 +120,5 @@ def test_weights_of_bins_are_no_counts(weights: torch.Tensor | None) -> None:
     rule = rule_of("aten.bincount.default")
     assert rule is not None
     args = (P,) if weights is None else (P, weights)
-    said = rule(Call("aten.bincount.default", args, {}, torch.bincount(*args), ends))
+    said = rule(Call("aten.bincount.default", args, {}, torch.bincount(P, weights), ends))
     assert said == ((0, 3) if weights is None else None)

@@ -78,9 +78,14 @@ def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = Fal
     return rule
 
 
+def _alpha(call: Call) -> Number:
+    """Return the factor of the second operand: in the forms that take a number, it has a position."""
+    return call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
+
+
 def _sum_of_two(sign: int) -> Rule:
     def rule(call: Call) -> Range | None:
-        by = sign * call.kwargs.get("alpha", 1)
+        by = sign * _alpha(call)
         return _of_two(lambda a, b: a + by * b)(call)
 
     return rule
@@ -174,7 +179,8 @@ def _counts_up(call: Call) -> Range | None:
 
 def _uniform(call: Call) -> Range:
     """Arguments at their defaults, 0 and 1, are left out from the end."""
-    low, high = [*call.args[1:3], *(0.0, 1.0)[len(call.args[1:3]) :]]
+    low = call.args[1] if len(call.args) > 1 else 0.0
+    high = call.args[2] if len(call.args) > 2 else 1.0
     return low, high
 
 
@@ -232,7 +238,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_"), _added_at_places),
     **dict.fromkeys(("add", "add_"), _sum_of_two(1)),
     **dict.fromkeys(("sub", "sub_"), _sum_of_two(-1)),
-    "rsub": lambda call: _of_two(lambda a, b: b - call.kwargs.get("alpha", 1) * a)(call),
+    "rsub": lambda call: _of_two(lambda a, b: b - _alpha(call) * a)(call),
     **dict.fromkeys(("mul", "mul_"), _of_two(lambda a, b: a * b)),
     **dict.fromkeys(("div", "div_"), _divided),
     **dict.fromkeys(("floor_divide", "floor_divide_"), _of_two(lambda a, b: a // b, positive=True)),
@@ -276,9 +282,7 @@ RULES_OF_OVERLOADS: Mapping[str, Rule] = {
     "aten.repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
     **dict.fromkeys(("aten.max.other", "aten.max.out"), _at_least),
     **dict.fromkeys(("aten.min.other", "aten.min.out"), _at_most),
-    **dict.fromkeys(
-        (f"aten.round{end}.{form}" for end in ("", "_") for form in ("decimals", "decimals_out")), _nothing
-    ),
+    **dict.fromkeys([f"aten.{name}.decimals" for name in ("round", "round_")], _nothing),
     **dict.fromkeys(
         [f"aten.scatter{end}.{form}" for end in ("", "_") for form in ("reduce", "value_reduce")], _nothing
     ),

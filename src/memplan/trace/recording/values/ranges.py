@@ -96,14 +96,14 @@ class ValueRanges:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         result: Any,
-        written: Sequence[Any] | None = None,
+        written: Sequence[Any] = (),
     ) -> None:
-        """Note that an op has run; ``written``: arguments that it changed, None where it changes none."""
+        """Note that an op has run; ``written``: arguments that it changed."""
         if self._ledger.real:
             return
         rule = self._rule(name)
         call = Call(name, args, kwargs, result, self.of)
-        if written is not None:
+        if written:
             self._written(written, rule, call)
         elif rule is not None:
             self._made(rule, call)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.recording.values.numbers import Origin, is_standin, range_of
+from memplan.trace.recording.values.numbers import Origin, becomes_size, is_standin, range_of
 from memplan.trace.recording.values.range_rules import Range
 
 RangeOf = Callable[[torch.Tensor], Range | None]
 OriginOf = Callable[[torch.Tensor], Origin | None]
 Tell = Callable[[Range], None]
-"""Told the range of a value at which a slice begins or ends."""
+"""Told the range of a tensor at which a slice begins or ends."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def slices_by_value(tell: Tell, range_of_tensor: RangeOf, origin_of: OriginOf) -
     """Replace unknown ends of slices in `x[start:stop]`, read or written, before C++ reads them.
 
     Args:
-        tell: told the range of a value that decides how long a slice is.
+        tell: told the range of a tensor that decides how long a slice is.
         range_of_tensor: smallest and largest element of a tensor; None where that is not known.
         origin_of: the value that a tensor of one element was computed from by adding a number.
     """
@@ -63,7 +63,7 @@ class Slices:
             return slice(start, stop if (stop < 0) == (start < 0) else None, key.step)
         for end, values in ((key.start, first), (key.stop, last)):
             if values is not None and self._is_unknown(end):
-                self._tell(values)
+                becomes_size(end) if is_standin(end) else self._tell(values)
         start, stop = key.start, key.stop
         if first is not None and self._is_unknown(start):
             start = first[0] if first[0] >= 0 or first[1] < 0 else 0
