@@ -193,8 +193,7 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
-        written = signature.written(args, kwargs)
-        self.ranges.before(written)
+        self.ranges.before(signature.written(args, kwargs))
         held = [] if ledger.real else _parts_written(signature, args)
         if signature.foreign and self.foreign_kernel is not None:
             self.foreign_kernel(signature.name)
@@ -221,7 +220,7 @@ class Observer:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
         for values in (self._positions, self.ranges):
-            values.after(signature.name, args, kwargs, result, written)
+            values.after(signature.name, args, kwargs, result, signature.written(args, kwargs))
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":

@@ -145,7 +145,7 @@ def test_how_many_are_selected_is_learned_for_each_execution() -> None:
 
         def step() -> None:
             for mask, h in zip((four, every), beside, strict=True):
-                x[mask] - h
+                x[mask].sub(h)
 
         return step
 

@@ -52,7 +52,7 @@ SAMPLES: Mapping[str, Callable[[], Any]] = {
         torch.sort(N, stable=True), torch.argsort(N, stable=True), N.cummax(0), N.cummin(0), N.topk(2), N.kthvalue(2),
         N.nonzero(), torch.searchsorted(P.sort()[0], N), torch.bucketize(N, P.sort()[0]), torch.unique(N),
         torch.unique(N.view(2, 3), dim=0), torch.unique_consecutive(N), torch.unique_consecutive(N.view(2, 3), dim=0),
-        torch.repeat_interleave(P), N.lift_fresh() if hasattr(N, "lift_fresh") else N,
+        torch.repeat_interleave(P),
     ],
     "drawn": lambda: [
         torch.randperm(9), torch.randint(4, (50,)), torch.randint(-4, 9, (50,)), torch.arange(9), torch.arange(3, 9),

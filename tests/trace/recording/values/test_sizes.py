@@ -86,7 +86,7 @@ QUIET: dict[str, Body] = {
     "an end of linspace": lambda x, mask, n: torch.linspace(0, x.mean().item(), 5),
     "of softplus": lambda x, mask, n: F.softplus(x, beta=x.mean().item()),
     "of addmm": lambda x, mask, n: torch.addmm(x, x.new_ones(60, 60), x, alpha=x.mean().item()),
-    "of foreach": lambda x, mask, n: torch._foreach_mul([x, x], x.mean().item()),
+    "of foreach": lambda x, mask, n: torch.ops.aten._foreach_mul([x, x], x.mean().item()),
     "data": lambda x, mask, n: torch.tensor(data=x.mean().item()),
     "a crop": lambda x, mask, n: x[n[0].item() : n[0].item() + 8] * 2,
     "a crop by a tensor": lambda x, mask, n: torch.stack([x[i : i + 8] for i in n[:3]]),

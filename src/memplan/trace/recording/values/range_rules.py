@@ -185,7 +185,8 @@ def _uniform(call: Call) -> Range:
 
 
 def _bin_counts(call: Call) -> Range | None:
-    return (0, call.args[0].numel()) if len(call.args) < 2 or call.args[1] is None else None  # else sums of weights
+    weights = call.args[1] if len(call.args) > 1 else None
+    return (0, call.args[0].numel()) if weights is None else None  # else sums of weights
 
 
 def _distinct(call: Call) -> Ranges:
