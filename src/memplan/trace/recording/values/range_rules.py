@@ -185,8 +185,9 @@ def _uniform(call: Call) -> Range:
 
 
 def _bin_counts(call: Call) -> Range | None:
-    weights = call.args[1] if len(call.args) > 1 else None
-    return (0, call.args[0].numel()) if weights is None else None  # else sums of weights
+    """Count the elements of each number; where weights are given, these are summed."""
+    args: Sequence[Any] = call.args
+    return None if any(isinstance(one, torch.Tensor) for one in args[1:]) else (0, args[0].numel())
 
 
 def _distinct(call: Call) -> Ranges:
