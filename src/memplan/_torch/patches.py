@@ -45,8 +45,14 @@ def here_alone(instead: Callable[..., Any], function: Callable[..., Any]) -> Cal
 
 
 @contextlib.contextmanager
-def around_started_threads(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[list[str]]:
+def around_started_threads(
+    around: Callable[[], AbstractContextManager[Any]], starts: Callable[[], None] = lambda: None
+) -> Iterator[list[str]]:
     """Run what each thread that this one starts in here does, and each that those start, in a context of its own.
+
+    Args:
+        around: makes the context.
+        starts: called in the thread that starts another one, before it does.
 
     Returns:
         The names of those that have started.
@@ -57,6 +63,7 @@ def around_started_threads(around: Callable[[], AbstractContextManager[Any]]) ->
     def start_watched(self: threading.Thread) -> None:
         if threading.get_ident() not in watched:
             return start(self)
+        starts()
         before = self.run
 
         def run_watched() -> None:
@@ -226,23 +233,36 @@ class FunctionCalls(TorchFunctionMode):
     def __init__(self, called: Called) -> None:
         super().__init__()
         self._called = called
-        self._begun = False
+        self._here = threading.local()  # a mode is of one thread
 
     def begin(self) -> None:
-        """Put the mode below all that are entered: whoever entered those leaves them in order."""
+        """Put the mode below all that this thread has entered: whoever entered those leaves them in order."""
         if not self._begun:
-            self._begun = True
+            self._here.begun = True
             entered = _all()
             for mode in (self, *entered):
                 _push_mode(mode)
 
     def end(self) -> None:
-        """Take the mode away, wherever it is."""
+        """Take the mode away in this thread, wherever it is."""
         if self._begun:
-            self._begun = False
+            self._here.begun = False
             for mode in _all():
                 if mode is not self:
                     _push_mode(mode)
+
+    @property
+    def _begun(self) -> bool:
+        return getattr(self._here, "begun", False)
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Show the calls of a whole thread."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._called(func, args, kwargs or {})

@@ -8,52 +8,83 @@ from textwrap import shorten
 
 from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
-from memplan.trace.recording.place import Line, format_frame
+from memplan.trace.recording.place import format_frame
+from memplan.trace.recording.values.largest import Choice, Site
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
-Again = Callable[[frozenset[Line]], tuple[Trace | RecordingError | None, Sequence[Line]]]
-"""Records the step once more, with these branches taken the other way; what comes of it, and its branches."""
+Again = Callable[[frozenset[Choice]], tuple[Trace | RecordingError | None, Sequence[Choice]]]
+"""Records the step once more, with these choices taken the other way; what comes of it, and its choices."""
 
 _MOST = 4
-"""Branches at most that are recorded both ways, and as many that only another way shows; of others it is said that
-they were not."""
+"""Branches at most that are recorded both ways, as many reads of numbers, and as many of both that only another way
+shows; of others it is said that they were not."""
 _SAME = 1.01
 """Peaks count as the same up to this factor."""
 
 
-def with_both_ways(trace: Trace, branches: Sequence[Line], again: Again) -> Trace:
+def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Trace:
     """Return the trace of the way that takes more, and say of each branch what either way takes.
 
     Args:
         trace: as recorded.
-        branches: lines at which a value decided that the recording does not know, in order.
+        choices: lines at which a value decided that the recording does not know, and reads of plain numbers that were
+            taken at their largest, in order.
         again: records the step the other way.
     """
-    taken = frozenset[Line]()
+    taken = frozenset[Choice]()
     found: dict[str | None, Assumption] = {}
-    queue: list[tuple[Line, frozenset[Line] | None, int]] = [(line, None, 0) for line in branches[:_MOST]]
-    seen, more = set(branches), _MOST
+    ends: dict[Site, Assumption | None] = {}
+    first = [one for sites in (False, True) for one in [x for x in choices if isinstance(x, Site) == sites][:_MOST]]
+    queue: list[tuple[Choice, frozenset[Choice] | None, int]] = [(one, None, 0) for one in first]
+    seen, more = set(choices), _MOST
     while queue:
-        line, way, peak = queue.pop(0)
-        if way is None:  # a branch of the way that is shown
+        choice, way, peak = queue.pop(0)
+        if way is None:  # a choice of the way that is shown
             way, peak = taken, most_at_once(trace)
-        where, (other, below) = format_frame(line), again(way | {line})
+        other, below = again(way | {choice})
+        if isinstance(choice, Site):
+            ends[choice] = _of_ends(choice, peak, other)
+        elif (row := _of_branch(format_frame(choice), peak, other)) is not None:
+            found[row.where] = row
         if not isinstance(other, Trace):
-            if isinstance(other, RecordingError):
-                found[where] = Assumption(
-                    "scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where
-                )
             continue
-        found[where] = _compared(where, peak, most_at_once(other))
         new = [one for one in below if one not in seen][:more]
-        seen, more = seen | set(new), more - len(new)
-        queue = [(one, way | {line}, most_at_once(other)) for one in new] + queue
+        seen, more = seen.union(below), more - len(new)
+        queue = [(one, way | {choice}, most_at_once(other)) for one in new] + queue
         if most_at_once(other) > most_at_once(trace):
-            trace, taken = other, way | {line}
+            trace, taken = other, way | {choice}
+    left = {one: _not_tried(one) for one in seen if isinstance(one, Site) and one not in ends}
+    rows = {row: None for row in (ends | left).values() if row is not None}
     kept = [one for one in trace.assumptions if one.where not in found or not _is_of_branch(one)]
-    rows = [*found.values(), *kept]
-    return replace(trace, assumptions=tuple(sorted(rows, key=lambda row: row.kind not in ("branch", "bound"))))
+    every = [*found.values(), *rows, *kept]
+    return replace(trace, assumptions=tuple(sorted(every, key=lambda row: row.kind not in ("branch", "bound"))))
+
+
+def _of_branch(where: str | None, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
+    if isinstance(other, Trace):
+        return _compared(where, peak, most_at_once(other))
+    if isinstance(other, RecordingError):
+        return Assumption("scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where)
+    return None
+
+
+def _of_ends(site: Site, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
+    """Return what has to be said of a number that was taken at its largest, and then at its smallest."""
+    where = format_frame(site.line)
+    if isinstance(other, Trace):
+        least = most_at_once(other)
+        if max(peak, least) <= _SAME * min(peak, least):
+            return None
+        ends = ("smallest", "largest") if least > peak else ("largest", "smallest")
+        most, less = format_bytes(max(peak, least)), format_bytes(min(peak, least))
+        return Assumption("bound", _END.format(end=ends[0], most=most, less=less, other=ends[1]), where)
+    how = shorten(other.found, 120, placeholder=" ...") if isinstance(other, RecordingError) else "was not recorded"
+    return Assumption("bound", _NO_SMALLEST.format(how=how), where)
+
+
+def _not_tried(site: Site) -> Assumption:
+    return Assumption("bound", _UNTRIED, format_frame(site.line))
 
 
 def _compared(where: str | None, one: int, two: int) -> Assumption:
@@ -65,6 +96,12 @@ def _compared(where: str | None, one: int, two: int) -> Assumption:
 
 _ENDS = "a value decides a branch: the other way {how}"
 _SAME_PEAK = "a value decides a branch: the peak is the same either way ({peak})"
+_END = "a number that is read DECIDES SIZES: with the {end} it can be, the step takes {most}, with the {other} {less}"
+_NO_SMALLEST = (
+    "a number that is read is taken as the largest it can be, and what shrinks as it grows IS NOT BOUNDED: with the "
+    "smallest, {how}"
+)
+_UNTRIED = "a number that is read is taken as the largest it can be: what shrinks as it grows IS NOT BOUNDED"
 _DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other way {least}; what takes more is shown"
 
 

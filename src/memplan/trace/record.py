@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -29,7 +29,8 @@ from memplan.trace.recording.session import (
     undisturbed,
 )
 from memplan.trace.recording.stand_ins import Standins, reached
-from memplan.trace.recording.values.bounds import Bounds
+from memplan.trace.recording.values.bounds import Bounds, Execution
+from memplan.trace.recording.values.largest import Choice, Site
 from memplan.trace.recording.values.shapes_beside import selected_beside
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
@@ -90,13 +91,13 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
     """
     recording, trace = _placed(target, known, build, steps)
 
-    def again(other: frozenset[Line]) -> tuple[Trace | RecordingError | None, tuple[Line, ...]]:
+    def again(other: frozenset[Choice]) -> tuple[Trace | RecordingError | None, tuple[Choice, ...]]:
         way, found = _recorded(
             target, recording.on_card, known, build, steps, recording.other | other, recording.counts
         )
-        return found, way.branches
+        return found, way.choices
 
-    return with_both_ways(trace, recording.branches, again)
+    return with_both_ways(trace, recording.choices, again)
 
 
 def _placed(target: Target, known: Known, build: Build, steps: int) -> tuple[_Recording, Trace]:
@@ -118,6 +119,8 @@ def _placed(target: Target, known: Known, build: Build, steps: int) -> tuple[_Re
     return second, again
 
 
+_COUNTS = 32
+"""Selections at most whose size is learned from the shapes beside them: each takes another recording."""
 _GUARDS = 8
 """Branches at most that are taken the other way, so that a step does not end in an exception."""
 
@@ -128,12 +131,12 @@ def _recorded(
     known: Known,
     build: Build,
     steps: int,
-    other: frozenset[Line] = frozenset(),
-    counts: Mapping[Line, int] | None = None,
+    other: frozenset[Choice] = frozenset(),
+    counts: Mapping[Execution, int] | None = None,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
     """Record a step once; again where a value that is not known led into an exception, which is taken the other way.
 
-    ``counts``: lines at which it is known how many elements values select.
+    ``counts``: executions of lines at which it is known how many elements values select.
     """
     first, counts = None, dict(counts or {})
     while True:
@@ -145,10 +148,11 @@ def _recorded(
                 return recording, _of_an_unknown_value(error)
             line = recording.last_bound
             if line is not None and line == _line_of(error):
+                at = line, recording.last_execution
                 count = selected_beside(error.__cause__, recording.last_taken)
-                if count is None or line in counts:
-                    return recording, _of_a_bound(error, line)
-                counts[line] = count
+                if count is None or at in counts or len(counts) == _COUNTS:
+                    return recording, _of_a_bound(error, line, counted=at in counts)
+                counts[at] = count
                 continue
             decision, guarded = recording.last_decision, raised_by_statement(error.__cause__)
             if decision is None or decision in other or len(other) == _GUARDS or not guarded:
@@ -175,11 +179,15 @@ def _of_an_unknown_value(error: StepError) -> DataDependentError:
     return found
 
 
-def _of_a_bound(error: StepError, selected: Line) -> DataDependentError:
-    """Return the error of an op for which the most that values can select is too much."""
+def _of_a_bound(error: StepError, selected: Line, *, counted: bool) -> DataDependentError:
+    """Return the error of an op that does not fit how much is taken to be selected.
+
+    ``counted``: as much as the shapes beside it said, else the most there can be.
+    """
     line = format_frame(selected)
+    taken = "as large as the shapes beside it say" if counted else "at its largest"
     found = DataDependentError(
-        f"what values select at {line} is taken at its largest, and then {error.found}",
+        f"what values select at {line} is taken {taken}, and then {error.found}",
         expected="sizes that fit whatever is selected, or the share that is selected when it really runs",
         do=f"Give the share, as in --assume {line}=0.5 (assume={{'{line}': 0.5}}); or run memplan.measure(build)",
     )
@@ -187,9 +195,9 @@ def _of_a_bound(error: StepError, selected: Line) -> DataDependentError:
     return found
 
 
-def _neither(first: StepError, later: RecordingError, other: Collection[Line]) -> StepError:
+def _neither(first: StepError, later: RecordingError, other: Collection[Choice]) -> StepError:
     """Return the first error, with what came of taking branches the other way."""
-    places = ", ".join(sorted(str(format_frame(line)) for line in other))
+    places = ", ".join(sorted(str(format_frame(one)) for one in other if not isinstance(one, Site)))
     then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
         f"{first.found}; a value decides at {places} that a recording does not know, and the other way {then}",
@@ -206,13 +214,13 @@ class _Recording:
     """The parts that record a step, put together."""
 
     def __init__(
-        self, target: Target, on_card: OnCard, known: Known, other: frozenset[Line], counts: Mapping[Line, int]
+        self, target: Target, on_card: OnCard, known: Known, other: frozenset[Choice], counts: Mapping[Execution, int]
     ) -> None:
         self.on_card: OnCard = on_card
         self.counts = counts
-        """Lines at which it is known how many elements values select."""
+        """Executions of lines at which it is known how many elements values select."""
         self.other = other
-        """Lines at which a value decides for the other way."""
+        """Lines at which a value decides for the other way, and reads that are taken at their smallest."""
         self._target = target
         self._place = Place()
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
@@ -247,9 +255,9 @@ class _Recording:
         return self._standins.last_decision
 
     @property
-    def branches(self) -> tuple[Line, ...]:
-        """Return the lines at which a value that is not known decided a branch."""
-        return tuple(self._standins.branches)
+    def choices(self) -> tuple[Choice, ...]:
+        """Return the lines at which a value that is not known decided a branch, and where one became a plain number."""
+        return (*self._standins.branches, *self._standins.largest.sites)
 
     @property
     def last_bound(self) -> Line | None:
@@ -257,9 +265,20 @@ class _Recording:
         return self._standins.last_bound
 
     @property
+    def last_execution(self) -> int:
+        """Return how often that line had selected something before."""
+        return self._bounds.last_execution
+
+    @property
     def last_taken(self) -> int:
         """Return how many elements were taken to be selected there."""
         return self._standins.last_taken
+
+    @contextmanager
+    def _in_thread(self) -> Iterator[None]:
+        """Record what a thread of the step does: modes are of one thread each."""
+        with self._mode.in_thread(), self._standins.calls.in_thread():
+            yield
 
     def run(self, build: Build, steps: int) -> Trace | None:
         """Build and run the step.
@@ -277,7 +296,7 @@ class _Recording:
                 )
                 self._mode.replacements, self._differing = composites, composites.differing
             stack.enter_context(self._mode.recording())
-            stack.enter_context(_torch.around_started_threads(self._mode.in_thread))  # modes are of one thread each
+            stack.enter_context(_torch.around_started_threads(self._in_thread, self._standins.calls.begin))
             observer.calibrate()
             stack.enter_context(place.following())
             step = run_build(build, observer)

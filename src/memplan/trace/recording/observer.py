@@ -71,16 +71,21 @@ class Residence(Protocol):
 class _Signature:
     """What we need of an op's schema, worked out once an op."""
 
-    __slots__ = ("foreign", "mutable", "name", "positions", "silent")
+    __slots__ = ("foreign", "mutable", "name", "positions", "silent", "writes")
 
     def __init__(self, func: Any) -> None:
         self.name = str(func)
         self.positions = _torch.tensor_arguments(func)
         self.mutable = _torch.is_mutable(func)
+        self.writes = _torch.written_arguments(func) if self.mutable else []
         self.silent = self.name in _SILENT or not self.name.startswith(("aten.", "torch", "_", "mkldnn"))
         if not self.name.startswith(("aten.", "prim.", "profiler.")):
             self.silent = False  # an operator of a library or of the user's
         self.foreign = not self.name.startswith(_OF_TORCH)
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the arguments that a call of the op writes."""
+        return [args[at] if at < len(args) else kwargs.get(name) for at, name in self.writes]
 
 
 class Observer:
@@ -188,7 +193,7 @@ class Observer:
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
         self._positions.before(signature.name, args)
-        self.ranges.before(args, written=signature.mutable)
+        self.ranges.before(signature.written(args, kwargs))
         held = [] if ledger.real else _parts_written(signature, args)
         if signature.foreign and self.foreign_kernel is not None:
             self.foreign_kernel(signature.name)
@@ -214,8 +219,8 @@ class Observer:
         if self.card is not None:
             ledger.device, ledger.stream = ON_CARD if self.card.everything else HOST, current
         note.end = ledger.clock
-        self._positions.after(signature.name, args, kwargs, result, written=signature.mutable)
-        self.ranges.after(signature.name, args, kwargs, result, written=signature.mutable)
+        for values in (self._positions, self.ranges):
+            values.after(signature.name, args, kwargs, result, signature.written(args, kwargs))
         if note.phase == "forward" and note.step == 0:
             self.forms.note(index, func, args, kwargs, result)
         if note.phase == "optimizer":

@@ -20,18 +20,22 @@ from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
-from memplan.trace.recording.values.largest import Largest, is_whole
+from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS
+from memplan.trace.recording.values.largest import Choice, Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.values.numbers import is_standin, plain, standin
 from memplan.trace.recording.values.range_rules import Number, Range
 from memplan.trace.recording.values.sizes import SizesByValue
+from memplan.trace.recording.values.slices import slices_by_value
 from memplan.trace.recording.values.splits import splits_by_value
 from memplan.trace.records import HOST
 
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
-_OTHER_WAY = "a value decided a branch and was taken the other way: as 1 it ends in an exception"
-_BECOMES = "a value BECOMES A SIZE: {taken:,} is taken, {why}"
+_OTHER_WAY = "a value decided a branch and was taken the other way: the way taken first ends in an exception"
+_SELECTS = "{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}"
+_COUNTED = "{op} is AS LARGE AS VALUES SAY: {taken:,} elements of {most:,} at most are taken, {why}"
+_BECOMES = "a value that is read BECOMES A SIZE: it is taken as {taken:,g}, {why}"
 
 
 def reached(error: BaseException | None) -> bool:
@@ -52,19 +56,20 @@ class Standins:
 
     Args:
         observer, mode: of the recording.
-        other: lines at which a value that decides a branch is to decide for the other one.
+        other: lines at which a value that decides a branch is to decide for the other one, and reads that are taken at
+            their smallest.
     """
 
-    def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Line] = ()) -> None:
+    def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Choice] = ()) -> None:
         self._observer = observer
         self._mode = mode
         self.assumed = Assumed()
         self._last_real = False
         self._last: Range | None = None
-        """Between what the value lies that was read last; None where that is not known."""
+        """Range of the last value read; None where it is not known."""
         self._by_python = False
-        self.largest = Largest(observer.ranges.of)
-        self._calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
+        self.largest = Largest(observer.ranges.of, other)
+        self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
         self._other = other
@@ -91,10 +96,11 @@ class Standins:
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         self._last = values = self.largest.of(tensor)
         self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
-        value = 0 if overflow or _tells_of_nan(self._observer, entry) else 1 if values is None else values[1]
+        nan = not overflow and _tells_of_nan(self._observer, entry)
+        value = 0 if overflow or nan else 1 if values is None else values[1]
         if self._last_real:
             return value
-        if value == 0 and not overflow:
+        if nan:
             self._last_real = True  # what every such check expects; no branch to warn of
             self.assumed.add("scalar", "a check for nan or inf was read and taken as False")
         elif overflow:
@@ -103,7 +109,7 @@ class Standins:
         else:
             self.assumed.add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
             if not self._by_python and is_whole(tensor) and not _is_subscript():
-                self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
+                value = self.as_plain(None if self._last is None else self._last[0], value, user_frame(), size=True)
         if tensor.dtype == torch.bool:
             return bool(value)
         if tensor.dtype.is_complex:
@@ -141,6 +147,7 @@ class Standins:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
+            stack.enter_context(slices_by_value(self._sliced, self.largest.of, self._observer.ranges.origin))
             stack.enter_context(splits_by_value(lambda text: self.assumed.add("bound", text), self._observer.ranges.of))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
@@ -151,7 +158,7 @@ class Standins:
             try:
                 yield
             finally:
-                self._calls.end()
+                self.calls.end()
 
     @contextmanager
     def _redrawing(self, times: int) -> Iterator[None]:
@@ -168,8 +175,9 @@ class Standins:
             return value
         if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
             return self.decides(value)
-        self._calls.begin()
-        return standin(value, self, None if self._last is None else self._last[0], user_frame())
+        self.calls.begin()
+        low = None if self._last is None else self._last[0]
+        return standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor))
 
     def _tolist(self, tensor: Any) -> Any:
         if tensor.constant is not None:
@@ -189,7 +197,7 @@ class Standins:
         if branches(user_frame()):
             self.is_size()
         values = self.largest.of(tensor) if is_whole(tensor) else None
-        taken = 1 if values is None else values[1]
+        taken = 1 if values is None else self.largest.plain(values)
         self.assumed.add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
         if is_whole(tensor):  # numpy shows nobody what becomes of it
             self.becomes_size(None if values is None else values[0], taken, user_frame())
@@ -208,13 +216,16 @@ class Standins:
             return value / self._losses  # each differs from the one before: it goes on
         if not self._last_real and branches(user_frame()):
             self.is_size()
+        if not self._last_real and self._last is not None:
+            return float(self.largest.plain(self._last))
         return value
 
     def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
         with self._reading():
             value = convert(tensor)
         if not self._last_real:
-            self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
+            low = None if self._last is None else int(self._last[0])
+            value = int(self.as_plain(low, value, user_frame(), size=True))
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
@@ -232,7 +243,8 @@ class Standins:
         """Note that an op selects by value, and how much of it is taken to be selected; ``known``: by other shapes."""
         self.last_bound, self.last_taken = user_frame(), taken
         why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
-        self.assumed.add("bound", f"{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}")
+        form = _COUNTED if op in SIZED_BY_NUMBERS else _SELECTS
+        self.assumed.add("bound", form.format(op=op.removeprefix("_"), taken=taken, most=most, why=why))
 
     def decides(self, answer: bool) -> bool:
         """Note that a value decides a branch, and return the answer to give."""
@@ -242,9 +254,7 @@ class Standins:
             return iterates
         self.last_decision = frame = user_frame()
         if frame in self._other:
-            self.assumed.add(
-                "scalar", "a value decided a branch and was taken the other way: as 1 it ends in an exception"
-            )
+            self.assumed.add("scalar", _OTHER_WAY)
             return not answer
         if frame is not None:
             self.branches[frame] = None
@@ -257,7 +267,18 @@ class Standins:
             self.is_size()
         else:
             self.last_bound = line
-            self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=self.largest.why(line)), line)
+            why = self.largest.why(line, smallest=low == high)
+            self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=why), line)
+
+    def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
+        """Return what a value is taken as that becomes a plain number, and note it where it may be a size."""
+        taken = high if low is None else self.largest.plain((low, high))
+        if size:
+            self.becomes_size(low, taken, line)
+        return taken
+
+    def _sliced(self, values: Range) -> None:
+        self.becomes_size(values[0], values[1], user_frame())
 
     def is_size(self) -> None:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""

@@ -136,6 +136,22 @@ def test_what_it_is_put_together_with_says_how_many_are_selected() -> None:
     assert "4 of 8 are taken to be selected, as the shapes beside it say" in trace.assumptions[0].text
 
 
+def test_how_many_are_selected_is_learned_for_each_execution() -> None:
+    """One row is broadcast beside any number of rows: it says nothing of how many are selected."""
+
+    def build() -> Callable[[], None]:
+        x, four = torch.zeros(60, 1000), torch.rand(60).argsort() < 4
+        every, beside = torch.rand(60) < 2, (torch.zeros(4, 1000), torch.zeros(1, 1000))
+
+        def step() -> None:
+            for mask, h in zip((four, every), beside, strict=True):
+                x[mask].sub(h)
+
+        return step
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
 @pytest.mark.parametrize("times", [lambda: torch.randint(0, 9, (40,)), lambda: torch.arange(40) // 5])
 def test_what_is_sized_by_numbers_takes_their_largest(times: Callable[[], Tensor]) -> None:
     def build() -> Callable[[], None]:

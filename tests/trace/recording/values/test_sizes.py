@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,28 @@ SIZED: dict[str, Body] = {
     "summed by place": lambda x, mask, n: torch.zeros(
         int(torch.zeros(100, dtype=torch.long).index_add(0, n, torch.ones_like(n)).max()), 9
     ),
+    "written by out=": lambda x, mask, n: torch.zeros(int(_offsets(n)[-1]), 100),
+    "from a tensor": lambda x, mask, n: x[mask.sum() :] * 2,
+    "from a whole number": lambda x, mask, n: x[int(mask.sum()) :] * 2,
+    "what a whole number leaves": lambda x, mask, n: x.new_zeros(ROWS - int(mask.sum()), 1000),
+    "what an array leaves": lambda x, mask, n: x.new_zeros(ROWS - int(mask.sum().numpy()), 1000),
+    "the last": lambda x, mask, n: x[-n.max() :] * 2,
+    "without the last": lambda x, mask, n: x[: -n.max()] * 2,
+    "between offsets": lambda x, mask, n: torch.zeros(3000, 20)[_offsets(n)[3] : _offsets(n)[4]] * 2,
+    "capped, left": lambda x, mask, n: torch.zeros(40 - min(mask.sum().item(), 40), 1000),
+    "shifted": lambda x, mask, n: torch.zeros(mask.sum().item() << 3, 100),
+    "bits": lambda x, mask, n: torch.zeros(64 - (mask.sum().item() & 63), 100),
+    "or": lambda x, mask, n: torch.zeros(mask.sum().item() | 64, 100),
+    "a part of divmod": lambda x, mask, n: torch.zeros(ROWS - divmod(mask.sum().item(), 3)[0], 100),
+    "what a float leaves": lambda x, mask, n: torch.zeros(ROWS - int(float(mask.sum().item())), 100),
+    "what -0.5 becomes": lambda x, mask, n: torch.zeros(
+        3 + int((torch.rand(ROWS) * 2.5 - 3.0).to(torch.long).max()), 1000
+    ),
+    "read in another thread": lambda x, mask, n: (
+        _in_thread(lambda: x.mean().item()),
+        x[mask.sum().item() :] * 2,
+        torch.zeros(mask.sum().item(), 99),
+    ),
     "a fraction": lambda x, mask, n: x[: int(torch.rand(1).item() * ROWS)] * 2,
 }
 QUIET: dict[str, Body] = {
@@ -58,13 +81,47 @@ QUIET: dict[str, Body] = {
     "an index of a count": lambda x, mask, n: x[mask[:9].sum().item()] * 2,
     "an index that may be too large": lambda x, mask, n: x[mask.sum().item()] * 2,
     "a log": lambda x, mask, n: (x * 2, f"{mask.sum().item():5d}"),
+    "an operand": lambda x, mask, n: torch.softmax(x, 1).mul(2).add(x, alpha=mask.sum().item()),
+    "a value of full": lambda x, mask, n: torch.full((3, 1, 1), x.mean().item()),
+    "an end of linspace": lambda x, mask, n: torch.linspace(0, x.mean().item(), 5),
+    "of softplus": lambda x, mask, n: F.softplus(x, beta=x.mean().item()),
+    "of addmm": lambda x, mask, n: torch.addmm(x, x.new_ones(60, 60), x, alpha=x.mean().item()),
+    "of foreach": lambda x, mask, n: torch.ops.aten._foreach_mul([x, x], x.mean().item()),
+    "data": lambda x, mask, n: torch.tensor(data=x.mean().item()),
+    "a crop": lambda x, mask, n: x[n[0].item() : n[0].item() + 8] * 2,
+    "a crop by a tensor": lambda x, mask, n: torch.stack([x[i : i + 8] for i in n[:3]]),
+    "a crop by two tensors": lambda x, mask, n: x[n[3] : (n + 8)[3]] * 2,
     "a fill value": lambda x, mask, n: x.masked_fill(mask[:, None], n[0].item()),
 }
 
 
-def step_of(body: Body) -> Callable[[], Callable[[], None]]:
+def _offsets(n: torch.Tensor) -> torch.Tensor:
+    offsets = torch.zeros(ROWS + 1, dtype=torch.long)
+    torch.cumsum(n, 0, out=offsets[1:])
+    return offsets
+
+
+def _in_thread(read: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+
+
+Ends = tuple[float, int, int]
+"""Share of ones in the mask, and the ends of `randint`."""
+ENDS: tuple[Ends, ...] = ((0.7, 1, 51), (2.0, 50, 51), (-1.0, 50, 51), (2.0, 1, 2), (-1.0, 1, 2))
+LOOSE = {
+    "between offsets": 10, "split": 1.1, "what -0.5 becomes": 1.5, "summed by place": 60, "or": 1.01, "view": 1.01,
+    "clamped": 1.01, "bits": 1.01, "a fraction": 1.2, "packed": 1.01,
+    "of indices": 1.05, "read in another thread": 1.2,
+}  # fmt: skip
+"""Factor by which a bound may lie above the largest measured; the others are exact."""
+
+
+def step_of(body: Body, ends: Ends = ENDS[0]) -> Callable[[], Callable[[], None]]:
     def build() -> Callable[[], None]:
-        x, mask, n = torch.randn(ROWS, 16), torch.rand(ROWS) < 0.7, torch.randint(1, 51, (ROWS,))
+        torch.manual_seed(0)
+        x, mask, n = torch.randn(ROWS, 16), torch.rand(ROWS) < ends[0], torch.randint(*ends[1:], (ROWS,))
 
         def step() -> None:
             body(x, mask, n)
@@ -76,11 +133,11 @@ def step_of(body: Body) -> Callable[[], Callable[[], None]]:
 
 @pytest.mark.parametrize("name", SIZED)
 def test_a_size_is_the_largest_that_it_can_be(name: str) -> None:
-    build = step_of(SIZED[name])
-    trace = memplan.record(build)
+    trace = memplan.record(step_of(SIZED[name]))
     predicted = memplan.simulate(trace).peak_allocated
+    largest = max(measured_peak(step_of(SIZED[name], ends)) for ends in ENDS)
     assert loud(trace.assumptions)
-    assert all(measured_peak(build) <= predicted for _ in range(5))
+    assert largest <= predicted <= LOOSE.get(name, 1) * largest
 
 
 @pytest.mark.parametrize("name", QUIET)
@@ -120,5 +177,5 @@ def test_a_share_of_a_size_is_assumed_for_its_line() -> None:
     line = memplan.record(build).assumptions[0].where
     assert line is not None
     trace = memplan.record(build, assume={line: 0.5})
-    assert "30 is taken, as was assumed" in trace.assumptions[0].text
+    assert "taken as 30, as was assumed" in trace.assumptions[0].text
     assert memplan.simulate(trace).steps[1].peak_allocated == pytest.approx(measured_peak(lambda: build(30)), rel=0.02)

@@ -49,5 +49,5 @@ def test_ctc_of_known_lengths_is_recorded_for_a_card_and_of_unknown_ones_bounded
     assert [storage.bytes for storage in known.storages].count(alpha) == 4  # forward and backward, in two steps
     assert not known.assumptions
     unknown = memplan.record(build(lambda: ([50] * 4, torch.randint(1, 11, (4,)))), device="h100")
-    assert "_ctc_loss SELECTS BY VALUE: 10 of 10" in unknown.assumptions[0].text
+    assert "ctc_loss is AS LARGE AS VALUES SAY: 10 elements of 10 at most" in unknown.assumptions[0].text
     assert [storage.bytes for storage in unknown.storages].count(alpha) == 4

@@ -19,6 +19,8 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 RangeOf = Callable[[torch.Tensor], Range | None]
 _INDEX = torch.int64
+Execution = tuple[Line, int]
+"""A line at which values select, and how often it had selected something before."""
 
 
 class Bounds:
@@ -28,8 +30,8 @@ class Bounds:
         assumed: ``FILE:LINE`` to the share of what there can be, from 0 to 1. The file is named as it is or by the end
             of its path.
         tell: told the name of an op, how many elements are taken and can be, and whether ``counts`` say so.
-        range_of: between what the elements of a tensor lie, None where that is not known.
-        counts: lines at which it is known how many elements are selected.
+        range_of: range of a tensor's elements, None where that is not known.
+        counts: executions of lines at which it is known how many elements are selected.
     """
 
     def __init__(
@@ -37,13 +39,16 @@ class Bounds:
         assumed: Mapping[str, float],
         tell: Callable[[str, int, int, bool], None],
         range_of: RangeOf = lambda tensor: None,
-        counts: Mapping[Line, int] | None = None,
+        counts: Mapping[Execution, int] | None = None,
     ) -> None:
         self._shares = [(*place.rsplit(":", 1), share) for place, share in assumed.items()]
         self._tell = tell
         self._used: set[str] = set()
         self._range_of = range_of
         self._counts = counts or {}
+        self._executions: dict[Line | None, int] = {}
+        self.last_execution = 0
+        """How often the line that selected last had selected something before."""
 
     def result(self, func: Any, args: Arguments, kwargs: Keywords, frame: Line | None) -> Any:
         """Return what stands for the result of an op; NotImplemented where there is no largest."""
@@ -56,7 +61,9 @@ class Bounds:
             return NotImplemented
         share = self.share(frame)
         known = None if form.known is None else form.known(given)
-        count = None if frame is None or share != 1.0 else self._counts.get(frame)
+        self.last_execution = self._executions.get(frame, 0)
+        self._executions[frame] = self.last_execution + 1
+        count = None if frame is None or share != 1.0 else self._counts.get((frame, self.last_execution))
         taken = math.ceil(share * most) if known is None else known
         taken = taken if count is None else min(count, taken)
         if known is None:
@@ -222,6 +229,8 @@ def _aligned(given: Keywords, taken: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape[1]), x.new_empty((x.shape[1], x.shape[0], 2 * taken + 1))
 
 
+SIZED_BY_NUMBERS = frozenset({"bincount", "repeat_interleave", "_ctc_loss"})
+"""Ops that select nothing, but whose results are as large as numbers among their values."""
 _UNIQUE = ("unique_dim.default", "unique_consecutive.default", "unique_dim_consecutive.default")
 _FORMS: Mapping[str, _Form] = {
     "aten.nonzero.default": _Form(_elements, _places),

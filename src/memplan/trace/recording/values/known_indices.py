@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,11 +44,17 @@ class Positions:
             raise NoSuchRow(last, int(args[0].shape[0]))
 
     def after(
-        self, name: str, args: tuple[object, ...], kwargs: Mapping[str, object], result: object, *, written: bool
+        self,
+        name: str,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+        written: Sequence[object] = (),
     ) -> None:
-        """Note that an op has run; ``written``: it changed its first argument."""
-        if written and isinstance(args[0], torch.Tensor):
-            self._first_and_step.pop(self._ledger.entry(args[0], None).id, None)
+        """Note that an op has run; ``written``: arguments that it changed."""
+        for one in written:
+            if isinstance(one, torch.Tensor):
+                self._first_and_step.pop(self._ledger.entry(one, None).id, None)
         if not isinstance(result, torch.Tensor) or result.is_floating_point():
             return
         if name in _SHIFTED and not kwargs:

@@ -1,28 +1,49 @@
-"""What a value that is read is taken as, where it is known between what it lies: the most it can be, or a share."""
+"""What a value that is read is taken as, where its range is known: an end of it, or a share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch
 
-from memplan.trace.recording.place import Line, user_frame
+from memplan.trace.recording.place import Line, is_users, user_frame
 from memplan.trace.recording.values.range_rules import Number, Range
 
 _LARGEST = 1 << 24
 """Beyond it, nothing is said of a value, though it is known what it is at most: a loop so long would not end."""
 
 
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Place in the user's code at which a value is read as a plain number."""
+
+    line: Line
+    at: int
+    """Offset of the instruction: two reads on one line are told apart."""
+
+
+Choice = Line | Site
+"""What is recorded the other way, too: a branch, or a read that is then taken at its smallest."""
+
+
 class Largest:
     """Takes values as the largest that they can be, or the share of it that is assumed for a line.
 
     Args:
-        range_of: between what the elements of a tensor lie; None where nothing is known.
+        range_of: range of a tensor's elements; None where nothing is known.
+        other: reads that are taken at their smallest.
     """
 
-    def __init__(self, range_of: Callable[[torch.Tensor], Range | None]) -> None:
+    def __init__(
+        self, range_of: Callable[[torch.Tensor], Range | None], other: Collection[Choice] = frozenset()
+    ) -> None:
         self._range_of = range_of
+        self._other = other
+        self.sites: dict[Site, None] = {}
+        """Reads of plain numbers, in order: what is computed of these is not followed, and may grow as they shrink."""
         self.share: Callable[[Line | None], float] = lambda line: 1.0
         """Which share of the most that can be is taken at a line."""
 
@@ -36,9 +57,26 @@ class Largest:
         taken: Number = high if share == 1.0 else low + share * (high - low)
         return low, math.ceil(taken) if is_whole(tensor) else float(taken)
 
-    def why(self, line: Line | None) -> str:
+    def plain(self, values: Range) -> Number:
+        """Return what a value is taken as that is read as a plain number, whose range as of `of` is known."""
+        site = _site()
+        if site is None or values[0] == values[1] or self.share(site.line) != 1.0:
+            return values[1]
+        self.sites[site] = None
+        return values[0] if site in self._other else values[1]
+
+    def why(self, line: Line | None, *, smallest: bool = False) -> str:
         """Return why a value that was read at a line is taken as it is."""
-        return "the most it can be" if self.share(line) == 1.0 else "as was assumed"
+        if self.share(line) != 1.0:
+            return "as was assumed"
+        return "the smallest it can be" if smallest else "the most it can be"
+
+
+def _site() -> Site | None:
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else Site((frame.f_code.co_filename, frame.f_lineno), frame.f_lasti)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

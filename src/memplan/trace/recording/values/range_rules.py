@@ -78,9 +78,14 @@ def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = Fal
     return rule
 
 
+def _alpha(call: Call) -> Number:
+    """Return the factor of the second operand: in the forms that take a number, it has a position."""
+    return call.args[2] if len(call.args) > 2 else call.kwargs.get("alpha", 1)
+
+
 def _sum_of_two(sign: int) -> Rule:
     def rule(call: Call) -> Range | None:
-        by = sign * call.kwargs.get("alpha", 1)
+        by = sign * _alpha(call)
         return _of_two(lambda a, b: a + by * b)(call)
 
     return rule
@@ -94,18 +99,20 @@ def _divided(call: Call) -> Range | None:
 
 def _remainder(call: Call) -> Range | None:
     divisor = call.of(1)
-    whole = not call.args[0].is_floating_point()
+    whole = not call.result.is_floating_point()
     return None if divisor is None or divisor[0] <= 0 else (0, divisor[1] - whole)
 
 
 def _clamped(call: Call) -> Range | None:
-    given = call.of(0)
-    least, most = (call.range(call.args[at]) if at < len(call.args) else None for at in (1, 2))
-    low = max((one[0] for one in (given, least) if one is not None), default=None)
-    high = min((one[1] for one in (given, most) if one is not None), default=None)
-    if low is None or high is None:
-        return None
-    return min(low, high), max(low, high)
+    low, high = call.of(0) or (-math.inf, math.inf)
+    given = call.args[1:3]
+    if len(given) > 0 and given[0] is not None:
+        least = call.range(given[0]) or (-math.inf, math.inf)
+        low, high = max(low, least[0]), max(high, least[1])
+    if len(given) > 1 and given[1] is not None:
+        most = call.range(given[1]) or (-math.inf, math.inf)
+        low, high = min(low, most[0]), min(high, most[1])
+    return low, high
 
 
 def _at_least(call: Call) -> Range | None:
@@ -131,10 +138,11 @@ def _summed(call: Call) -> Range | None:
 def _added_at_places(call: Call) -> Range | None:
     """scatter_add, index_add: at worst all is added to one element."""
     source = _times(call.of(3), call.args[3].numel() if isinstance(call.args[3], torch.Tensor) else 1)
-    given = call.of(0)
+    given, by = call.of(0), call.kwargs.get("alpha", 1)
     if source is None or given is None:
         return None
-    return given[0] + min(0, source[0]), given[1] + max(0, source[1])
+    added = [by * one for one in source]
+    return given[0] + min(0, *added), given[1] + max(0, *added)
 
 
 def _put(call: Call) -> Range | None:
@@ -170,8 +178,16 @@ def _counts_up(call: Call) -> Range | None:
 
 
 def _uniform(call: Call) -> Range:
-    numbers = [one for one in call.args[1:] if isinstance(one, (int, float))]
-    return (numbers[0], numbers[1]) if len(numbers) > 1 else (0.0, 1.0)
+    """Arguments at their defaults, 0 and 1, are left out from the end."""
+    low = call.args[1] if len(call.args) > 1 else 0.0
+    high = call.args[2] if len(call.args) > 2 else 1.0
+    return low, high
+
+
+def _bin_counts(call: Call) -> Range | None:
+    """Count the elements of each number; where weights are given, these are summed."""
+    args: Sequence[Any] = call.args
+    return None if any(isinstance(one, torch.Tensor) for one in args[1:]) else (0, args[0].numel())
 
 
 def _distinct(call: Call) -> Ranges:
@@ -224,7 +240,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_"), _added_at_places),
     **dict.fromkeys(("add", "add_"), _sum_of_two(1)),
     **dict.fromkeys(("sub", "sub_"), _sum_of_two(-1)),
-    "rsub": lambda call: _of_two(lambda a, b: b - call.kwargs.get("alpha", 1) * a)(call),
+    "rsub": lambda call: _of_two(lambda a, b: b - _alpha(call) * a)(call),
     **dict.fromkeys(("mul", "mul_"), _of_two(lambda a, b: a * b)),
     **dict.fromkeys(("div", "div_"), _divided),
     **dict.fromkeys(("floor_divide", "floor_divide_"), _of_two(lambda a, b: a // b, positive=True)),
@@ -253,7 +269,7 @@ RULES: Mapping[str, Rule] = {
     "multinomial": lambda call: (0, call.size(0, 9, -1) - 1),
     "searchsorted": lambda call: (0, call.args[0].shape[-1]),
     "bucketize": lambda call: (0, call.args[1].shape[-1]),
-    "bincount": lambda call: (0, call.args[0].numel()),
+    "bincount": _bin_counts,
     **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
     "repeat_interleave": _same(0),
     **dict.fromkeys(("rand", "rand_like", "sigmoid", "_softmax", "bernoulli", "bernoulli_"), _fraction),
@@ -266,8 +282,9 @@ RULES_OF_OVERLOADS: Mapping[str, Rule] = {
     "aten.sort.stable": lambda call: [call.of(0), (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0))],
     "aten.argsort.stable": lambda call: (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0)),
     "aten.repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
-    "aten.max.other": _at_least,
-    "aten.min.other": _at_most,
+    **dict.fromkeys(("aten.max.other", "aten.max.out"), _at_least),
+    **dict.fromkeys(("aten.min.other", "aten.min.out"), _at_most),
+    **dict.fromkeys([f"aten.{name}.decimals" for name in ("round", "round_")], _nothing),
     **dict.fromkeys(
         [f"aten.scatter{end}.{form}" for end in ("", "_") for form in ("reduce", "value_reduce")], _nothing
     ),
