@@ -61,10 +61,6 @@ def _same(*positions: int) -> Rule:
     return lambda call: union([call.of(at) for at in positions])
 
 
-def _first_same(second: Callable[[Call], Range | None]) -> Rule:
-    return lambda call: [call.of(0), second(call)]
-
-
 def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = False) -> Callable[[Call], Range | None]:
     """Monotone in each operand: the ends lie at the corners. ``positive``: of a divisor above 0 only."""
 
