@@ -13,6 +13,7 @@ from memplan.dry.cuda_torch import CudaTorch
 from memplan.dry.library import SOURCES, cache_folder, library_for, stubs_of
 from memplan.errors import DeviceError
 
+KEPT = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None or shutil.which("nm") is None, reason="there is no C compiler here, or no nm"
 )
@@ -54,7 +55,10 @@ def test_it_is_built_once(torch: CudaTorch) -> None:
     assert library_for(torch) == first
     assert first.driver.stat().st_mtime_ns == built
     assert first.driver.is_relative_to(cache_folder())
-    assert first.preload == f"{first.driver}:{first.nvml}"
+    assert first.variables["LD_PRELOAD"] == f"{first.driver}:{first.nvml}"
+    found = Path(first.variables["TRITON_LIBCUDA_PATH"], "libcuda.so.1")
+    assert found.resolve() == first.driver.resolve()
+    assert all(Path(first.variables[name]).is_relative_to(cache_folder()) for name in KEPT)
     names = subprocess.run(["nm", "-D", first.driver], capture_output=True, text=True, check=True).stdout
     assert {"cudaMalloc", "cublasGemm"} <= {line.split()[-1] for line in names.splitlines()}
 

@@ -80,9 +80,19 @@ def _is_number(rest: Any) -> bool:
     return len(rest) == 1 and isinstance(rest[0], (int, float))
 
 
+def _is_real(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has memory on the card: those that are traced or transformed have none."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda and tensor.layout is torch.strided
+    return (
+        plain
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
 def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
     """Write into a small tensor on the card."""
-    fits = tensor.is_cuda and 0 < tensor.numel() <= _MOST and tensor.layout is torch.strided and tensor.is_contiguous()
+    fits = _is_real(tensor) and 0 < tensor.numel() <= _MOST and tensor.is_contiguous()
     if not fits or torch.cuda.is_current_stream_capturing():
         return
     with torch._C.DisableTorchFunction():
@@ -93,7 +103,7 @@ def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:
 
 def _count(tensor: torch.Tensor, number: float) -> None:
     """Add to a counter on the card."""
-    if tensor.dim() == 0 and tensor.is_cuda:
+    if tensor.dim() == 0 and _is_real(tensor):
         with torch._C.DisableTorchFunction():
             there = torch.empty((), dtype=tensor.dtype, device="cpu")
             ctypes.memmove(there.data_ptr(), tensor.data_ptr(), there.element_size())

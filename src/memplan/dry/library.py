@@ -29,11 +29,23 @@ class Library:
 
     driver: Path
     nvml: Path
+    triton: Path
+    """A folder in which Triton finds the driver under the name that it looks for."""
 
     @property
-    def preload(self) -> str:
-        """Return them as the variable ``LD_PRELOAD`` lists them."""
-        return f"{self.driver}:{self.nvml}"
+    def variables(self) -> dict[str, str]:
+        """Return the environment of a process that sees the card.
+
+        What Inductor and Triton keep of it lies apart: the kernels that win where every time is 0 are not for a real
+        card.
+        """
+        kept = cache_folder() / "compiled"
+        return {
+            "LD_PRELOAD": f"{self.driver}:{self.nvml}",
+            "TRITON_LIBCUDA_PATH": str(self.triton),
+            "TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"),
+            "TRITON_CACHE_DIR": str(kept / "triton"),
+        }
 
 
 def cache_folder() -> Path:
@@ -51,7 +63,7 @@ def library_for(torch: CudaTorch) -> Library:
     """
     compiler = _compiler()
     folder = cache_folder() / _key(torch, compiler)
-    library = Library(folder / "libdry.so", folder / "libdryml.so")
+    library = Library(folder / "libdry.so", folder / "libdryml.so", folder / "triton")
     if _is_whole(folder):
         return library
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +145,10 @@ class _Build:
         self._run("-shared", "-Wl,-soname,libcuda.so.1", "-o", folder / "libdry.so", *objects, "-ldl", "-lpthread")
         self._run("-O1", "-w", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", folder / "libdryml.so",
                   SOURCES / _NVML)  # fmt: skip
+        links = folder / "triton"
+        links.mkdir()
+        for name in ("libcuda.so", "libcuda.so.1"):
+            (links / name).symlink_to(Path("..", "libdry.so"))
         sums = f"{_sum(folder / 'libdry.so')} {_sum(folder / 'libdryml.so')}\n"
         (folder / _SUMS).write_text(sums, encoding="utf-8")
 

@@ -13,8 +13,13 @@ from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.put_back import Outside
-from memplan.trace.recording.session import COMPILED, Build, Step, located, run_build
+from memplan.trace.recording.session import Build, Step, located, run_build
 from memplan.trace.records import HOST
+
+_COMPILED = (
+    "torch.compile: the bytes are those of the compiled step; its layers and causes are from a run of it in eager mode, "
+    "and what that has not has neither"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ def named_run(build: Build, steps: int, device: str = HOST) -> Named:
         with mode:
             observer.calibrate()
         stack.enter_context(place.following())
-        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(COMPILED)))
+        stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(_COMPILED)))
         with profile, mode:
             built, step = run_in_ranges(build, steps, observer)
         observer.ledger.close()

@@ -144,11 +144,13 @@ def _plain(build: Build, steps: int, snapshot: str | None, reads: Reads, *, else
     torch.cuda.init()
     _torch.record_history(stacks=snapshot is not None)
     with reads.noted(), profile:
-        run_in_ranges(build, steps, Observer(Place(), real=True), counted)
+        held = run_in_ranges(build, steps, Observer(Place(), real=True), counted)
     if snapshot is not None:
         _torch.dump_history(snapshot)
+    history = _torch.history()
+    del held  # the profiler sees no release any more, so the history has to end before these
     record = _torch.Profile.of(profile, "cuda")
-    return _Plain(events_of(_torch.history(), record), record, counters)
+    return _Plain(events_of(history, record), record, counters)
 
 
 def _not_known() -> tuple[Assumption, ...]:

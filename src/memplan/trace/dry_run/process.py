@@ -95,7 +95,7 @@ def run_dry(
         Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
         variables = {name: value for name, value in os.environ.items() if name not in _MEANT}
         variables |= {
-            CARD: description(card), "LD_PRELOAD": library.preload, "MEMPLAN_DRY_LOG": str(Path(folder, _LOG)),
+            CARD: description(card), "MEMPLAN_DRY_LOG": str(Path(folder, _LOG)), **library.variables,
         }  # fmt: skip
         return _with_surroundings(_run(torch, folder, variables), torch)
 
