@@ -83,11 +83,9 @@ def _is_number(rest: Any) -> bool:
 def _is_real(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has memory on the card: those that are traced or transformed have none."""
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda and tensor.layout is torch.strided
-    return (
-        plain
-        and not torch._is_functional_tensor(tensor)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    wrapped: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]  # no stub
+    traced = torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return plain and not traced and not wrapped.is_functorch_wrapped_tensor(tensor)
 
 
 def _write(tensor: torch.Tensor, value: Callable[[], torch.Tensor]) -> None:

@@ -96,7 +96,7 @@ def _extras(graph: JointGraph, op: GraphOp, extras: Any) -> Sequence[Extra]:
     kwargs = map_refs(op.kwargs, lambda value: alike(graph.values[value]))
     outputs = [None if value is None else alike(graph.values[value]) for value in op.outputs]
     result = outputs if op.multiple else outputs[0]
-    try:
-        return extras(op.target, tuple(args), dict(kwargs), result, op.phase == "backward")
+    try:  # a planned backward pass runs in the thread that calls it, so both passes share a library's handle
+        return extras(op.target, tuple(args), dict(kwargs), result, False)
     except Exception:  # a formula of a result that nobody reads, and of which nothing is known therefore
         return ()
