@@ -17,8 +17,8 @@ from memplan.trace.recording.session import Build, Step, located, run_build
 from memplan.trace.records import HOST
 
 _COMPILED = (
-    "torch.compile: the bytes are those of the compiled step; its layers and causes are from a run of it in eager mode, "
-    "and what that has not has neither"
+    "torch.compile: the bytes are the compiled step's; layers and causes are from its run in eager mode, and what that "
+    "has not has neither"
 )
 
 

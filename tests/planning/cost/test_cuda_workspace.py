@@ -13,12 +13,12 @@ from memplan.planning.cost.cuda_workspace import libraries, on_card
 from memplan.planning.graph.placement import Home
 
 
-def test_cublas_keeps_a_workspace_for_each_thread_that_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cublas_keeps_one_workspace_as_both_passes_of_a_plan_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # importing MONAI sets it
     graph = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), call_of((torch.randn(4, 8),), {})).graph
     # CUDA's documentation of torch: 4096 KiB twice and 16 KiB eight times by default, 32 MiB on sm_90
-    assert libraries(graph, Home("cuda:0", find("rtx4090"))) == 2 * (2 * 4096 + 8 * 16) * 1024
-    assert libraries(graph, Home("cuda:0", find("h100"))) == 2 * (32 << 20)
+    assert libraries(graph, Home("cuda:0", find("rtx4090"))) == (2 * 4096 + 8 * 16) * 1024
+    assert libraries(graph, Home("cuda:0", find("h100"))) == 32 << 20
     assert libraries(graph, Home()) == 0
 
 
