@@ -73,6 +73,12 @@ SIZED: dict[str, Body] = {
         torch.zeros(mask.sum().item(), 99),
     ),
     "a fraction": lambda x, mask, n: x[: int(torch.rand(1).item() * ROWS)] * 2,
+    "a stride": lambda x, mask, n: F.avg_pool1d(torch.zeros(9, 4000), 4, n[0].item()) * 2,
+    "a kernel": lambda x, mask, n: F.avg_pool1d(torch.zeros(9, 4000), n[0].item(), 1) * 2,
+    "steps of arange": lambda x, mask, n: torch.arange(0, 4000, n[0].item()) * 2,
+    "scaled up": lambda x, mask, n: F.interpolate(torch.zeros(1, 9, 40), scale_factor=n[0].item()) * 2,
+    "triangle": lambda x, mask, n: torch.tril_indices(n[0].item(), 50) * 2,
+    "taken apart": lambda x, mask, n: torch.zeros(4, 2500).unfold(1, n[0].item(), 1).contiguous(),
 }
 QUIET: dict[str, Body] = {
     "a factor": lambda x, mask, n: x * mask.sum().item(),
