@@ -21,10 +21,11 @@ from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS
+from memplan.trace.recording.values.c_readers import math_seen
+from memplan.trace.recording.values.intervals import Number, Range
 from memplan.trace.recording.values.largest import Choice, Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.values.numbers import is_standin, plain, standin
-from memplan.trace.recording.values.range_rules import Number, Range
 from memplan.trace.recording.values.sizes import SizesByValue
 from memplan.trace.recording.values.slices import slices_by_value
 from memplan.trace.recording.values.splits import splits_by_value
@@ -72,6 +73,8 @@ class Standins:
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
+        self._installed: ExitStack | None = None
+        """Takes what is replaced once a number is read; None where nothing is to be replaced."""
         self._other = other
         self.last_decision: Line | None = None
         """Line at which a value decided a branch last."""
@@ -155,9 +158,11 @@ class Standins:
             stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
+            self._installed = stack
             try:
                 yield
             finally:
+                self._installed = None
                 self.calls.end()
 
     @contextmanager
@@ -176,6 +181,9 @@ class Standins:
         if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
             return self.decides(value)
         self.calls.begin()
+        if self._installed is not None:
+            self._installed.enter_context(math_seen())
+            self._installed = None
         low = None if self._last is None else self._last[0]
         return standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor))
 
@@ -269,6 +277,10 @@ class Standins:
             self.last_bound = line
             why = self.largest.why(line, smallest=low == high)
             self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=why), line)
+
+    def used(self, how: str) -> None:
+        """Note that something is made of a value that is not followed, but is hardly a size."""
+        self.assumed.add("scalar", f"a number that is read {how}")
 
     def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
         """Return what a value is taken as that becomes a plain number, and note it where it may be a size."""

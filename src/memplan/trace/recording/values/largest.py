@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from memplan.trace.recording.place import Line, is_users, user_frame
-from memplan.trace.recording.values.range_rules import Number, Range
+from memplan.trace.recording.values.intervals import Number, Range
 
 _LARGEST = 1 << 24
 """Beyond it, nothing is said of a value, though it is known what it is at most: a loop so long would not end."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.values.intervals import Range, union
 from memplan.trace.recording.values.numbers import becomes_size, is_standin, range_of
-from memplan.trace.recording.values.range_rules import Range, union
 
 _VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor", "new_tensor")
 """Functions that make a tensor of numbers."""
