@@ -46,7 +46,7 @@ def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Tra
         if isinstance(choice, Site):
             ends[choice] = _of_ends(choice, peak, other)
         elif (row := _of_branch(format_frame(choice), peak, other)) is not None:
-            found[row.where] = row
+            found[row.where] = _with_rounds(row, trace)
         if not isinstance(other, Trace):
             continue
         new = [one for one in below if one not in seen][:more]
@@ -67,6 +67,13 @@ def _of_branch(where: str | None, peak: int, other: Trace | RecordingError | Non
     if isinstance(other, RecordingError):
         return Assumption("scalar", _ENDS.format(how=shorten(other.found, 120, placeholder=" ...")), where)
     return None
+
+
+def _with_rounds(row: Assumption, trace: Trace) -> Assumption:
+    """Add to what is said of a branch that it is in a loop: some rounds may go one way and others the other."""
+    rounds = sum(one.count for one in trace.assumptions if one.where == row.where and _is_of_branch(one))
+    times = rounds // max(len(trace.steps), 1)
+    return replace(row, text=row.text + _ROUNDS.format(times=times)) if times > 1 else row
 
 
 def _of_ends(site: Site, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
@@ -102,6 +109,7 @@ _NO_SMALLEST = (
     "smallest, {how}"
 )
 _UNTRIED = "a number that is read is taken as the largest it can be: what shrinks as it grows IS NOT BOUNDED"
+_ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
 _DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other way {least}; what takes more is shown"
 
 

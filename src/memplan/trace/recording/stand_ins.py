@@ -158,6 +158,7 @@ class Standins:
             stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
             stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
+            stack.enter_context(self.calls.unasked())
             self._installed = stack
             try:
                 yield

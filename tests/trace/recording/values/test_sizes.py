@@ -185,6 +185,20 @@ def test_a_size_of_known_values_is_exact_and_quiet() -> None:
     assert not trace.assumptions
 
 
+def test_a_read_value_leaves_the_encoder_its_fast_path() -> None:
+    def build() -> Callable[[], None]:
+        x, layer = torch.randn(64, 64, 64), nn.TransformerEncoderLayer(64, 4, 512, batch_first=True).eval()
+
+        def step() -> None:
+            x.mean().item()
+            with torch.no_grad():
+                layer(x)
+
+        return step
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
 def test_a_share_of_a_size_is_assumed_for_its_line() -> None:
     def build(rows: int | None = None) -> Callable[[], None]:
         net, x = nn.Linear(16, 16), torch.randn(ROWS, 16)

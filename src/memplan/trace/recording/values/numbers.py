@@ -128,7 +128,7 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
         if name not in _CHOOSING or not _called_as_a_function(sys._getframe(1)):
             return self.reader.decides(result)
         answers = _answers(name, self, *args)
-        if answers is None and isinstance(self, float):  # such as the best loss so far
+        if answers is None and base is float:  # such as the best loss so far
             self.reader.used(_CHOSEN)
             return result
         certain = answers is not None and len(answers) == 1
