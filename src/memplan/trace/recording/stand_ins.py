@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class Standins:
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(slices_by_value(self._sliced, self.largest.of, self._observer.ranges.origin))
-            stack.enter_context(splits_by_value(lambda text: self.assumed.add("bound", text), self._observer.ranges.of))
+            tell = partial(self.assumed.add, "bound")
+            stack.enter_context(splits_by_value(tell, self._observer.ranges.of, self.largest.other_way))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
