@@ -32,8 +32,8 @@ def math_seen() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_torch.patched(builtins, range=_Range))
         for module in [math, *filter(_may_compute, list(sys.modules.values()))]:
-            found = {name: instead[id(value)] for name, value in list(vars(module).items()) if id(value) in instead}
-            if found:
+            if not instead.keys().isdisjoint(map(id, list(vars(module).values()))):
+                found = {name: instead[id(one)] for name, one in list(vars(module).items()) if id(one) in instead}
                 stack.enter_context(_torch.patched(module, **found))
         yield
 
