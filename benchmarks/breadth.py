@@ -585,7 +585,7 @@ def main() -> None:
     if given.again:
         new = {(row["family"], row["name"]): row for row in rows}
         written = json.loads(results.read_text())
-        written["rows"] = rows = [new.get((row["family"], row["name"]), row) for row in written["rows"]]
+        written["rows"] = rows = [new.get((row["family"], row["name"])) or row for row in written["rows"]]
         results.write_text(json.dumps(written, indent=1) + "\n")
         (RESULTS / "breadth.md").write_text(report(rows))
     elif wanted is None:
