@@ -71,6 +71,7 @@ class Standins:
         """Range of the last value read; None where it is not known."""
         self._by_python = False
         self.largest = Largest(observer.ranges.of, other)
+        self.in_turn = self.largest.in_turn
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
@@ -159,7 +160,7 @@ class Standins:
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
             stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
-            stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
+            stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
             stack.enter_context(self.calls.unasked())
             self._installed = stack
             try:
@@ -299,9 +300,6 @@ class Standins:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""
         self.last_decision = user_frame()
         self.assumed.add("branch", _DECIDES)
-
-    def _compiled(self) -> None:
-        self.assumed.add("compiled", COMPILED)
 
 
 def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:

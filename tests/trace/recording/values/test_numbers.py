@@ -33,6 +33,9 @@ class Told:
     def used(self, how: str) -> None:
         self.times += 1
 
+    def in_turn(self, low: Any, high: Any) -> Any:
+        return high
+
     def as_plain(self, low: Any, high: Any, line: Any, *, size: bool) -> Any:
         self.times += 1
         return high

@@ -199,6 +199,21 @@ def test_a_read_value_leaves_the_encoder_its_fast_path() -> None:
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
 
 
+def test_experts_that_are_chosen_by_name_are_taken_in_turn() -> None:
+    def build() -> Callable[[], None]:
+        experts = nn.ModuleDict({f"expert_{at}": nn.Linear(64, 64) for at in range(4)})
+        optimizer, x, hit = torch.optim.AdamW(experts.parameters()), torch.randn(8, 64), torch.randperm(4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.stack([experts[f"expert_{one}"](x).sum() for one in hit]).sum().backward()
+            optimizer.step()
+
+        return step
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == pytest.approx(measured_peak(build), rel=0.01)
+
+
 def test_a_share_of_a_size_is_assumed_for_its_line() -> None:
     def build(rows: int | None = None) -> Callable[[], None]:
         net, x = nn.Linear(16, 16), torch.randn(ROWS, 16)

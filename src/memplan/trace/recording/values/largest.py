@@ -46,6 +46,7 @@ class Largest:
     ) -> None:
         self._range_of = range_of
         self._other = other
+        self._turns: dict[Line | None, int] = {}
         self.sites: dict[Site, None] = {}
         """Reads of plain numbers and splits, in order: what is computed of these is not followed, and may grow as they
         shrink."""
@@ -77,6 +78,14 @@ class Largest:
             return False
         self.sites[site] = None
         return site in self._other
+
+    def in_turn(self, low: Number | None, high: Number) -> Number:
+        """Return a value of a range, the next each time at a line; the largest where it is not of whole numbers."""
+        if not (isinstance(low, int) and isinstance(high, int)):
+            return high
+        line = user_frame()
+        self._turns[line] = self._turns.get(line, -1) + 1
+        return high - self._turns[line] % (high - low + 1)
 
     def why(self, line: Line | None, *, smallest: bool = False) -> str:
         """Return why a value that was read at a line is taken as it is."""

@@ -30,6 +30,10 @@ class Reader(Protocol):
         """Note that something is made of it that is not followed, but is hardly a size."""
         ...
 
+    def in_turn(self, low: Number | None, high: Number) -> Number:
+        """Return what it is taken as where its text chooses: in a loop, one value of its range after the other."""
+        ...
+
     def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
         """Return what it is taken as where it becomes a plain number, of which nothing is followed; ``size``: it may
         be one."""
@@ -201,7 +205,7 @@ def _telling(base: type, name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.reader.used(AS_TEXT)
-        return method(self, *args, **kwargs)
+        return method(self.reader.in_turn(self.low, plain(self)), *args, **kwargs)
 
     return tell
 
