@@ -4,6 +4,7 @@
     python benchmarks/breadth.py                      # writes breadth.json and breadth.md to benchmarks/results
     python benchmarks/breadth.py --only gpt2,UNet     # prints, writes nothing
     python benchmarks/breadth.py --every 5 --family transformers
+    python benchmarks/breadth.py --again gpt2,UNet    # these anew in breadth.json, after a change; the others stay
     python benchmarks/breadth.py --report             # breadth.md anew from breadth.json
 
 Of transformers, every type of model that `AutoModel` knows is made with few and small layers, without a list of ours.
@@ -547,6 +548,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="names, with commas between; prints and writes nothing")
+    parser.add_argument("--again", help="names, with commas between; writes their rows anew")
     parser.add_argument("--family", choices=FAMILIES, action="append")
     parser.add_argument("--every", type=int, default=1, help="only every so many models of transformers")
     parser.add_argument("--jobs", type=int, default=2)
@@ -560,7 +562,8 @@ def main() -> None:
     if given.report:
         (RESULTS / "breadth.md").write_text(report(json.loads(results.read_text())["rows"]))
         return
-    wanted = set(given.only.split(",")) if given.only else None
+    some = given.only or given.again
+    wanted = set(some.split(",")) if some else None
     models: list[tuple[str, str]] = []
     absent: list[str] = []
     for family in given.family or FAMILIES:
@@ -579,7 +582,13 @@ def main() -> None:
             print({key: value for key, value in row.items() if key != "family"}, flush=True)
     print(report(rows))
     print(Counter(next((key for key in ("left_out", "refused", "crashed") if key in row), "ran") for row in rows))
-    if wanted is None:
+    if given.again:
+        new = {(row["family"], row["name"]): row for row in rows}
+        written = json.loads(results.read_text())
+        written["rows"] = rows = [new.get((row["family"], row["name"])) or row for row in written["rows"]]
+        results.write_text(json.dumps(written, indent=1) + "\n")
+        (RESULTS / "breadth.md").write_text(report(rows))
+    elif wanted is None:
         versions = {
             name: importlib.import_module(name).__version__
             for name in ("torch", *dict.fromkeys(family for family, _ in models))

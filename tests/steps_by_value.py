@@ -237,6 +237,27 @@ def experts(*, sort: bool = False) -> Build:
     return build
 
 
+def experts_of_one_weight() -> Callable[[], None]:
+    """The same with all experts' weights in one, whose gradient the backward pass adds up from the last part on."""
+    router, first, x = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 64, 32) * 0.1), torch.randn(96, 32)
+    second = nn.Parameter(torch.randn(4, 32, 64) * 0.1)
+    skew = torch.randn(4) * 3
+
+    def loss_of() -> Tensor:
+        chosen = (router(x) + skew).argmax(-1)
+        order, counts = chosen.argsort(), torch.bincount(chosen, minlength=4).tolist()
+        given, done = x[order].split(counts), list[Tensor]()
+        hidden = torch.cat([F.linear(one, first[at]) for at, one in enumerate(given)]).relu()
+        for at, one in enumerate(hidden.split(counts)):
+            done.append(F.linear(one, second[at]))
+        return torch.cat(done).square().sum()
+
+    net = nn.ModuleList([router])
+    net.register_parameter("first", first)
+    net.register_parameter("second", second)
+    return _trained(net, loss_of)
+
+
 STEPS: dict[str, Build] = {
     "detr": detr(),
     "detr, matched by lists": detr(by_lists=True),
@@ -248,4 +269,5 @@ STEPS: dict[str, Build] = {
     "ragged attention": ragged,
     "experts by masks": experts(),
     "experts in order": experts(sort=True),
+    "experts of one weight": experts_of_one_weight,
 }

@@ -59,6 +59,22 @@ def test_where_it_makes_no_difference_it_is_a_note() -> None:
     assert any("the same either way" in one.text for one in trace.assumptions)
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_of_a_branch_in_a_loop_it_is_said_that_all_rounds_go_one_way(rounds: int) -> None:
+    def build() -> Callable[[], None]:
+        x, decides = torch.randn(32, 64), torch.rand(rounds)
+
+        def step() -> None:
+            for one in decides:
+                large(x) if one > 0.5 else small(x)
+
+        return step
+
+    said = [one.text for one in memplan.record(build).assumptions if one.kind == "branch"]
+    assert len(said) == 1
+    assert ("decided 3 times in a step, which are all taken to go the same way" in said[0]) is (rounds == 3)
+
+
 def test_a_way_that_ends_in_an_exception_is_a_note() -> None:
     def refuse(h: Tensor) -> Tensor:
         raise ValueError("no such value")

@@ -264,6 +264,22 @@ class FunctionCalls(TorchFunctionMode):
         finally:
             self.end()
 
+    @contextlib.contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Answer `torch.overrides.has_torch_function` as without this mode: modules choose their fast paths by it."""
+        asked = torch.overrides.has_torch_function
+
+        def without(arguments: Any) -> bool:
+            entered = _all()
+            try:
+                return any(mode is not self for mode in entered) or asked(arguments)
+            finally:
+                for mode in entered:
+                    _push_mode(mode)
+
+        with patched(torch.overrides, has_torch_function=without):
+            yield
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._called(func, args, kwargs or {})
 

@@ -46,7 +46,7 @@ def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Tra
         if isinstance(choice, Site):
             ends[choice] = _of_ends(choice, peak, other)
         elif (row := _of_branch(format_frame(choice), peak, other)) is not None:
-            found[row.where] = row
+            found[row.where] = _with_rounds(row, trace)
         if not isinstance(other, Trace):
             continue
         new = [one for one in below if one not in seen][:more]
@@ -69,22 +69,29 @@ def _of_branch(where: str | None, peak: int, other: Trace | RecordingError | Non
     return None
 
 
+def _with_rounds(row: Assumption, trace: Trace) -> Assumption:
+    """Add to what is said of a branch that it is in a loop: some rounds may go one way and others the other."""
+    rounds = sum(one.count for one in trace.assumptions if one.where == row.where and _is_of_branch(one))
+    times = rounds // max(len(trace.steps), 1)
+    return replace(row, text=row.text + _ROUNDS.format(times=times)) if times > 1 else row
+
+
 def _of_ends(site: Site, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
-    """Return what has to be said of a number that was taken at its largest, and then at its smallest."""
+    """Return what has to be said of a value that was taken both ways."""
     where = format_frame(site.line)
     if isinstance(other, Trace):
         least = most_at_once(other)
         if max(peak, least) <= _SAME * min(peak, least):
             return None
-        ends = ("smallest", "largest") if least > peak else ("largest", "smallest")
+        ends = site.ends[::-1] if least > peak else site.ends
         most, less = format_bytes(max(peak, least)), format_bytes(min(peak, least))
         return Assumption("bound", _END.format(end=ends[0], most=most, less=less, other=ends[1]), where)
     how = shorten(other.found, 120, placeholder=" ...") if isinstance(other, RecordingError) else "was not recorded"
-    return Assumption("bound", _NO_SMALLEST.format(how=how), where)
+    return Assumption("bound", _NO_SMALLEST.format(end=site.ends[0], other=site.ends[1], how=how), where)
 
 
 def _not_tried(site: Site) -> Assumption:
-    return Assumption("bound", _UNTRIED, format_frame(site.line))
+    return Assumption("bound", _UNTRIED.format(end=site.ends[0]), format_frame(site.line))
 
 
 def _compared(where: str | None, one: int, two: int) -> Assumption:
@@ -96,12 +103,10 @@ def _compared(where: str | None, one: int, two: int) -> Assumption:
 
 _ENDS = "a value decides a branch: the other way {how}"
 _SAME_PEAK = "a value decides a branch: the peak is the same either way ({peak})"
-_END = "a number that is read DECIDES SIZES: with the {end} it can be, the step takes {most}, with the {other} {less}"
-_NO_SMALLEST = (
-    "a number that is read is taken as the largest it can be, and what shrinks as it grows IS NOT BOUNDED: with the "
-    "smallest, {how}"
-)
-_UNTRIED = "a number that is read is taken as the largest it can be: what shrinks as it grows IS NOT BOUNDED"
+_END = "a value that is read DECIDES SIZES: taken {end}, the step takes {most}, {other} {less}"
+_NO_SMALLEST = "a value that is read is taken {end}, and what shrinks as it grows IS NOT BOUNDED: {other}, {how}"
+_UNTRIED = "a value that is read is taken {end}: what shrinks as it grows IS NOT BOUNDED"
+_ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
 _DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other way {least}; what takes more is shown"
 
 

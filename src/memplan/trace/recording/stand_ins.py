@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS
+from memplan.trace.recording.values.c_readers import math_seen
+from memplan.trace.recording.values.intervals import Number, Range
 from memplan.trace.recording.values.largest import Choice, Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.values.numbers import is_standin, plain, standin
-from memplan.trace.recording.values.range_rules import Number, Range
 from memplan.trace.recording.values.sizes import SizesByValue
 from memplan.trace.recording.values.slices import slices_by_value
 from memplan.trace.recording.values.splits import splits_by_value
@@ -69,9 +71,12 @@ class Standins:
         """Range of the last value read; None where it is not known."""
         self._by_python = False
         self.largest = Largest(observer.ranges.of, other)
+        self.in_turn = self.largest.in_turn
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
+        self._installed: ExitStack | None = None
+        """Takes what is replaced once a number is read; None where nothing is to be replaced."""
         self._other = other
         self.last_decision: Line | None = None
         """Line at which a value decided a branch last."""
@@ -148,16 +153,20 @@ class Standins:
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
             stack.enter_context(slices_by_value(self._sliced, self.largest.of, self._observer.ranges.origin))
-            stack.enter_context(splits_by_value(lambda text: self.assumed.add("bound", text), self._observer.ranges.of))
+            tell = partial(self.assumed.add, "bound")
+            stack.enter_context(splits_by_value(tell, self._observer.ranges.of, self.largest.other_way))
             stack.enter_context(_torch.lengths_as_tensors())
             stack.enter_context(_torch.sequences_padded_in_python())
             stack.enter_context(_torch.linear_seen(self._observer.engine.in_linear))
             stack.enter_context(_torch.spectra_seen(self._observer.in_values_alone))
             stack.enter_context(_torch.random_states_seen(self._observer.random_state))
-            stack.enter_context(_torch.eager_instead_of_compiled(self._compiled))
+            stack.enter_context(_torch.eager_instead_of_compiled(partial(self.assumed.add, "compiled", COMPILED)))
+            stack.enter_context(self.calls.unasked())
+            self._installed = stack
             try:
                 yield
             finally:
+                self._installed = None
                 self.calls.end()
 
     @contextmanager
@@ -176,6 +185,9 @@ class Standins:
         if isinstance(value, bool):  # no class of ours can stand in for it, and what else is it read for
             return self.decides(value)
         self.calls.begin()
+        if self._installed is not None:
+            self._installed.enter_context(math_seen())
+            self._installed = None
         low = None if self._last is None else self._last[0]
         return standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor))
 
@@ -270,6 +282,10 @@ class Standins:
             why = self.largest.why(line, smallest=low == high)
             self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=why), line)
 
+    def used(self, how: str) -> None:
+        """Note that something is made of a value that is not followed, but is hardly a size."""
+        self.assumed.add("scalar", f"a number that is read {how}")
+
     def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
         """Return what a value is taken as that becomes a plain number, and note it where it may be a size."""
         taken = high if low is None else self.largest.plain((low, high))
@@ -284,9 +300,6 @@ class Standins:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""
         self.last_decision = user_frame()
         self.assumed.add("branch", _DECIDES)
-
-    def _compiled(self) -> None:
-        self.assumed.add("compiled", COMPILED)
 
 
 def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:

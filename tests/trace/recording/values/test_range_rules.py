@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memplan.trace.recording.values.range_rules import RULES, Call, Range
+from memplan.trace.recording.values.intervals import Range
+from memplan.trace.recording.values.range_rules import RULES, Call
 from memplan.trace.recording.values.ranges import rule_of
 
 N, X = torch.tensor([3, -7, 5, 0, 9, 2]), torch.tensor([0.5, -2.5, 3.25, -0.5, 1.0, 7.0])

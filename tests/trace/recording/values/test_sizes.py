@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -73,6 +75,18 @@ SIZED: dict[str, Body] = {
         torch.zeros(mask.sum().item(), 99),
     ),
     "a fraction": lambda x, mask, n: x[: int(torch.rand(1).item() * ROWS)] * 2,
+    "a list's entry": lambda x, mask, n: torch.zeros(WIDTHS[n[0].item()], 1000),
+    "a root": lambda x, mask, n: torch.zeros(math.isqrt(n[0].item()), 9000),
+    "what a root leaves": lambda x, mask, n: torch.zeros(64 - math.ceil(sqrt(mask.sum().item())), 9000),
+    "what half leaves": lambda x, mask, n: torch.zeros(64 - round(mask.sum().item() * 0.5), 9000),
+    "a loop elsewhere": lambda x, mask, n: _repeated(x, n.max().item()),
+    "a loop from there": lambda x, mask, n: [x * row for row in range(n.max().item(), ROWS)],
+    "a stride": lambda x, mask, n: F.avg_pool1d(torch.zeros(9, 4000), 4, n[0].item()) * 2,
+    "a kernel": lambda x, mask, n: F.avg_pool1d(torch.zeros(9, 4000), n[0].item(), 1) * 2,
+    "steps of arange": lambda x, mask, n: torch.arange(0, 4000, n[0].item()) * 2,
+    "scaled up": lambda x, mask, n: F.interpolate(torch.zeros(1, 9, 40), scale_factor=n[0].item()) * 2,
+    "triangle": lambda x, mask, n: torch.tril_indices(n[0].item(), 50) * 2,
+    "taken apart": lambda x, mask, n: torch.zeros(4, 2500).unfold(1, n[0].item(), 1).contiguous(),
 }
 QUIET: dict[str, Body] = {
     "a factor": lambda x, mask, n: x * mask.sum().item(),
@@ -91,6 +105,7 @@ QUIET: dict[str, Body] = {
     "a crop": lambda x, mask, n: x[n[0].item() : n[0].item() + 8] * 2,
     "a crop by a tensor": lambda x, mask, n: torch.stack([x[i : i + 8] for i in n[:3]]),
     "a crop by two tensors": lambda x, mask, n: x[n[3] : (n + 8)[3]] * 2,
+    "a logged percentage": lambda x, mask, n: (x * 2, "%.1f" % (100.0 * mask.sum().item() / ROWS)),
     "a fill value": lambda x, mask, n: x.masked_fill(mask[:, None], n[0].item()),
 }
 
@@ -99,6 +114,13 @@ def _offsets(n: torch.Tensor) -> torch.Tensor:
     offsets = torch.zeros(ROWS + 1, dtype=torch.long)
     torch.cumsum(n, 0, out=offsets[1:])
     return offsets
+
+
+WIDTHS = tuple(range(100))
+
+
+def _repeated(x: torch.Tensor, times: int) -> list[torch.Tensor]:
+    return [x * row for row in range(times)]
 
 
 def _in_thread(read: Callable[[], Any]) -> None:
@@ -161,6 +183,35 @@ def test_a_size_of_known_values_is_exact_and_quiet() -> None:
     trace = memplan.record(build)
     assert memplan.simulate(trace).peak_allocated == measured_peak(build)
     assert not trace.assumptions
+
+
+def test_a_read_value_leaves_the_encoder_its_fast_path() -> None:
+    def build() -> Callable[[], None]:
+        x, layer = torch.randn(64, 64, 64), nn.TransformerEncoderLayer(64, 4, 512, batch_first=True).eval()
+
+        def step() -> None:
+            x.mean().item()
+            with torch.no_grad():
+                layer(x)
+
+        return step
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
+def test_experts_that_are_chosen_by_name_are_taken_in_turn() -> None:
+    def build() -> Callable[[], None]:
+        experts = nn.ModuleDict({f"expert_{at}": nn.Linear(64, 64) for at in range(4)})
+        optimizer, x, hit = torch.optim.AdamW(experts.parameters()), torch.randn(8, 64), torch.randperm(4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            torch.stack([experts[f"expert_{one}"](x).sum() for one in hit]).sum().backward()
+            optimizer.step()
+
+        return step
+
+    assert memplan.simulate(memplan.record(build)).peak_allocated == pytest.approx(measured_peak(build), rel=0.01)
 
 
 def test_a_share_of_a_size_is_assumed_for_its_line() -> None:

@@ -56,3 +56,4 @@ def test_parts_add_up_and_none_is_empty(seed: int) -> None:
 def test_the_first_part_is_as_large_as_can_be() -> None:
     assert uneven(100, [None, None, None]) == [98, 1, 1]
     assert uneven(100, [(0, 60), (10, 90), (0, 90)]) == [60, 39, 1]
+    assert uneven(100, [(0, 60), (10, 90), None], fewest=0) == [60, 40, 0]

@@ -78,6 +78,6 @@ def test_threads_that_share_a_weight_add_up_their_sums(
     """By hand, from the costs that `reduce_balancer_t` weighs: blocks times pictures, and one for adding."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     space = (16, 16)
-    shape = Shape(batch, wide, narrow, space, space, (3, 3), 1, 1, (1, 1), False, 4, False)
+    shape = Shape(batch, wide, narrow, space, space, (3, 3), 1, 1, (1, 1), False, 4, False, False)
     block, barriers = 3 * 3 * 8 * 8 * 4, 12_288
     assert weight_gradient(shape).scratch == (weights * block + barriers if weights else 0)

@@ -13,7 +13,7 @@ import torch
 from memplan import _torch
 from memplan.errors import UsageError
 from memplan.trace.recording.place import Line
-from memplan.trace.recording.values.range_rules import Range
+from memplan.trace.recording.values.intervals import Range
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

@@ -10,19 +10,23 @@ from dataclasses import dataclass
 import torch
 
 from memplan.trace.recording.place import Line, is_users, user_frame
-from memplan.trace.recording.values.range_rules import Number, Range
+from memplan.trace.recording.values.intervals import Number, Range
 
 _LARGEST = 1 << 24
 """Beyond it, nothing is said of a value, though it is known what it is at most: a loop so long would not end."""
 
+_NUMBER = ("as the largest it can be", "as the smallest")
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Place in the user's code at which a value is read as a plain number."""
+    """Place in the user's code at which a value is read that is taken one of two ways: as a plain number."""
 
     line: Line
     at: int
     """Offset of the instruction: two reads on one line are told apart."""
+    ends: tuple[str, str] = _NUMBER
+    """How the value is taken, and how it is taken the other way."""
 
 
 Choice = Line | Site
@@ -42,8 +46,10 @@ class Largest:
     ) -> None:
         self._range_of = range_of
         self._other = other
+        self._turns: dict[Line | None, int] = {}
         self.sites: dict[Site, None] = {}
-        """Reads of plain numbers, in order: what is computed of these is not followed, and may grow as they shrink."""
+        """Reads of plain numbers and splits, in order: what is computed of these is not followed, and may grow as they
+        shrink."""
         self.share: Callable[[Line | None], float] = lambda line: 1.0
         """Which share of the most that can be is taken at a line."""
 
@@ -65,6 +71,22 @@ class Largest:
         self.sites[site] = None
         return values[0] if site in self._other else values[1]
 
+    def other_way(self, ends: tuple[str, str]) -> bool:
+        """Return whether a value is taken the other way of two; ``ends``: what either is called."""
+        site = _site(ends)
+        if site is None or self.share(site.line) != 1.0:
+            return False
+        self.sites[site] = None
+        return site in self._other
+
+    def in_turn(self, low: Number | None, high: Number) -> Number:
+        """Return a value of a range, the next each time at a line; the largest where it is not of whole numbers."""
+        if not (isinstance(low, int) and isinstance(high, int)):
+            return high
+        line = user_frame()
+        self._turns[line] = self._turns.get(line, -1) + 1
+        return high - self._turns[line] % (high - low + 1)
+
     def why(self, line: Line | None, *, smallest: bool = False) -> str:
         """Return why a value that was read at a line is taken as it is."""
         if self.share(line) != 1.0:
@@ -72,11 +94,11 @@ class Largest:
         return "the smallest it can be" if smallest else "the most it can be"
 
 
-def _site() -> Site | None:
+def _site(ends: tuple[str, str] = _NUMBER) -> Site | None:
     frame = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return None if frame is None else Site((frame.f_code.co_filename, frame.f_lineno), frame.f_lasti)
+    return None if frame is None else Site((frame.f_code.co_filename, frame.f_lineno), frame.f_lasti, ends)
 
 
 def is_whole(tensor: torch.Tensor) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dis
 import functools
-import math
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from memplan.trace.recording.place import Line, user_frame
-from memplan.trace.recording.values.loops import is_counted_to
-from memplan.trace.recording.values.range_rules import Number, Range
+from memplan.trace.recording.place import Line
+from memplan.trace.recording.values.intervals import Number, Range, computed
+from memplan.trace.recording.values.list_indices import readers
 
 
 class Reader(Protocol):
@@ -27,12 +26,23 @@ class Reader(Protocol):
         ``line``: where it was read."""
         ...
 
+    def used(self, how: str) -> None:
+        """Note that something is made of it that is not followed, but is hardly a size."""
+        ...
+
+    def in_turn(self, low: Number | None, high: Number) -> Number:
+        """Return what it is taken as where its text chooses: in a loop, one value of its range after the other."""
+        ...
+
     def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
         """Return what it is taken as where it becomes a plain number, of which nothing is followed; ``size``: it may
         be one."""
         ...
 
 
+AS_TEXT = "is written as text or copied, of which nothing is followed"
+_BY_FLOAT = "is an operand to the right of a float, whose result is not followed"
+_CHOSEN = "is compared by min or max, whose answer is not followed"
 Origin = tuple[Any, int]
 """A value, and the number that was added to it."""
 
@@ -77,8 +87,8 @@ def standin(
     """
     result = StandinInt(value) if isinstance(value, int) else StandinFloat(value)
     result.reader, result.low, result.line, result.origin = reader, low, line, origin or (object(), 0)
-    if isinstance(result, StandinInt) and is_counted_to(user_frame()):
-        becomes_size(result)
+    for one in readers() if isinstance(result, StandinInt) else ():
+        reader.used(_BY_FLOAT) if isinstance(one, float) else becomes_size(result)
     return result
 
 
@@ -97,16 +107,36 @@ def becomes_size(number: Any) -> None:
     number.reader.becomes_size(number.low, number, number.line)
 
 
-def _comparing(base: type, name: str) -> Callable[..., Any]:
+def _method(base: type, name: str) -> Callable[..., Any]:
+    """Return a method of numbers that also takes a float beside an integer: the float's own would read it in C."""
     method = getattr(base, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        result = method(self, *args)
+        if result is NotImplemented and isinstance(args[0], float):
+            return getattr(float, name)(float(plain(self)), args[0])
+        return result
+
+    return call
+
+
+def _comparing(base: type, name: str) -> Callable[..., Any]:
+    method = _method(base, name)
 
     @functools.wraps(method)
     def compare(self: Any, *args: Any) -> Any:
         result = method(self, *args)
         if not isinstance(result, bool):
             return result
-        chooses = name in _CHOOSING and _called_as_a_function(sys._getframe(1))
-        return result if chooses and _is_certain(name, self, *args) else self.reader.decides(result)
+        if name not in _CHOOSING or not _called_as_a_function(sys._getframe(1)):
+            return self.reader.decides(result)
+        answers = _answers(name, self, *args)
+        if answers is None and base is float:  # such as the best loss so far
+            self.reader.used(_CHOSEN)
+            return result
+        certain = answers is not None and len(answers) == 1
+        return result if certain else self.reader.decides(result)
 
     return compare
 
@@ -123,16 +153,15 @@ def _converting(base: type, name: str) -> Callable[..., Any]:
     return convert
 
 
-def _is_certain(name: str, one: Any, other: Any) -> bool:
-    """Return whether a comparison has one answer for the whole range, or nothing is known of its ranges.
+def _answers(name: str, one: Any, other: Any) -> set[bool] | None:
+    """Return the answers that a comparison can have over the whole ranges; None where these are not known.
 
     `min` and `max` choose by it, and the plain number that is chosen no longer shows what it was compared to.
     """
     first, second = range_of(one), range_of(other)
     if first is None or second is None:
-        return True
-    method = getattr(operator, name)
-    return len({method(a, b) for a in first for b in second}) == 1
+        return None
+    return {getattr(operator, name)(a, b) for a in first for b in second}
 
 
 def _called_as_a_function(frame: Any) -> bool:
@@ -141,7 +170,7 @@ def _called_as_a_function(frame: Any) -> bool:
 
 
 def _computing(base: type, name: str) -> Callable[..., Any]:
-    method = getattr(base, f"__{name}__")
+    method, operator_name = _method(base, name), name.strip("_")
 
     @functools.wraps(method)
     def compute(self: Any, *args: Any) -> Any:
@@ -150,13 +179,54 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
         result = method(self, *args)
         if type(result) not in (int, float):
             return result
-        values = _range_of_result(name, self, *args)
-        if values is None:
-            return standin(result, self.reader, None, self.line)
-        origin = _origin_of_result(name, self, *args)
-        return standin(type(result)(values[1]), self.reader, values[0], self.line, origin)
+        values, origin = _range_of_result(operator_name, self, *args), _origin_of_result(operator_name, self, *args)
+        return of_range(result, values, self, origin)
 
     return compute
+
+
+def of_range(result: Number, values: Range | None, of: Any, origin: Origin | None = None) -> Any:
+    """Return a number for one that was computed of another.
+
+    Args:
+        result: what comes of what the other counts as.
+        values: between what it lies, None where that is not known.
+        of: the other.
+        origin: what it was computed from by adding whole numbers.
+    """
+    if values is None:
+        return standin(result, of.reader, None, of.line)
+    return standin(type(result)(values[1]), of.reader, values[0], of.line, origin)
+
+
+def _telling(base: type, name: str) -> Callable[..., Any]:
+    method = getattr(base, name)
+
+    @functools.wraps(method)
+    def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.reader.used(AS_TEXT)
+        return method(self.reader.in_turn(self.low, plain(self)), *args, **kwargs)
+
+    return tell
+
+
+def _deciding(base: type, name: str) -> Callable[..., Any]:
+    method = getattr(base, name)
+
+    def decide(self: Any) -> bool:
+        return self.reader.decides(method(self))
+
+    return decide
+
+
+def _itself(self: Any, memo: Any = None) -> Any:
+    return self
+
+
+def _reduced(self: Any, protocol: Any = None) -> Any:
+    """Copied and pickled as a plain number, which another process knows."""
+    self.reader.used(AS_TEXT)
+    return type(plain(self)), (plain(self),)
 
 
 def _dividing(name: str) -> Callable[..., Any]:
@@ -179,54 +249,7 @@ def _range_of_result(name: str, *operands: Any) -> Range | None:
     ranges = [range_of(one) for one in operands]
     if name.startswith("r") and name not in ("round", "rshift"):
         name, ranges = name[1:], ranges[::-1]
-    known = [one for one in ranges if one is not None]
-    if len(known) < len(ranges):
-        return None
-    if len(known) == 1:
-        return _of_one(name, known[0])
-    if name == "mod" and known[1][0] > 0:
-        return 0, known[1][1] - all(isinstance(one, int) for values in known for one in values)
-    if name in ("truediv", "floordiv") and known[1][0] <= 0:
-        return None
-    if name in ("lshift", "rshift") and not 0 <= known[1][0] <= known[1][1] <= _MOST_BITS:
-        return None
-    if name in ("and", "or", "xor"):
-        return _of_bits(name, *known)
-    if name not in ("add", "sub", "mul", "truediv", "floordiv", "lshift", "rshift"):
-        return None
-    corners = [getattr(operator, name)(a, b) for a in known[0] for b in known[1]]
-    return min(corners), max(corners)
-
-
-_MOST_BITS = 64
-"""By which a number is shifted; what is shifted by more is not a size."""
-
-
-def _of_bits(name: str, one: Any, other: Any) -> Range | None:
-    """Return the range of an operator on bits; None where an operand may be negative."""
-    if min(one[0], other[0]) < 0:
-        return None
-    if one[0] == one[1] and other[0] == other[1]:
-        value = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}[name](one[0], other[0])
-        return value, value
-    if name == "and":
-        return 0, min(one[1], other[1])
-    most = (1 << max(one[1].bit_length(), other[1].bit_length())) - 1
-    return (max(one[0], other[0]), min(most, one[1] + other[1])) if name == "or" else (0, min(most, one[1] + other[1]))
-
-
-def _of_one(name: str, given: Range) -> Range | None:
-    if name == "neg":
-        return -given[1], -given[0]
-    if name == "abs":
-        most = max(map(abs, given))
-        return (0, most) if given[0] <= 0 <= given[1] else (min(map(abs, given)), most)
-    if name == "pos":
-        return given
-    if name == "invert":
-        return ~given[1], ~given[0]  # pyright: ignore[reportOperatorIssue]  # of whole numbers alone
-    way = {"round": round, "trunc": math.trunc, "floor": math.floor, "ceil": math.ceil}.get(name)
-    return None if way is None else (way(given[0]), way(given[1]))
+    return computed(name, *ranges)
 
 
 def range_of(value: Any) -> Range | None:
@@ -239,18 +262,30 @@ def range_of(value: Any) -> Range | None:
 _CHOOSING = frozenset({"__lt__", "__le__", "__gt__", "__ge__"})
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor")
 _OF_ONE = ("neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil")
+_AS_TEXT = ("__str__", "__repr__", "__format__", "hex", "to_bytes", "as_integer_ratio")
 
 for _class, _base in ((StandinFloat, float), (StandinInt, int)):
-    for _name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
-        setattr(_class, _name, _comparing(_base, _name))
-    # a running mean or a scaled loss is as unknown as what it came from
-    for _name in (*_OPERATORS, *(f"r{one}" for one in _OPERATORS), *_OF_ONE):
-        if hasattr(_base, f"__{_name}__"):
-            setattr(_class, f"__{_name}__", _computing(_base, f"__{_name}__".strip("_")))
-    # as an integer it can become a size, or the length of a loop
-    for _name in ("__int__", "__index__", "__float__"):
+    _of: dict[str, Any] = {
+        # a running mean or a scaled loss is as unknown as what it came from
+        **dict.fromkeys([f"__{_name}__" for one in _OPERATORS for _name in (one, f"r{one}")], _computing),
+        **dict.fromkeys([f"__{_name}__" for _name in _OF_ONE], _computing),
+        **dict.fromkeys(("bit_length", "bit_count"), _computing),
+        **dict.fromkeys((*_CHOOSING, "__eq__", "__ne__", "__bool__"), _comparing),
+        # as an integer it can become a size, or the length of a loop
+        **dict.fromkeys(("__int__", "__index__", "__float__"), _converting),
+        **dict.fromkeys(_AS_TEXT, _telling),
+        "is_integer": _deciding,
+    }
+    for _name, _make in _of.items():
         if hasattr(_base, _name):
-            setattr(_class, _name, _converting(_base, _name))
+            setattr(_class, _name, _make(_base, _name))
+    for _name in ("real", "numerator"):
+        if hasattr(_base, _name):
+            setattr(_class, _name, property(_itself))
+    for _name in ("conjugate", "__copy__"):
+        setattr(_class, _name, _itself)
     for _name in ("__divmod__", "__rdivmod__"):
         setattr(_class, _name, _dividing(_name))
-    setattr(_class, "__hash__", _base.__hash__)  # noqa: B010  # a class that defines __eq__ loses it
+    # a class that defines __eq__ loses its hash
+    for _name, _value in (("__deepcopy__", _itself), ("__reduce_ex__", _reduced), ("__hash__", _base.__hash__)):
+        setattr(_class, _name, _value)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-Number = int | float
-Range = tuple[Number, Number]
-"""Smallest and largest element of a tensor at most; both ends belong to it."""
+from memplan.trace.recording.values.intervals import Number, Range, at_corners, computed, divided, modulo, union
+
 Ranges = Range | list[Range | None] | None
 """Of an op's result, or of each of its results."""
 
@@ -49,29 +49,13 @@ class Call:
 Rule = Callable[[Call], Ranges]
 
 
-def union(ranges: Sequence[Range | None]) -> Range | None:
-    """Return the smallest range around all; None where one is not known, or there is none."""
-    known = [one for one in ranges if one is not None]
-    if not known or len(known) < len(ranges):
-        return None
-    return min(low for low, _ in known), max(high for _, high in known)
-
-
 def _same(*positions: int) -> Rule:
     return lambda call: union([call.of(at) for at in positions])
 
 
-def _of_two(combine: Callable[[Number, Number], Number], *, positive: bool = False) -> Callable[[Call], Range | None]:
-    """Monotone in each operand: the ends lie at the corners. ``positive``: of a divisor above 0 only."""
-
-    def rule(call: Call) -> Range | None:
-        one, other = call.of(0), call.of(1)
-        if one is None or other is None or (positive and other[0] <= 0):
-            return None
-        corners = [combine(a, b) for a in one for b in other]
-        return min(corners), max(corners)
-
-    return rule
+def _by(name: str, count: int = 2) -> Rule:
+    """Return the rule of an operator of numbers, or of a function of one."""
+    return lambda call: computed(name, *(call.of(at) for at in range(count)))
 
 
 def _alpha(call: Call) -> Number:
@@ -82,21 +66,19 @@ def _alpha(call: Call) -> Number:
 def _sum_of_two(sign: int) -> Rule:
     def rule(call: Call) -> Range | None:
         by = sign * _alpha(call)
-        return _of_two(lambda a, b: a + by * b)(call)
+        return at_corners(lambda a, b: a + by * b, call.of(0), call.of(1))
 
     return rule
 
 
 def _divided(call: Call) -> Range | None:
     mode = call.kwargs.get("rounding_mode")
-    ways = {"floor": lambda a, b: a // b, "trunc": lambda a, b: math.trunc(a / b), None: lambda a, b: a / b}
-    return _of_two(ways[mode], positive=True)(call)
+    ways = {"floor": operator.floordiv, "trunc": lambda a, b: math.trunc(a / b), None: operator.truediv}
+    return divided(ways[mode], call.of(0), call.of(1))
 
 
 def _remainder(call: Call) -> Range | None:
-    divisor = call.of(1)
-    whole = not call.result.is_floating_point()
-    return None if divisor is None or divisor[0] <= 0 else (0, divisor[1] - whole)
+    return modulo(call.of(0), call.of(1), whole=not call.result.is_floating_point())
 
 
 def _clamped(call: Call) -> Range | None:
@@ -109,16 +91,6 @@ def _clamped(call: Call) -> Range | None:
         most = call.range(given[1]) or (-math.inf, math.inf)
         low, high = min(low, most[0]), min(high, most[1])
     return low, high
-
-
-def _at_least(call: Call) -> Range | None:
-    one, other = call.of(0), call.of(1)
-    return None if one is None or other is None else (max(one[0], other[0]), max(one[1], other[1]))
-
-
-def _at_most(call: Call) -> Range | None:
-    one, other = call.of(0), call.of(1)
-    return None if one is None or other is None else (min(one[0], other[0]), min(one[1], other[1]))
 
 
 def _times(given: Range | None, count: int) -> Range | None:
@@ -191,22 +163,6 @@ def _distinct(call: Call) -> Ranges:
     return [call.of(0), (0, max(count - 1, 0)), (1, max(count, 1))]
 
 
-def _rounded(way: Callable[[Number], Number]) -> Rule:
-    def rule(call: Call) -> Range | None:
-        given = call.of(0)
-        return None if given is None else (way(given[0]), way(given[1]))
-
-    return rule
-
-
-def _magnitude(call: Call) -> Range | None:
-    given = call.of(0)
-    if given is None:
-        return None
-    least = 0 if given[0] <= 0 <= given[1] else min(map(abs, given))
-    return least, max(map(abs, given))
-
-
 def _known(value: Number) -> Rule:
     return lambda call: (value, value)
 
@@ -236,20 +192,20 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("scatter_add", "scatter_add_", "index_add", "index_add_"), _added_at_places),
     **dict.fromkeys(("add", "add_"), _sum_of_two(1)),
     **dict.fromkeys(("sub", "sub_"), _sum_of_two(-1)),
-    "rsub": lambda call: _of_two(lambda a, b: b - _alpha(call) * a)(call),
-    **dict.fromkeys(("mul", "mul_"), _of_two(lambda a, b: a * b)),
+    "rsub": lambda call: at_corners(lambda a, b: b - _alpha(call) * a, call.of(0), call.of(1)),
+    **dict.fromkeys(("mul", "mul_"), _by("mul")),
     **dict.fromkeys(("div", "div_"), _divided),
-    **dict.fromkeys(("floor_divide", "floor_divide_"), _of_two(lambda a, b: a // b, positive=True)),
+    **dict.fromkeys(("floor_divide", "floor_divide_"), _by("floordiv")),
     **dict.fromkeys(("remainder", "remainder_"), _remainder),
     **dict.fromkeys(("clamp", "clamp_"), _clamped),
-    **dict.fromkeys(("clamp_min", "clamp_min_", "maximum"), _at_least),
-    **dict.fromkeys(("clamp_max", "clamp_max_", "minimum"), _at_most),
-    **dict.fromkeys(("floor", "floor_"), _rounded(math.floor)),
-    **dict.fromkeys(("ceil", "ceil_"), _rounded(math.ceil)),
-    **dict.fromkeys(("round", "round_"), _rounded(round)),
-    "trunc": _rounded(math.trunc),
-    "abs": _magnitude,
-    "neg": lambda call: None if (given := call.of(0)) is None else (-given[1], -given[0]),
+    **dict.fromkeys(("clamp_min", "clamp_min_", "maximum"), _by("max")),
+    **dict.fromkeys(("clamp_max", "clamp_max_", "minimum"), _by("min")),
+    **dict.fromkeys(("floor", "floor_"), _by("floor", 1)),
+    **dict.fromkeys(("ceil", "ceil_"), _by("ceil", 1)),
+    **dict.fromkeys(("round", "round_"), _by("round", 1)),
+    "trunc": _by("trunc", 1),
+    "abs": _by("abs", 1),
+    "neg": _by("neg", 1),
     "sum": _summed,
     "mean": _same(0),
     "cumsum": lambda call: _times(call.of(0), call.size()),
@@ -278,8 +234,8 @@ RULES_OF_OVERLOADS: Mapping[str, Rule] = {
     "aten.sort.stable": lambda call: [call.of(0), (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0))],
     "aten.argsort.stable": lambda call: (0, max(call.size(0, 2, call.kwargs.get("dim", -1)) - 1, 0)),
     "aten.repeat_interleave.Tensor": lambda call: (0, max(call.args[0].numel() - 1, 0)),
-    **dict.fromkeys(("aten.max.other", "aten.max.out"), _at_least),
-    **dict.fromkeys(("aten.min.other", "aten.min.out"), _at_most),
+    **dict.fromkeys(("aten.max.other", "aten.max.out"), _by("max")),
+    **dict.fromkeys(("aten.min.other", "aten.min.out"), _by("min")),
     **dict.fromkeys([f"aten.{name}.decimals" for name in ("round", "round_")], _nothing),
     **dict.fromkeys(
         [f"aten.scatter{end}.{form}" for end in ("", "_") for form in ("reduce", "value_reduce")], _nothing

@@ -14,7 +14,8 @@ import torch
 
 from memplan import _torch
 from memplan.trace.recording.ledger import Ledger
-from memplan.trace.recording.values.range_rules import RULES, RULES_OF_OVERLOADS, Call, Range, Ranges, Rule, union
+from memplan.trace.recording.values.intervals import Range, union
+from memplan.trace.recording.values.range_rules import RULES, RULES_OF_OVERLOADS, Call, Ranges, Rule
 
 _SHIFTS = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1}
 _READ = 1 << 16

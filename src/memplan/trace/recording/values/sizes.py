@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.values.intervals import Range, union
 from memplan.trace.recording.values.numbers import becomes_size, is_standin, range_of
-from memplan.trace.recording.values.range_rules import Range, union
 
-_SIZED = frozenset({
-    "zeros", "ones", "empty", "rand", "randn", "arange", "range", "eye", "randperm", "new_zeros", "new_ones",
-    "new_empty", "new", "empty_strided", "new_empty_strided", "empty_permuted", "as_strided", "as_strided_", "set_",
-    "tril_indices", "triu_indices", "sparse_coo_tensor", "Tensor", "FloatTensor", "DoubleTensor", "HalfTensor",
-    "BFloat16Tensor", "LongTensor", "IntTensor", "hann_window", "hamming_window", "bartlett_window", "blackman_window",
-    "kaiser_window", "fftfreq", "rfftfreq", "fft_fftfreq", "fft_rfftfreq", "view", "reshape", "expand", "repeat",
-    "tile", "resize", "resize_", "unflatten", "broadcast_to", "repeat_interleave", "topk", "multinomial", "histc",
-    "bincount", "one_hot", "vander", "combinations", "diag", "diagflat", "diag_embed", "diagonal", "chunk",
-    "unsafe_chunk", "unsafe_split", "split_with_sizes", "hsplit", "vsplit", "dsplit", "unfold", "unfold_copy", "fold",
-    "im2col", "col2im", "interpolate", "upsample", "pixel_shuffle", "pixel_unshuffle", "affine_grid", "stft", "istft",
-    "slice_scatter", "slice_copy", "svd_lowrank", "pca_lowrank", "pad_sequence",
-    *(f"conv{form}{dim}d" for form in ("", "_transpose") for dim in (1, 2, 3)),
-    *(f"{kind}_{name}{dim}d" for kind, name in (
-        ("max", "pool"), ("avg", "pool"), ("lp", "pool"), ("adaptive_max", "pool"), ("adaptive_avg", "pool"),
-        ("fractional_max", "pool"), ("max", "unpool")) for dim in (1, 2, 3)),
-    *(f"{prefix}{form}fft{dim}" for prefix in ("", "fft_") for form in ("", "i", "r", "ir", "h", "ih")
-      for dim in ("", "2", "n")),
-})  # fmt: skip
-"""Functions of which every number is a size, or decides one."""
-_PARTLY: dict[str, tuple[int, str]] = {
-    "full": (0, "size"), "new_full": (1, "size"), "pad": (1, "pad"), "constant_pad_nd": (1, "pad"),
-    "linspace": (2, "steps"), "logspace": (2, "steps"), "normal": (2, "size"), "randint": (-1, "size"),
-}  # fmt: skip
-"""Functions that take a size and other numbers: where the size is, and its name."""
 _VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor", "new_tensor")
 """Functions that make a tensor of numbers."""
+_NO_SIZES = frozenset({
+    "index", "low", "high", "from", "to", "shifts", "correction", "decimals", "reduction", "padding_idx",
+    "ignore_index", "blank",
+})  # fmt: skip
+"""Integers that are no sizes, whatever the function."""
+_NO_SIZES_OF = frozenset({"tril", "triu", "tril_", "triu_"})
+"""Functions whose integers are no sizes, though others have sizes under the same names."""
+_SIZING_NUMBERS = {
+    **dict.fromkeys(("arange", "range"), ("start", "end", "step")),
+    **dict.fromkeys(("interpolate", "upsample"), ("scale_factor",)),
+    **{f"fractional_max_pool{dims}d{form}": ("output_ratio",) for dims in (2, 3) for form in ("", "_with_indices")},
+}
+"""Functions whose results are as large as numbers say that need not be whole: the names of these."""
+_NO_INTEGERS = ("float", "number", "complex", "bool", "str", "Tensor")
+"""Words in the types of other arguments."""
+_SHRINKING = ("start", "step", "stride", "dilation", "kernel_size", "hop_length")
+"""Arguments that make a result smaller as they grow."""
+_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Put = Callable[[torch.Tensor, Range | None], None]
 """Told between what the elements of a tensor lie."""
+Argument = tuple[str, str, bool, bool]
+"""Name, type, whether it can be given by position, and whether it can be left out."""
 
 
 class SizesByValue:
@@ -54,8 +53,7 @@ class SizesByValue:
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch; say of the numbers among its arguments which become sizes."""
-        numbers = list(_standins((args, tuple(kwargs.values()))))
-        if not numbers:
+        if not any(map(is_standin, _leaves((args, tuple(kwargs.values()))))):
             return func(*args, **kwargs)
         name = _torch.function_name(func)
         if name in _VALUES:
@@ -64,10 +62,10 @@ class SizesByValue:
             data = given[0] if given else next((kwargs[one] for one in ("data", "obj", "s") if one in kwargs), None)
             self._unknown(result, union([range_of(one) for one in _leaves(data)]))
             return result
-        for number in _sizes(name, args, kwargs):
-            becomes_size(number)
-        if name == "arange" and len(args) > 1:  # from as low as can be
-            args = (_smallest(args[0]), *args[1:])
+        if not name.startswith("__"):  # the numbers of operators are operands
+            sizes = sizes_of(func, len(args), len(kwargs))
+            args = tuple(_taken(value, sizes.get(place, "")) for place, value in enumerate(args))
+            kwargs = {place: _taken(value, sizes.get(place, "")) for place, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._unknown(result, None)
         return result
@@ -79,32 +77,87 @@ class SizesByValue:
             self._put(result, values)
 
 
-def _sizes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the unknown numbers among a function's arguments that are sizes."""
-    if name in _SIZED:
-        return list(_standins((args, tuple(kwargs.values()))))
-    if name not in _PARTLY:
-        return []
-    at, keyword = _PARTLY[name]
-    return list(_standins((args[at:][:1], kwargs.get(keyword))))
+@functools.cache
+def sizes_of(func: Any, positions: int, keywords: int) -> Mapping[int | str, str | None]:
+    """Return which arguments of a call are sizes, by position and by keyword: their names, None for other arguments.
+
+    Read from the schemas of torch's ops, and from the signatures of its functions that are written in Python. What is
+    not there is a size: each further number of ``x.view(2, 3)``, and all that a function of which nothing is known is
+    given.
+
+    Args:
+        func: function, method or op of torch.
+        positions, keywords: how many arguments are given by position, and by keyword.
+    """
+    name = _torch.function_name(func).partition(".")[0]
+    found: dict[int | str, str | None] = {}
+    for form in _forms_that_fit(func, name, positions, keywords):
+        for place, (argument, kind, by_position, _) in enumerate(form):
+            size = argument if _is_size(name, argument, kind) else None
+            for one in (place, argument) if by_position else (argument,):
+                found[one] = found.get(one) or size
+    return found
 
 
-def _standins(value: Any) -> Any:
-    if is_standin(value):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _standins(one)
-    elif isinstance(value, slice):
-        yield from _standins((value.start, value.stop, value.step))
+def _is_size(name: str, argument: str, kind: str) -> bool:
+    if argument in _SIZING_NUMBERS.get(name, ()):
+        return True
+    integer = "int" in kind or not any(word in kind for word in _NO_INTEGERS)
+    return integer and argument not in _NO_SIZES and name not in _NO_SIZES_OF
 
 
-def _leaves(value: Any) -> list[Any]:
+def _forms_that_fit(func: Any, name: str, positions: int, keywords: int) -> list[list[Argument]]:
+    """Return the arguments of the forms of a function that can be called so; of all forms, where none can."""
+    forms = _forms(func, name)
+    by_position = [[optional for _, _, positional, optional in form if positional] for form in forms]
+    fit = [
+        form
+        for form, optional in zip(forms, by_position, strict=True)
+        if positions <= len(optional) and optional.count(False) <= positions + keywords
+    ]
+    return fit or forms
+
+
+def _forms(func: Any, name: str) -> list[list[Argument]]:
+    func = inspect.unwrap(func)
+    if isinstance(func, FunctionType):
+        return [[_of_python(one) for one in inspect.signature(func).parameters.values() if one.kind not in _SEVERAL]]
+    packet = func if hasattr(func, "overloads") else getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if packet is not None else ()
+    ops = [func] if hasattr(func, "overloadpacket") else [getattr(packet, one) for one in overloads]
+    return [
+        [(one.name, str(one.real_type), not one.kwarg_only, one.has_default_value()) for one in _torch.arguments(op)]
+        for op in ops
+        if "Tensor" in _torch.schema_of(op)
+    ]
+
+
+def _of_python(one: inspect.Parameter) -> Argument:
+    optional, of_default = one.default is not one.empty, isinstance(one.default, (float, bool, str))
+    given = type(one.default) if one.annotation is one.empty and of_default else one.annotation
+    kind = "" if given is one.empty else given.__name__ if isinstance(given, type) else str(given)
+    return one.name, kind, one.kind is not one.KEYWORD_ONLY, optional
+
+
+def _taken(value: Any, name: str | None) -> Any:
+    """Return what a value is taken as that is the argument of a name, None if it is no size: as what takes most."""
+    if name is not None and isinstance(value, (list, tuple)):
+        return [_taken(one, name) for one in value]
+    if name is None or not is_standin(value):
+        return value
+    if name in _SHRINKING and value.low is not None:
+        least = value.low if name == "start" else max(value.low, 1)
+        value.reader.becomes_size(least, least, value.line)
+        return least
+    becomes_size(value)
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
-        return [leaf for one in value for leaf in _leaves(one)]
-    return [value]
-
-
-def _smallest(number: Any) -> Any:
-    """Return the smallest that a number can be; the number itself, where that is not known."""
-    return number.low if is_standin(number) and number.low is not None else number
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value

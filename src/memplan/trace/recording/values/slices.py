@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.values.intervals import Range
 from memplan.trace.recording.values.numbers import Origin, becomes_size, is_standin, range_of
-from memplan.trace.recording.values.range_rules import Range
 
 RangeOf = Callable[[torch.Tensor], Range | None]
 OriginOf = Callable[[torch.Tensor], Origin | None]

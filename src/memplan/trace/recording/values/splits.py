@@ -9,21 +9,25 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.trace.recording.values.intervals import Range
 from memplan.trace.recording.values.numbers import becomes_size, is_standin, range_of
-from memplan.trace.recording.values.range_rules import Range
 
 RangeOf = Callable[[torch.Tensor], Range | None]
 Tell = Callable[[str], None]
 """Told what was assumed."""
+OtherWay = Callable[[tuple[str, str]], bool]
+"""Returns whether a value is taken the other way of two, given what either is called."""
 
 
 @contextmanager
-def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
+def splits_by_value(tell: Tell, range_of_tensor: RangeOf, other_way: OtherWay) -> Iterator[None]:
     """Answer `split`, `tensor_split` and `narrow` of fake tensors, where values that are not known say the sizes.
 
     Args:
         tell: told what was assumed.
         range_of_tensor: between what the elements of a tensor lie; None where nothing is known.
+        other_way: returns whether the last parts are taken to be large, as a backward pass may meet them, and not the
+            first.
     """
     fake = _torch.FakeTensor
     split, tensor_split, function, narrow = fake.split, fake.tensor_split, torch.tensor_split, fake.narrow
@@ -39,13 +43,13 @@ def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
     def split_by(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, (list, tuple)) and any(map(is_standin, sizes)):
             tell(_SPLIT.format(parts=len(sizes)))
-            sizes = uneven(tensor.shape[dim], [range_of(one) for one in sizes])
+            sizes = _uneven(tensor.shape[dim], [range_of(one) for one in sizes], other_way)
         elif is_standin(sizes):
             becomes_size(sizes)
         return split(tensor, sizes, dim)
 
     def split_at(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_places(tensor, args, kwargs, tell)
+        args, kwargs = _with_places(tensor, args, kwargs, tell, other_way)
         return tensor_split(tensor, *args, **kwargs)
 
     def split_of(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +64,7 @@ def splits_by_value(tell: Tell, range_of_tensor: RangeOf) -> Iterator[None]:
 
 
 _PART = "a part of a tensor BEGINS OR ENDS BY VALUES: it is taken to begin as soon and to be as long as can be"
-_SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first are taken as large as they can be"
+_SPLIT = "a tensor IS SPLIT BY VALUES: of its {parts} parts, the first or the last are taken as large as can be"
 
 
 def _range_of(value: Any, range_of_tensor: RangeOf) -> Range | None:
@@ -70,16 +74,24 @@ def _range_of(value: Any, range_of_tensor: RangeOf) -> Range | None:
     return range_of(value)
 
 
-def uneven(whole: int, ranges: Sequence[Range | None]) -> list[int]:
-    """Return sizes of parts: one after the other as large as it can be, and every other has one element at least.
+_ENDS = ("with the first parts the largest and none empty", "with the last parts the largest")
 
-    What grows faster than a part's size takes most so, and no part is empty, which code may pass over.
+
+def _uneven(whole: int, ranges: Sequence[Range | None], other_way: OtherWay) -> list[int]:
+    return uneven(whole, ranges[::-1], fewest=0)[::-1] if other_way(_ENDS) else uneven(whole, ranges)
+
+
+def uneven(whole: int, ranges: Sequence[Range | None], fewest: int = 1) -> list[int]:
+    """Return sizes of parts: one after the other as large as it can be.
+
+    What grows faster than a part's size takes most so.
 
     Args:
         whole: of all parts together.
         ranges: of each part, None where nothing is known.
+        fewest: elements that each part has at least, where it can: code may pass over empty ones.
     """
-    least = [1 if one is None else max(int(one[0]), min(1, int(one[1]))) for one in ranges]
+    least = [fewest if one is None else max(int(one[0]), min(fewest, int(one[1]))) for one in ranges]
     most = [whole if one is None else int(one[1]) for one in ranges]
     if sum(least) > whole:  # what is known does not fit
         least = [int(part < whole) for part in range(len(ranges))]
@@ -94,7 +106,7 @@ def uneven(whole: int, ranges: Sequence[Range | None]) -> list[int]:
 
 
 def _with_places(
-    tensor: Any, args: Sequence[Any], kwargs: dict[str, Any], tell: Tell
+    tensor: Any, args: Sequence[Any], kwargs: dict[str, Any], tell: Tell, other_way: OtherWay
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of `tensor_split` with numbers for a tensor, which it reads in C++."""
     name = next((one for one in kwargs if isinstance(kwargs[one], torch.Tensor)), None)
@@ -108,7 +120,7 @@ def _with_places(
     else:
         parts = given.numel() + 1
         tell(_SPLIT.format(parts=parts))
-        sizes = uneven(tensor.shape[dim], [None] * parts)
+        sizes = _uneven(tensor.shape[dim], [None] * parts, other_way)
         places = [sum(sizes[:part]) for part in range(1, parts)]
     if name is not None:
         return tuple(args), {"indices": places, "dim": dim}

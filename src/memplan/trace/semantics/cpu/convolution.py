@@ -116,15 +116,16 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
     return Work(0, weight, 0, work.scratch if data_gradient else 12_288)
 
 
-def _in_place_weight_gradient(s: Shape) -> Work:
-    """Return the same for the weight's gradient; every group's channels are padded, there is no im2col."""
-    few = s.depthwise and max(s.kernel) <= 3 and not s.dilated
+def _in_place_weight_gradient(s: Shape, bias: bool) -> Work:
+    """Return the same for the weight's gradient; every group's channels are padded, the bias's too."""
+    few = s.depthwise and max(s.kernel) <= 3 and not s.dilated and not s.low
     if _by_avx2(s) and s.groups == 1:
         return onednn_avx2.weight_gradient(s, last=True)
     if s.groups == 1 or few:
         return _weight_gradient(s)
-    per_group = padded(s.wide // s.groups, simd()) * padded(s.narrow // s.groups, simd())
-    return Work(0, s.groups * per_group * prod(s.kernel) * s.itemsize, 0)
+    narrow = s.groups * padded(s.narrow // s.groups, simd())
+    weight = narrow * padded(s.wide // s.groups, simd()) * prod(s.kernel) * s.itemsize
+    return Work(0, weight, 0, narrow * s.itemsize + _ALIGNED if bias and narrow > s.narrow else 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -160,7 +161,7 @@ def _weight_gradient(s: Shape) -> Work:
     """Sources: the output's gradient and the input."""
     b = simd()
     if s.depthwise:
-        if s.volumetric or s.dilated or max(s.kernel) > 3 or (s.pointwise and s.strided):
+        if s.volumetric or s.dilated or s.low or max(s.kernel) > 3 or (s.pointwise and s.strided):
             return plain_weight_gradient(s)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
     if s.bf16 and has_amx():
@@ -217,8 +218,18 @@ def _shape(
     dilated = any(v > 1 for v in steps[2]) and prod(kernel) > 1
     padding = (*(0,) * (len(kernel) - len(steps[1])), *steps[1])
     channels = x.shape[0], into[1], out[1]
-    kind = groups, prod(steps[0]), padding, dilated, x.element_size(), bf16
+    low = _is_low(wide_space, narrow_space, kernel, padding, steps[0])
+    kind = groups, prod(steps[0]), padding, dilated, x.element_size(), bf16, low
     return Shape(*channels, wide_space, narrow_space, kernel, *kind)
+
+
+def _is_low(
+    wide: Sequence[int], narrow: Sequence[int], kernel: Sequence[int], padding: Sequence[int], strides: Sequence[int]
+) -> bool:
+    """See `Shape.low`; measured, by the last two dimensions of each."""
+    step = strides[-2] if len(strides) > 1 else 1
+    firsts = range(-padding[-2], narrow[-2] * step - padding[-2], step)
+    return not any(0 <= first <= wide[-2] - kernel[-2] for first in firsts) or strides[-1] > kernel[-1]
 
 
 def _finish(work: Work, result: int, before: int) -> int:
@@ -284,7 +295,7 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     bias_bytes = gradient.shape[1] * s.itemsize if mask[2] else 0
     new = held + bias_bytes
     if mask[1] or mask[2]:
-        work = _in_place_weight_gradient(s) if last else _weight_gradient(s)
+        work = _in_place_weight_gradient(s, mask[2]) if last else _weight_gradient(s)
         new += w if mask[1] else 0
         if last:
             moments.append(held + work.weight + max(work.scratch, 2 * w) + bias_bytes)

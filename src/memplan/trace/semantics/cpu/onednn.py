@@ -34,6 +34,9 @@ class Shape:
     dilated: bool
     itemsize: int
     bf16: bool
+    low: bool
+    """Every row of the output meets padding, or columns are skipped: kernels for a depthwise weight's gradient do not
+    take it."""
 
     @property
     def strided(self) -> bool:

@@ -37,6 +37,8 @@ _NUMBERS = {name: number for number, name in _BACKENDS.items()}
 _FUSED_NORM = _ATEN._fused_rms_norm.default
 _RECURRENT = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 """Recurrent networks -> cuDNN's number for them."""
+_MEAN = 1
+"""Reduction of a loss, as C++ numbers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ def installed(
         "softmax.int": table.softmax,
         "log_softmax.int": table.log_softmax,
         "lstm_cell": table.lstm_cell,
+        "ctc_loss.Tensor": table.ctc_loss,
     }
     for name in _RECURRENT:
         kernels |= {f"{name}.input": table.recurrent(name), f"{name}.data": table.packed(name)}
@@ -268,6 +271,23 @@ class _Table:
             return dispatch.composite(_ATEN.lstm_cell.default, x, states, w_ih, w_hh, b_ih, b_hh)
         gates = x @ w_ih.t(), states[0] @ w_hh.t()
         return _ATEN._thnn_fused_lstm_cell.default(*gates, states[1], b_ih, b_hh)[:2]
+
+    def ctc_loss(
+        self,
+        log_probs: torch.Tensor,
+        targets: torch.Tensor,
+        steps: torch.Tensor,
+        lengths: torch.Tensor,
+        blank: int = 0,
+        reduction: int = _MEAN,
+        zero_infinity: bool = False,
+    ) -> torch.Tensor:
+        """native/LossCTC.cpp: lengths are read on the host; a mean divides by those of the targets, on the card."""
+        op, given = _ATEN.ctc_loss.Tensor, (log_probs, targets, steps, lengths, blank)
+        if reduction != _MEAN or not self._on_card(log_probs) or self._on_card(lengths):
+            return dispatch.composite(op, *given, reduction, zero_infinity)
+        losses = dispatch.composite(op, *given, 0, zero_infinity)
+        return (losses / losses.new_empty(lengths.shape).copy_(lengths).clamp_min(1)).mean()
 
 
 _TITLES = {"flash": "flash", "efficient": "memory-efficient", "cudnn": "cuDNN", "math": "math"}
