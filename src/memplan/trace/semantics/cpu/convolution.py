@@ -27,6 +27,7 @@ from memplan.trace.semantics.cpu.onednn import (
     ALIGNED,
     Shape,
     Work,
+    booked,
     channel_sums,
     group_block,
     image_scratch,
@@ -91,7 +92,7 @@ def _forward(s: Shape) -> Work:
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
     if s.wide < b and not s.simple:  # ``is_1stconv``, ``flat``
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
-    scratch = 0
+    scratch = _sums_of_pixels(s, s.narrow)
     if s.simple and s.strided:  # reduces to unit stride, an image a thread
         scratch = to_unit_stride(s, padded(s.wide, b))
     return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), scratch)
@@ -103,7 +104,10 @@ def _data_gradient(s: Shape) -> Work:
     if s.depthwise:
         if s.volumetric or s.dilated:
             return plain(s, s.wide_bytes())
-        if s.strided and s.bf16 and has_amx():
+        if s.strided and s.bf16 and not has_amx():
+            scratch = strided_data_gradient(s, b)
+            return Work(s.narrow_bytes(), 2 * b * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
+        if s.strided and s.bf16:
             scratch = image_scratch(s, s.narrow_space, 32, True)
             return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
@@ -112,10 +116,9 @@ def _data_gradient(s: Shape) -> Work:
         return plain(s, s.wide_bytes())
     block = _strided_block(s)
     if amx or (s.strided and block):
-        scratch = (
-            strided_data_gradient(s) if s.strided else image_scratch(s, s.narrow_space, padded(s.narrow, 32), True)
-        )
-        weight = s.weight_bytes(32, 32) if s.bf16 else s.weight_bytes(block, 1)
+        image = image_scratch(s, s.narrow_space, padded(s.narrow, 32), True)
+        scratch = strided_data_gradient(s, block or simd()) if s.strided else image
+        weight = s.weight_bytes(32, 32) if amx else s.weight_bytes(block, 2 if s.bf16 else 1)
         as_it_is = s.narrow == 1 or prod(s.narrow_space) == 1  # in channels last, too
         return Work(0 if as_it_is else s.narrow_bytes(), weight, s.wide_bytes(), scratch, last=True)
     if s.padded_beyond:
@@ -124,17 +127,30 @@ def _data_gradient(s: Shape) -> Work:
         if group_block(s) == 1:
             return plain(s, s.wide_bytes())
         return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
-    return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b))
+    return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b), _sums_of_pixels(s, s.wide))
+
+
+def _sums_of_pixels(s: Shape, channels: int) -> int:
+    """Return an image of a thread in float32, which a 1x1 kernel in fewer bits sums up in."""
+    if not (s.bf16 and s.simple):
+        return 0
+    return booked(torch.get_num_threads() * padded(channels, simd()) * prod(s.narrow_space) * 4)
 
 
 def _strided_block(s: Shape) -> int:
     """Return the block of the input's channels in brgemm's strided data gradient, which takes groups of many channels
     alone; 0 where no such kernel does. Of AVX-512's two the one of shorter vectors comes last."""
-    narrow = s.narrow // s.groups
+    narrow, wide = s.narrow // s.groups, s.wide // s.groups
+    taps = prod(s.kernel)
+    if not s.bf16 and s.volumetric and wide == 1 and (taps > 64 or (taps == 64 and narrow < 8)):
+        return 0  # measured: where its own estimate of what it does in a second is too small
+    filled = padded(wide, simd())
+    large = prod(s.narrow_space) > 81 * s.steps
+    block = simd() if filled == simd() or (filled % 48 == 0 and large) else 2 * simd()
+    if s.bf16:  # groups of a few channels are refused where those of vectors take them
+        return 0 if s.groups > 1 and narrow <= simd() and not (narrow % 4 or wide % 4) else block
     if s.groups == 1 or narrow > simd():
-        wide = padded(s.wide // s.groups, simd())
-        large = prod(s.narrow_space) > 81 * s.steps
-        return simd() if wide == simd() or (wide % 48 == 0 and large) else 2 * simd()
+        return block
     return 8 if narrow > 8 and group_block(s) == 1 else 0
 
 
@@ -257,10 +273,8 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
         return copies + work.weight + work.scratch
     work = _as_transposed(_data_gradient(s)) if transposed else _forward(s)
     pad = 0
-    if bias is not None and transposed and (not work.last or (not s.bf16 and s.uneven)):
-        pad = work.result + ALIGNED  # the bias is added afterwards
-    elif bias is not None and not transposed and _pads_bias(s, work):
-        pad = _padded_bias(s, simd())
+    if bias is not None:
+        pad = _beside_transposed(s, work) if transposed else _bias_in_forward(s, work)
     return copies + _finish(work, y, pad) - y
 
 
@@ -298,7 +312,7 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 def _for_the_bias(s: Shape, work: Work) -> int:
     if work.by_columns:
-        return 0
+        return booked(4 * s.narrow) if s.bf16 else 0
     if s.depthwise:
         return channel_sums(replace(s, kernel=(1, 1)))
     if _in_avx2(s):
@@ -307,9 +321,20 @@ def _for_the_bias(s: Shape, work: Work) -> int:
     return sums + _padded_bias(s, simd())
 
 
-def _pads_bias(s: Shape, work: Work) -> bool:
-    """Return whether the forward pads its channels, and so the bias: not those of groups, which fill blocks."""
-    return not (_by_avx2(s) or work.by_columns or work.last) and (s.groups == 1 or s.depthwise)
+def _beside_transposed(s: Shape, work: Work) -> int:
+    """Return what a bias takes that is added afterwards: the result in float32."""
+    at_once = work.last and not (s.uneven and not (s.bf16 and has_amx()))
+    return 0 if at_once else work.result // s.itemsize * 4 + ALIGNED
+
+
+def _bias_in_forward(s: Shape, work: Work) -> int:
+    """Return the bias with channels that fill blocks, save for those of groups; in fewer bits as float32, by channel or
+    for a matrix product."""
+    if s.bf16 and (work.by_columns or (s.depthwise and not work.last)):
+        return booked(4 * (s.narrow if work.by_columns else padded(s.narrow, simd())))
+    if _by_avx2(s) or work.by_columns or work.last or (s.groups > 1 and not s.depthwise):
+        return 0
+    return booked(padded(s.narrow, simd()) * s.itemsize) if s.narrow % simd() else 0
 
 
 def _padded_bias(s: Shape, block: int) -> int:

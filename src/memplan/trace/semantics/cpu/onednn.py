@@ -139,21 +139,25 @@ def booked(*sizes: int, aligned: int = ALIGNED) -> int:
     return sum(size + aligned for size in sizes if size)
 
 
-def strided_data_gradient(s: Shape) -> int:
+def strided_data_gradient(s: Shape, block: int) -> int:
     """Return the scratch of brgemm's strided data gradient: pointers of a batch, a padded image and its mask for each
-    thread, a row of the result where strides do not divide it.
+    thread, a row of the result where strides do not divide it; in fewer bits sums in float32.
 
     Source: src/cpu/x64/jit_brgemm_conv_bwd_utils.cpp, `init_conf` and `init_scratchpad`.
+
+    Args:
+        s: of the convolution.
+        block: channels of the input at a time.
     """
-    threads = torch.get_num_threads()
     batch = padded(prod(s.kernel) * _BATCH_ELEMENT, _PAGE)
     pointers = padded(batch, _BATCH_ELEMENT)
     channels = s.groups * padded(s.narrow // s.groups, 2 if s.bf16 else 1)
     image = padded(channels * prod(map(_reached, s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding)), _PAGE)
     row = padded(s.wide_space[-1] * s.stride[-1] * s.wide, _PAGE) if s.uneven else 0
+    sums = 4 * block * -(-s.wide_space[-1] // s.stride[-1]) if s.bf16 else 0
     tiles = 2 * _PAGE if s.bf16 and has_amx() else 0
-    buffers = pointers, image * s.itemsize, _PAGE, row * s.itemsize, tiles
-    return booked(*(threads * size for size in buffers), aligned=_PAGE)
+    buffers = pointers, image * s.itemsize, _PAGE, row * s.itemsize, sums, tiles
+    return booked(*(torch.get_num_threads() * size for size in buffers), aligned=_PAGE)
 
 
 def _reached(narrow: int, wide: int, kernel: int, stride: int, padding: int) -> int:
@@ -190,15 +194,27 @@ def _columns(s: Shape) -> int:
     return columns // s.narrow_space[0] if s.volumetric else columns
 
 
+_SUM = 4
+"""Bytes of a number that fewer bits are summed up in."""
+_LINE = 16
+"""Such numbers in a cache line."""
+
+
 def plain(s: Shape, result: int, cap: int | None = None) -> Work:
     """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of images in a forward, of
-    which a thread takes no more positions than are its share."""
+    which a thread takes no more positions than are its share. In fewer bits there are sums in float32."""
     threads, columns = torch.get_num_threads(), _columns(s)
-    if cap and not s.volumetric:
-        positions = prod(s.narrow_space)
+    forward, positions = cap is not None, prod(s.narrow_space)
+    share = positions
+    if cap is not None and not s.volumetric:
         share = min(positions, -(-s.batch * s.groups * positions // threads))
         columns = min(columns // positions * share, cap)
-    return Work(0, 0, result, booked(threads * columns), by_columns=True)
+    if not s.bf16:
+        return Work(0, 0, result, booked(threads * columns), by_columns=True)
+    numbers = s.narrow * share if forward else s.wide * prod(s.wide_space)
+    sums = threads * padded(numbers // s.groups, _LINE) * _SUM
+    columns *= 1 if forward else 2
+    return Work(0, 0, result, booked(threads * columns, sums), by_columns=True)
 
 
 def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
@@ -209,8 +225,9 @@ def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
     outer = positions // threads < 256 and (s.batch != 1 or s.groups > 2)
     weight = s.weight_bytes()
     turned = s.wide_bytes() // s.batch if last else 0
-    scratch = booked(*((threads if outer else 1) * size for size in (_columns(s), 4 * weight, turned)))
-    return Work(0, weight, 0, scratch, by_columns=True)
+    each = threads if outer else 1
+    summed = 4 * weight if s.bf16 else 0
+    return Work(0, weight, 0, booked(each * _columns(s), each * 4 * weight, each * turned, summed), by_columns=True)
 
 
 _BARRIER = 8192
