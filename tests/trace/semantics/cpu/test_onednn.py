@@ -10,6 +10,7 @@ import torch
 from allocator import allocations, peak_of
 
 from memplan.trace.semantics.cpu.table import transient_bytes
+from memplan.trace.semantics.layout import has_amx
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(
@@ -71,18 +72,39 @@ def beyond_results(op: Any, *args: Any) -> tuple[int, int]:
     return transient_bytes(str(op), args, {}, kept[0]), peak_of(sizes) - sum(sizes)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_scratch_is_what_the_profiler_saw(name: str, threads: int) -> None:
+def check(name: str, dtype: torch.dtype, gradients: tuple[str, ...]) -> None:
     size, shape, how = SHAPES[name]
     dims, groups, transposed = len(size) - 2, how.get("groups", 1), how.get("transposed", False)
     steps = ([how.get(step, default)] * dims for step, default in (("stride", 1), ("padding", 0), ("dilation", 1)))
     settings = (*steps, transposed, [0] * dims, groups)
     channels = shape[1] * groups if transposed else shape[0]
-    x, weight, bias = torch.randn(size), torch.randn(shape), torch.randn(channels) if how.get("bias") else None
+    x, weight = torch.randn(size).to(dtype), torch.randn(shape).to(dtype)
+    bias = torch.randn(channels).to(dtype) if how.get("bias") else None
     forward = (x, weight, bias, *settings)
     found = {"forward": beyond_results(aten.convolution.default, *forward)}
     gradient = torch.randn_like(aten.convolution(*forward))
     for of, mask in (("input", [True, False, False]), ("weight", [False, True, bias is not None])):
         backward = (gradient, x, weight, [channels] if bias is not None else None, *settings, mask)
-        found[of] = beyond_results(aten.convolution_backward.default, *backward)
+        if of in gradients:
+            found[of] = beyond_results(aten.convolution_backward.default, *backward)
     assert {of: predicted for of, (predicted, _) in found.items()} == {of: seen for of, (_, seen) in found.items()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scratch_is_what_the_profiler_saw(name: str, threads: int) -> None:
+    check(name, torch.float32, ("input", "weight"))
+
+
+HALF = [name for name in SHAPES if not any(kind in name for kind in ("pixel", "channel,", "transposed"))]
+"""Those whose forward and input's gradient are counted to the byte in bfloat16, too."""
+
+
+@pytest.mark.skipif(
+    has_amx() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="with tiles, other kernels run"
+)
+@pytest.mark.parametrize("name", HALF)
+def test_scratch_in_bfloat16_without_tiles(name: str) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    check(name, torch.bfloat16, ("input",))
+    torch.set_num_threads(before)
