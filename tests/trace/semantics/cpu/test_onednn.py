@@ -22,7 +22,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "of volumes": ((1, 8, 6, 6, 6), (8, 4, 3, 3, 3), {"groups": 2, "bias": True}),
     "strides that divide the width": ((8, 3, 12, 12), (16, 3, 2, 2), {"stride": 2}),
     "strides that do not": ((2, 8, 5, 5), (80, 8, 3, 3), {"stride": 2, "padding": 2}),
-    "to one channel, which lies in channels last, too": ((4, 2, 28, 28), (1, 2, 3, 3), {"stride": 3, "padding": 1}),
+    "to one channel, laid out alike both ways": ((4, 2, 28, 28), (1, 2, 3, 3), {"stride": 3, "padding": 1}),
     "strided lines": ((4, 32, 20), (20, 32, 2), {"stride": 3}),
     "strided volumes": ((4, 4, 6, 6, 6), (20, 4, 2, 2, 2), {"stride": 3, "padding": 1}),
     "strided volumes of many channels": ((1, 48, 8, 8, 8), (160, 12, 3, 3, 3), {"stride": 3, "groups": 4}),
@@ -50,6 +50,9 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "pixels of one image": ((1, 32, 32, 32), (20, 32, 1, 1), {"bias": True}),
     "pixels of volumes": ((2, 64, 8, 8, 8), (40, 64, 1, 1, 1), {"bias": True}),
     "every second pixel": ((8, 96, 16, 16), (40, 96, 1, 1), {"stride": 2, "bias": True}),
+    "images in channels last": ((4, 32, 14, 14), (64, 32, 3, 3), {"padding": 1, "last": True}),
+    "strided in channels last": ((4, 32, 14, 14), (64, 32, 3, 3), {"stride": 2, "padding": 1, "last": True}),
+    "pixels in channels last": ((4, 32, 14, 14), (64, 32, 1, 1), {"last": True}),
     "transposed": ((4, 8, 9, 9), (8, 20, 3, 3), {"stride": 2, "padding": 1, "transposed": True, "bias": True}),
     "transposed, to an even width": ((2, 16, 8, 8), (16, 16, 2, 2), {"stride": 2, "transposed": True, "bias": True}),
     "transposed groups": ((4, 24, 6), (24, 20, 2), {"groups": 2, "transposed": True}),
@@ -79,6 +82,8 @@ def check(name: str, dtype: torch.dtype, gradients: tuple[str, ...]) -> None:
     settings = (*steps, transposed, [0] * dims, groups)
     channels = shape[1] * groups if transposed else shape[0]
     x, weight = torch.randn(size).to(dtype), torch.randn(shape).to(dtype)
+    if how.get("last"):
+        x, weight = (one.to(memory_format=torch.channels_last) for one in (x, weight))
     bias = torch.randn(channels).to(dtype) if how.get("bias") else None
     forward = (x, weight, bias, *settings)
     found = {"forward": beyond_results(aten.convolution.default, *forward)}
@@ -95,7 +100,7 @@ def test_scratch_is_what_the_profiler_saw(name: str, threads: int) -> None:
     check(name, torch.float32, ("input", "weight"))
 
 
-HALF = [name for name in SHAPES if not any(kind in name for kind in ("pixel", "channel,", "transposed"))]
+HALF = [name for name in SHAPES if not any(kind in name for kind in ("pixel", "channel,", "transposed", "last"))]
 """Those whose forward and input's gradient are counted to the byte in bfloat16, too."""
 
 

@@ -31,6 +31,7 @@ from memplan.trace.semantics.cpu.onednn import (
     channel_sums,
     group_block,
     image_scratch,
+    in_channels_last,
     plain,
     plain_weight_gradient,
     sharers,
@@ -165,7 +166,9 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
         return Work(0, narrow * wide * prod(s.kernel) * s.itemsize, 0)
     block = simd()
     weight = s.weight_bytes(block, 1) if data_gradient else s.weight_bytes(1, block)
-    return Work(0, weight, 0, work.scratch if data_gradient else 12_288)
+    if data_gradient and s.strided:
+        return Work(0, weight, 0, work.scratch)
+    return Work(0, weight, 0, in_channels_last(s) + (ALIGNED if data_gradient else 0))
 
 
 def _in_place_weight_gradient(s: Shape) -> Work:

@@ -139,6 +139,19 @@ def booked(*sizes: int, aligned: int = ALIGNED) -> int:
     return sum(size + aligned for size in sizes if size)
 
 
+def batch_pointers(s: Shape) -> int:
+    """Return a thread's pointers of a batch of brgemm's, in whole pages."""
+    return padded(padded(prod(s.kernel) * _BATCH_ELEMENT, _PAGE), _BATCH_ELEMENT)
+
+
+def in_channels_last(s: Shape) -> int:
+    """Return the scratch of brgemm's convolution of unit stride, and of a forward, on channels last.
+
+    Source: src/cpu/x64/jit_brgemm_conv_utils.cpp, `init_scratchpad`.
+    """
+    return booked(torch.get_num_threads() * batch_pointers(s), aligned=_PAGE)
+
+
 def strided_data_gradient(s: Shape, block: int) -> int:
     """Return the scratch of brgemm's strided data gradient: pointers of a batch, a padded image and its mask for each
     thread, a row of the result where strides do not divide it; in fewer bits sums in float32.
@@ -149,14 +162,12 @@ def strided_data_gradient(s: Shape, block: int) -> int:
         s: of the convolution.
         block: channels of the input at a time.
     """
-    batch = padded(prod(s.kernel) * _BATCH_ELEMENT, _PAGE)
-    pointers = padded(batch, _BATCH_ELEMENT)
     channels = s.groups * padded(s.narrow // s.groups, 2 if s.bf16 else 1)
     image = padded(channels * prod(map(_reached, s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding)), _PAGE)
     row = padded(s.wide_space[-1] * s.stride[-1] * s.wide, _PAGE) if s.uneven else 0
     sums = 4 * block * -(-s.wide_space[-1] // s.stride[-1]) if s.bf16 else 0
     tiles = 2 * _PAGE if s.bf16 and has_amx() else 0
-    buffers = pointers, image * s.itemsize, _PAGE, row * s.itemsize, sums, tiles
+    buffers = batch_pointers(s), image * s.itemsize, _PAGE, row * s.itemsize, sums, tiles
     return booked(*(torch.get_num_threads() * size for size in buffers), aligned=_PAGE)
 
 
