@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, measured_peak
+from allocator import allocations, measured_peak, peak_of
 from steps import STEPS, mlp, plain
 
 import memplan
@@ -27,12 +28,12 @@ def events(trace: memplan.Trace) -> list[int]:
     return [size for _, size in sorted([*births, *deaths])]
 
 
-def seen(build: Callable[[], Callable[[], Any]]) -> list[int]:
+def seen(build: Callable[[], Callable[[], Any]], steps: int = 2) -> list[int]:
     """The same of a run without memplan, less the release of what was there before."""
 
     def run() -> None:
         step = build()
-        for _ in range(2):
+        for _ in range(steps):
             step()
 
     live: dict[int, int] = {}
@@ -59,6 +60,26 @@ def test_every_event_is_that_of_a_plain_run_under_the_profiler(name: str) -> Non
 def test_the_same_for_every_other_step(name: str) -> None:
     torch.manual_seed(0)
     assert memplan.simulate(memplan.measure(STEPS[name])).peak_allocated == measured_peak(STEPS[name])
+
+
+MANY = ["checkpoint_of_a_function", "optimizer_adamw_foreach", "autocast"]
+"""Steps of which the first makes what the others find: gradients, states, weights in fewer bits."""
+
+
+@pytest.mark.parametrize("steps", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MANY)
+def test_many_steps_are_those_of_a_plain_run(name: str, steps: int) -> None:
+    torch.manual_seed(0)
+    measured = memplan.measure(STEPS[name], steps=steps)
+    sizes, plain = events(measured), seen(STEPS[name], steps)
+    assert len(measured.steps) == steps
+    assert levels_at_births(sizes) == levels_at_births(plain)
+    assert memplan.simulate(measured).peak_allocated == peak_of(plain)
+
+
+def levels_at_births(sizes: list[int]) -> list[tuple[int, int]]:
+    """Bytes of each birth, and how much there is then. What dies between two births may do so in any order."""
+    return [(size, level) for size, level in zip(sizes, itertools.accumulate(sizes), strict=True) if size > 0]
 
 
 # derivative formulas that are others where torch sees a dispatch mode, and tensors without memory

@@ -27,6 +27,8 @@ class Form:
     """There is no such op: its result takes nothing."""
     beside: Bytes = lambda args, result: 0
     """Bytes that are there meanwhile, beside what the op makes; of what it takes by itself there is nothing."""
+    granted: str | None = None
+    """What is taken for granted of values."""
 
 
 def _of_gradient(args: tuple[Any, ...], result: Any) -> int:
@@ -44,6 +46,7 @@ def _of_selection(args: tuple[Any, ...], result: Any) -> int:
     return args[0].numel() * 16
 
 
+_ALL_FILLED = "masked_fill: of the gradient of what it fills with, every element was taken as filled: never more"
 _ABSENT, _PLAIN = Form(absent=True), Form()
 _EVENLY = {
     "aten.isnan.default": _ABSENT,
@@ -68,7 +71,7 @@ FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     "ProdBackward0": _PRODUCT,
     "ProdBackward1": _PRODUCT | {"aten.cat.default": Form(absent=True, beside=_of_zeros)},
     "CumprodBackward0": _RUNNING_PRODUCT,
-    "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection)},
+    "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection, granted=_ALL_FILLED)},
 }
 """By node of autograd and by op: of the op each time, or of its first call, the second and so on, None as it is."""
 _OPS = frozenset(op for forms in FORMS.values() for op in forms)
@@ -76,8 +79,11 @@ _NO_MEMORY = "aten._efficientzerotensor.default"
 """A gradient of which torch knows that it is zero."""
 
 
-def form_of(op: str, notes: Sequence[Note]) -> Form | None:
-    """Return what stands for an op that is called now, the last of the notes; None where it is as it is."""
+def form_of(op: str, notes: Sequence[Note], say: Callable[[str], None] | None = None) -> Form | None:
+    """Return what stands for an op that is called now, the last of the notes; None where it is as it is.
+
+    ``say`` is told what is taken for granted.
+    """
     if op == _NO_MEMORY:
         return _ABSENT
     if op not in _OPS or not _torch.in_backward() or torch.is_grad_enabled():
@@ -86,7 +92,11 @@ def form_of(op: str, notes: Sequence[Note]) -> Form | None:
     form = None if node is None else FORMS.get(node.name(), {}).get(op)
     if isinstance(form, tuple):
         form = form[min(_calls_before(op, notes), len(form) - 1)]
-    return form if form is not None and _torch.called_by_engine() else None  # not a hook of the user's
+    if form is None or not _torch.called_by_engine():  # a hook of the user's
+        return None
+    if form.granted is not None and say is not None:
+        say(form.granted)
+    return form
 
 
 def _calls_before(op: str, notes: Sequence[Note]) -> int:

@@ -203,7 +203,7 @@ class Observer:
             ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
-        form = None if ledger.real or self.card is not None else form_of(signature.name, self.notes)
+        form = None if ledger.real or self.card else form_of(signature.name, self.notes, self.taken_for_granted)
         if form is None:
             extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
             extras = self._numbers.without(extras, signature.name, args, note.sequence)

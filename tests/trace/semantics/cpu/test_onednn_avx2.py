@@ -61,23 +61,23 @@ def test_convolutions_take_what_they_take_on_avx2(threads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "batch", "wide", "narrow", "weights"),
+    ("threads", "batch", "wide", "narrow", "weights", "groups"),
     [
-        (2, 2, 1, 4, 1),  # one block: both threads have sums of it, for half of the batch each
-        (2, 1, 1, 4, 0),  # one picture is no work to share
-        (2, 8, 8, 16, 0),  # two blocks, one for each
-        (2, 8, 8, 24, 3),  # three: shared they take half of the batch each, by themselves one thread has two
-        (2, 2, 8, 24, 0),  # a batch too small for that: adding up costs as much as is won
-        (4, 4, 8, 16, 2),  # two groups of two threads
-        (1, 8, 1, 4, 0),
+        (2, 2, 1, 4, 1, 1),  # one block: both threads have sums of it, for half of the batch each
+        (2, 1, 1, 4, 0, 0),  # one picture is no work to share
+        (2, 8, 8, 16, 0, 0),  # two blocks, one for each
+        (2, 8, 8, 24, 3, 1),  # three: shared they take half of the batch each, by themselves one thread has two
+        (2, 2, 8, 24, 0, 0),  # a batch too small for that: adding up costs as much as is won
+        (4, 4, 8, 16, 2, 2),  # two groups of two threads
+        (1, 8, 1, 4, 0, 0),
     ],
 )
 def test_threads_that_share_a_weight_add_up_their_sums(
-    monkeypatch: pytest.MonkeyPatch, threads: int, batch: int, wide: int, narrow: int, weights: int
+    monkeypatch: pytest.MonkeyPatch, threads: int, batch: int, wide: int, narrow: int, weights: int, groups: int
 ) -> None:
     """By hand, from the costs that `reduce_balancer_t` weighs: blocks times pictures, and one for adding."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     space = (16, 16)
-    shape = Shape(batch, wide, narrow, space, space, (3, 3), 1, 1, (1, 1), False, 4, False, False)
-    block, barriers = 3 * 3 * 8 * 8 * 4, 12_288
+    shape = Shape(batch, wide, narrow, space, space, (3, 3), 1, (1, 1), (1, 1), False, 4, False)
+    block, barriers = 3 * 3 * 8 * 8 * 4, 8_192 + 4_096 * groups
     assert weight_gradient(shape).scratch == (weights * block + barriers if weights else 0)

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "unique with inverse": (lambda: torch.randperm(N), lambda x: torch.unique(x, return_inverse=True)),
     "unique with counts": (lambda: torch.randperm(N), lambda x: torch.unique(x, return_counts=True)),
     "unique with both": (lambda: torch.randperm(N), lambda x: torch.unique(x, return_inverse=True, return_counts=True)),
+    "unique, as derivatives call it": (lambda: torch.randperm(N), torch.ops.aten._unique.default),
     "rows": (lambda: torch.rand(N, 4), lambda x: torch.unique(x, dim=0)),
     "columns": (lambda: torch.rand(4, N), lambda x: torch.unique(x, dim=1)),
     "consecutive": (lambda: torch.rand(N), torch.unique_consecutive),

@@ -299,6 +299,8 @@ OPS: list[tuple[Any, ...]] = [
     (aten.native_dropout_backward.default, rows, rows > 0, 1.1),
     (aten.median.default, table),
     (aten.median.dim, rows, 0),
+    (aten.nanmedian.default, table),
+    (aten.nanmedian.dim, rows, 0),
     (aten.kthvalue.default, table, 3),
     (aten.embedding_dense_backward.default, turned, torch.randint(0, 999, (64, 128)), 1000, -1, False),
     (aten.max_pool2d_with_indices.default, strided(), [2, 2]),

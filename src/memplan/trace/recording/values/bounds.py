@@ -145,8 +145,10 @@ def _known_to_be_selected(given: Keywords) -> int | None:
 def _distinct(given: Keywords, taken: int) -> tuple[torch.Tensor, ...]:
     """Unique.cpp: the elements, where each came from, and how often each is there."""
     x = given["self"]
-    counted = x.new_empty(taken if given["return_counts"] else 0, dtype=_INDEX)
-    return x.new_empty(taken), x.new_empty(x.shape if given["return_inverse"] else 0, dtype=_INDEX), counted
+    found = x.new_empty(taken), x.new_empty(x.shape if given["return_inverse"] else 0, dtype=_INDEX)
+    if "return_counts" not in given:  # `_unique`
+        return found
+    return *found, x.new_empty(taken if given["return_counts"] else 0, dtype=_INDEX)
 
 
 def _rows(given: Keywords, range_of: RangeOf) -> int:
@@ -239,7 +241,7 @@ _FORMS: Mapping[str, _Form] = {
     ),
     "aten._pack_padded_sequence.default": _Form(_steps, _packed, _known_steps),
     **{f"aten._ctc_loss.{form}": _Form(_longest, _aligned) for form in ("default", "Tensor")},
-    "aten._unique2.default": _Form(_elements, _distinct),
+    **{f"aten.{name}.default": _Form(_elements, _distinct) for name in ("_unique", "_unique2")},
     "aten.bincount.default": _Form(_bins, _counted),
     "aten.repeat_interleave.Tensor": _Form(_repeats, lambda given, taken: given["repeats"].new_empty(taken)),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},

@@ -14,7 +14,6 @@ documented ones, unverified.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -25,14 +24,21 @@ import torch
 from memplan import _torch
 from memplan.trace.semantics.cpu import im2col_convolution, onednn_avx2
 from memplan.trace.semantics.cpu.onednn import (
+    ALIGNED,
     Shape,
     Work,
+    booked,
+    channel_sums,
     group_block,
     image_scratch,
+    in_channels_last,
     plain,
     plain_weight_gradient,
+    sharers,
+    strided_data_gradient,
     to_unit_stride,
     weight_gradient_to_unit_stride,
+    weight_sums,
 )
 from memplan.trace.semantics.layout import (
     bytes_of,
@@ -49,11 +55,29 @@ def _by_avx2(s: Shape) -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX2" and not s.bf16
 
 
+def _in_avx2(s: Shape) -> bool:
+    """Return whether the weight's gradient is that of AVX2, also beside AVX-512, whose kernel refuses some shapes.
+
+    Source: src/cpu/x64/jit_avx512_common_conv_kernel.cpp, `jit_avx512_common_conv_bwd_weights_kernel_f32_t::init_conf`.
+    """
+    if _by_avx2(s):
+        return True
+    if s.simple or s.bf16:
+        return False
+    few = s.groups == 1 and 3 < s.wide < simd()
+    over = s.volumetric and s.padding[0] > 0 and s.kernel[0] >= s.wide_space[0] + s.padding[0]
+    skips = s.dilated and (s.volumetric or s.stride[-2] > 1)
+    refused = few or over or skips or s.padded_beyond or not s.padded_by_half or s.kernel[-1] > 14
+    return refused or (s.groups > 1 and group_block(s) == 8)
+
+
 def _forward(s: Shape) -> Work:
     b = simd()
+    if s.depthwise and s.volumetric and not s.dilated:
+        return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
+    if s.padded_beyond or (s.depthwise and s.volumetric):
+        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
     if s.depthwise:
-        if s.volumetric:
-            return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
         if max(s.kernel) > 14:
             return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
@@ -69,7 +93,7 @@ def _forward(s: Shape) -> Work:
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
     if s.wide < b and not s.simple:  # ``is_1stconv``, ``flat``
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
-    scratch = 0
+    scratch = _sums_of_pixels(s, s.narrow)
     if s.simple and s.strided:  # reduces to unit stride, an image a thread
         scratch = to_unit_stride(s, padded(s.wide, b))
     return Work(s.wide_bytes(b), s.weight_bytes(b, b), s.narrow_bytes(b), scratch)
@@ -81,25 +105,54 @@ def _data_gradient(s: Shape) -> Work:
     if s.depthwise:
         if s.volumetric or s.dilated:
             return plain(s, s.wide_bytes())
-        if s.strided and s.bf16 and has_amx():
+        if s.strided and s.bf16 and not has_amx():
+            scratch = strided_data_gradient(s, b)
+            return Work(s.narrow_bytes(), 2 * b * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
+        if s.strided and s.bf16:
             scratch = image_scratch(s, s.narrow_space, 32, True)
             return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
     amx = s.bf16 and has_amx()
-    if s.strided and s.dilated and s.groups == 1 and not amx:
+    if s.strided and s.dilated and not amx:
         return plain(s, s.wide_bytes())
-    if _by_avx2(s) and s.groups > 1 and s.strided and s.narrow // s.groups <= b:
+    block = _strided_block(s)
+    if amx or (s.strided and block):
+        image = image_scratch(s, s.narrow_space, padded(s.narrow, 32), True)
+        scratch = strided_data_gradient(s, block or simd()) if s.strided else image
+        weight = s.weight_bytes(32, 32) if amx else s.weight_bytes(block, 2 if s.bf16 else 1)
+        as_it_is = s.narrow == 1 or prod(s.narrow_space) == 1  # in channels last, too
+        return Work(0 if as_it_is else s.narrow_bytes(), weight, s.wide_bytes(), scratch, last=True)
+    if s.padded_beyond:
         return plain(s, s.wide_bytes())
-    per_group = min(s.wide, s.narrow) // s.groups
-    if amx or (s.strided and (s.groups == 1 or per_group >= 2 * b or group_block(s) == 1)):
-        scratch = image_scratch(s, s.narrow_space, padded(s.narrow // s.groups, 32 if s.bf16 else 1), True)
-        weight = s.weight_bytes(32, 32) if s.bf16 else s.weight_bytes(b, 1)
-        return Work(s.narrow_bytes(), weight, s.wide_bytes(), scratch, last=True)
     if s.groups > 1:
         if group_block(s) == 1:
             return plain(s, s.wide_bytes())
         return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
-    return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b))
+    return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b), _sums_of_pixels(s, s.wide))
+
+
+def _sums_of_pixels(s: Shape, channels: int) -> int:
+    """Return an image of a thread in float32, which a 1x1 kernel in fewer bits sums up in."""
+    if not (s.bf16 and s.simple):
+        return 0
+    return booked(torch.get_num_threads() * padded(channels, simd()) * prod(s.narrow_space) * 4)
+
+
+def _strided_block(s: Shape) -> int:
+    """Return the block of the input's channels in brgemm's strided data gradient, which takes groups of many channels
+    alone; 0 where no such kernel does. Of AVX-512's two the one of shorter vectors comes last."""
+    narrow, wide = s.narrow // s.groups, s.wide // s.groups
+    taps = prod(s.kernel)
+    if not s.bf16 and s.volumetric and wide == 1 and (taps > 64 or (taps == 64 and narrow < 8)):
+        return 0  # measured: where its own estimate of what it does in a second is too small
+    filled = padded(wide, simd())
+    large = prod(s.narrow_space) > 81 * s.steps
+    block = simd() if filled == simd() or (filled % 48 == 0 and large) else 2 * simd()
+    if s.bf16:  # groups of a few channels are refused where those of vectors take them
+        return 0 if s.groups > 1 and narrow <= simd() and not (narrow % 4 or wide % 4) else block
+    if s.groups == 1 or narrow > simd():
+        return block
+    return 8 if narrow > 8 and group_block(s) == 1 else 0
 
 
 def _in_place(s: Shape, data_gradient: bool) -> Work:
@@ -113,7 +166,9 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
         return Work(0, narrow * wide * prod(s.kernel) * s.itemsize, 0)
     block = simd()
     weight = s.weight_bytes(block, 1) if data_gradient else s.weight_bytes(1, block)
-    return Work(0, weight, 0, work.scratch if data_gradient else 12_288)
+    if data_gradient and s.strided:
+        return Work(0, weight, 0, work.scratch)
+    return Work(0, weight, 0, in_channels_last(s) + (ALIGNED if data_gradient else 0))
 
 
 def _in_place_weight_gradient(s: Shape, bias: bool) -> Work:
@@ -125,77 +180,34 @@ def _in_place_weight_gradient(s: Shape, bias: bool) -> Work:
         return _weight_gradient(s)
     narrow = s.groups * padded(s.narrow // s.groups, simd())
     weight = narrow * padded(s.wide // s.groups, simd()) * prod(s.kernel) * s.itemsize
-    return Work(0, weight, 0, narrow * s.itemsize + _ALIGNED if bias and narrow > s.narrow else 0)
-
-
-@functools.lru_cache(maxsize=4096)
-def _shared_by(s: Shape, block: int, threads: int) -> int:
-    """Threads that share the weight gradient's batch: jit_avx512_common_conv_kernel.cpp, balance().
-
-    The costs of a weight's read and write are those that fit what was measured.
-    """
-    weight_cost, steps = (12, 1) if s.pointwise else (5, s.steps)
-    if threads < s.groups:
-        return 1
-    threads //= s.groups
-    blocks_wide = -(-(s.wide // s.groups) // block)
-    blocks_narrow = -(-(s.narrow // s.groups) // block)
-    best, cost = 1, None
-    for batch in range(1, min(threads, s.batch) + 1):
-        for narrow in range(1, min(threads // batch, blocks_narrow) + 1):
-            wide = min(threads // batch // narrow, blocks_wide)
-            images, n, w = -(-s.batch // batch), -(-blocks_narrow // narrow), -(-blocks_wide // wide)
-            bill = images * w * block * prod(s.wide_space) // steps
-            bill += images * n * block * prod(s.narrow_space)
-            bill += weight_cost * n * w * block * block * prod(s.kernel)
-            if cost is None or bill <= cost:
-                best, cost = batch, bill
-    return best
-
-
-def _batch_threads(s: Shape, block: int) -> int:
-    return _shared_by(s, block, torch.get_num_threads())
+    return Work(0, weight, 0, narrow * s.itemsize + ALIGNED if bias and narrow > s.narrow else 0)
 
 
 def _weight_gradient(s: Shape) -> Work:
     """Sources: the output's gradient and the input."""
     b = simd()
     if s.depthwise:
-        if s.volumetric or s.dilated or s.low or max(s.kernel) > 3 or (s.pointwise and s.strided):
+        small = max(s.kernel) <= 3 and all(p <= k // 2 for p, k in zip(s.padding, s.kernel, strict=True))
+        if s.volumetric or s.dilated or s.low or not small:
             return plain_weight_gradient(s)
-        return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, other=s.wide_bytes(b))
+        return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, channel_sums(s), other=s.wide_bytes(b))
     if s.bf16 and has_amx():
         return _weight_gradient_amx(s)
-    if s.groups > 1:
-        if group_block(s) < 8:
-            return plain_weight_gradient(s)
-        if _by_avx2(s):
-            return onednn_avx2.weight_gradient(s)
-        return Work(s.narrow_bytes(), s.weight_bytes(), 0, other=s.wide_bytes())
-    if _by_avx2(s):
-        return onednn_avx2.weight_gradient(s)
-    if max(s.kernel) > 14:  # a ViT's patches
+    if s.groups > 1 and group_block(s) < 8:
         return plain_weight_gradient(s)
-    if s.volumetric and s.kernel[0] > 1 and s.wide_space[0] <= s.kernel[0] // 2 + 1:
-        return plain_weight_gradient(s)  # measured: padding in front and behind that meets in the depth
-    weight, block, other = s.weight_bytes(b, b), b, s.wide_bytes(b)
-    if not s.simple:
-        if s.wide <= 3:
-            weight, other = s.weight_bytes(1, b), 0
-        elif s.wide < b:
-            if s.dilated or (s.volumetric and any(s.padding)):
-                return plain_weight_gradient(s)
-            weight, block, other = s.weight_bytes(8, 8), 8, s.wide_bytes(8)
-        elif s.dilated and (s.volumetric or s.strided):
-            return plain_weight_gradient(s)
-    others = _batch_threads(s, block) - 1 if block == 16 else 0
-    scratch = others * weight + (8_320 if others else 0) + weight_gradient_to_unit_stride(s, block)
-    return Work(s.narrow_bytes(block), weight, 0, scratch, other=other)
+    if _in_avx2(s):
+        return onednn_avx2.weight_gradient(s)
+    if s.groups > 1:
+        return Work(s.narrow_bytes(), s.weight_bytes(), 0, weight_sums(s, b), other=s.wide_bytes())
+    flat = s.wide <= 3 and not s.simple
+    scratch = weight_sums(s, s.wide if flat else b) + weight_gradient_to_unit_stride(s, b)
+    other = 0 if flat else s.wide_bytes(b)
+    return Work(s.narrow_bytes(b), s.weight_bytes(1 if flat else b, b), 0, scratch, other=other)
 
 
 def _weight_gradient_amx(s: Shape) -> Work:
     """brgemm accumulates in float32 and transposes images; the transposed images are approximate."""
-    weight, batch = s.weight_bytes(32, 16), _batch_threads(s, 16)
+    weight, batch = s.weight_bytes(32, 16), sharers(s, 16)
     image = 2 * s.wide_bytes() // s.batch + s.narrow_bytes() // s.batch
     scratch = batch * (2 * weight + min(image, 300_000)) + 20_480
     return Work(s.narrow_bytes(), weight, 0, scratch, True, s.wide_bytes())
@@ -217,19 +229,15 @@ def _shape(
         wide_space, narrow_space, kernel = (1, *wide_space), (1, *narrow_space), (1, *kernel)
     dilated = any(v > 1 for v in steps[2]) and prod(kernel) > 1
     padding = (*(0,) * (len(kernel) - len(steps[1])), *steps[1])
+    stride = (*(1,) * (len(kernel) - len(steps[0])), *steps[0])
     channels = x.shape[0], into[1], out[1]
-    low = _is_low(wide_space, narrow_space, kernel, padding, steps[0])
-    kind = groups, prod(steps[0]), padding, dilated, x.element_size(), bf16, low
+    kind = groups, stride, padding, dilated, x.element_size(), bf16
     return Shape(*channels, wide_space, narrow_space, kernel, *kind)
 
 
-def _is_low(
-    wide: Sequence[int], narrow: Sequence[int], kernel: Sequence[int], padding: Sequence[int], strides: Sequence[int]
-) -> bool:
-    """See `Shape.low`; measured, by the last two dimensions of each."""
-    step = strides[-2] if len(strides) > 1 else 1
-    firsts = range(-padding[-2], narrow[-2] * step - padding[-2], step)
-    return not any(0 <= first <= wide[-2] - kernel[-2] for first in firsts) or strides[-1] > kernel[-1]
+def _as_transposed(work: Work) -> Work:
+    """Return a convolution's call as a transposed one makes it: its scratch lies in the other's (``key_nested``)."""
+    return replace(work, scratch=work.scratch + (ALIGNED if work.scratch else 0))
 
 
 def _finish(work: Work, result: int, before: int) -> int:
@@ -258,7 +266,8 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     if not x.numel():  # torch's backend for these makes the result alone
         return 0
     if not uses_onednn(x, weight, stride, dilation, transposed, outpad, groups):
-        return im2col_convolution.forward(x, weight, result, groups, transposed, stride, padding, dilation)
+        how = transposed, stride, padding, dilation
+        return im2col_convolution.forward(x, weight, result, bias is not None, groups, *how)
     last = _works_channels_last(x, weight)
     copies = copied_to(x, last and x.dim() > 3) + copied_to(weight, last)
     s = _shape(x, weight, result.shape, (stride, padding, dilation), transposed, groups)
@@ -266,12 +275,10 @@ def transient(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int
     if last:
         work = _in_place(s, transposed)
         return copies + work.weight + work.scratch
-    work = _data_gradient(s) if transposed else _forward(s)
+    work = _as_transposed(_data_gradient(s)) if transposed else _forward(s)
     pad = 0
-    if bias is not None and transposed and not work.last:
-        pad = work.result + _ALIGNED  # the bias is added afterwards
-    elif bias is not None and not transposed and not _by_avx2(s):
-        pad = _padded_bias(s, simd())
+    if bias is not None:
+        pad = _beside_transposed(s, work) if transposed else _bias_in_forward(s, work)
     return copies + _finish(work, y, pad) - y
 
 
@@ -289,13 +296,14 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     w = bytes_of(weight)
     moments = [0]
     if mask[0]:
-        plain = _forward if transposed else _data_gradient
-        work = _in_place(s, not transposed) if last else plain(s)
+        plain = _as_transposed(_forward(s)) if transposed else _data_gradient(s)
+        work = _in_place(s, not transposed) if last else plain
         moments.append(work.weight + work.scratch + held if last else _finish(work, held, 0))
     bias_bytes = gradient.shape[1] * s.itemsize if mask[2] else 0
     new = held + bias_bytes
     if mask[1] or mask[2]:
         work = _in_place_weight_gradient(s, mask[2]) if last else _weight_gradient(s)
+        work = _as_transposed(work) if transposed else work
         new += w if mask[1] else 0
         if last:
             moments.append(held + work.weight + max(work.scratch, 2 * w) + bias_bytes)
@@ -307,29 +315,35 @@ def transient_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _for_the_bias(s: Shape, work: Work) -> int:
-    if not work.source:  # an im2col has nothing for it
-        return 0
-    if _by_avx2(s):
+    if work.by_columns:
+        return booked(4 * s.narrow) if s.bf16 else 0
+    if s.depthwise:
+        return channel_sums(replace(s, kernel=(1, 1)))
+    if _in_avx2(s):
         return onednn_avx2.bias_gradient(s)
-    block = _FEW if _few_into_many(s) else simd()
-    if not s.narrow % block:
+    sums = 0 if s.bf16 else onednn_avx2.bias_sums(s, simd())
+    return sums + _padded_bias(s, simd())
+
+
+def _beside_transposed(s: Shape, work: Work) -> int:
+    """Return what a bias takes that is added afterwards: the result in float32."""
+    at_once = work.last and not (s.uneven and not (s.bf16 and has_amx()))
+    return 0 if at_once else work.result // s.itemsize * 4 + ALIGNED
+
+
+def _bias_in_forward(s: Shape, work: Work) -> int:
+    """Return the bias with channels that fill blocks, save for those of groups; in fewer bits as float32, by channel or
+    for a matrix product."""
+    if s.bf16 and (work.by_columns or (s.depthwise and not work.last)):
+        return booked(4 * (s.narrow if work.by_columns else padded(s.narrow, simd())))
+    if _by_avx2(s) or work.by_columns or work.last or (s.groups > 1 and not s.depthwise):
         return 0
-    return 12_544 if _batch_threads(s, block) > 1 else _padded_bias(s, block)
+    return booked(padded(s.narrow, simd()) * s.itemsize) if s.narrow % simd() else 0
 
 
 def _padded_bias(s: Shape, block: int) -> int:
     """Return the bias, or its gradient, where its channels fill no block (``padded_bias``)."""
-    return padded(s.narrow, block) * s.itemsize + _ALIGNED if s.narrow % block and not s.bf16 else 0
-
-
-def _few_into_many(s: Shape) -> bool:
-    """Return whether the weight's gradient takes blocks of 8, for an input of few channels."""
-    return s.groups == 1 and 3 < s.wide < simd() and not s.simple
-
-
-_FEW = 8
-_ALIGNED = 128
-"""Bytes that a buffer of oneDNN's may move by, to be aligned."""
+    return padded(s.narrow, block) * s.itemsize + ALIGNED if s.narrow % block and not s.bf16 else 0
 
 
 def _works_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -24,31 +24,36 @@ def _copied(x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> int
     return sum(copied_to(one, last) for one in (x, weight, *others))
 
 
-def _skips_columns(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int]) -> bool:
-    """Return no copy: a 1x1 kernel reads its input in place."""
-    return prod(weight.shape[2:]) == 1 and all(s == 1 for s in stride) and not any(padding)
+def _skips_columns(
+    weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Return whether there is no copy: a 1x1 kernel reads its input in place."""
+    steps = (*stride, *dilation)
+    return prod(weight.shape[2:]) == 1 and all(s == 1 for s in steps) and not any(padding)
 
 
 def forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     y: torch.Tensor,
+    biased: bool,
     groups: int,
     transposed: bool,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> int:
-    """Return the columns; with groups also the slices of input and output, which are put together at the end."""
+    """Return the columns; with groups also the slices of input and output, which are put together at the end; those of
+    one image are views."""
     batch, size = x.shape[0], x.element_size()
     copies = _copied(x, weight)
     if transposed:
         columns = _columns(y.shape[1] // groups, weight, space(x.shape), size)
         if x.dim() < 5:
             columns *= batch
-        else:
-            columns += space(y.shape) * size  # ones, for the bias
-    elif _skips_columns(weight, stride, padding):
+        elif biased:
+            columns += space(y.shape) * size  # ones
+    elif _skips_columns(weight, stride, padding, dilation):
         columns = 0
     else:
         columns = _columns(x.shape[1] // groups, weight, space(y.shape), size)
@@ -56,7 +61,7 @@ def forward(
             columns *= batch
     if groups == 1:
         return copies + columns
-    return copies + max(bytes_of(x) // groups + columns, bytes_of(y))
+    return copies + max((bytes_of(x) // groups if batch > 1 else 0) + columns, bytes_of(y))
 
 
 def backward(
@@ -83,7 +88,7 @@ def backward(
         image = _columns(x.shape[1] // groups, weight, space(gradient.shape), size)
         dilated = any(d != 1 for d in dilation)
         every = image if dilated else image * batch
-        skips = _skips_columns(weight, stride, padding)
+        skips = _skips_columns(weight, stride, padding, dilation)
         weights = 0 if skips else every
         data = every if x.dim() == 5 or (dilated and not skips) else 0
     w, into = bytes_of(weight) // groups, bytes_of(x) // groups
@@ -92,11 +97,12 @@ def backward(
         bias = gradient.shape[1] * size if mask[2] and x.dim() == 5 else 0
         moments.append(data - (w if mask[1] else 0) - bias)
     if mask[1]:
-        moments.append(weights + turned)
+        summed = gradient.shape[1] * size if mask[2] and not transposed and any(d != 1 for d in dilation) else 0
+        moments.append(weights + turned + summed)
     extra = max(moments)
     if groups == 1:
         return copies + extra
     # Each group's slices of gradient and input, then all groups' results beside their concatenation.
-    slices = bytes_of(gradient) // groups + into
+    slices = bytes_of(gradient) // groups + into if batch > 1 else 0
     results = (bytes_of(x) if mask[0] else 0) + (bytes_of(weight) if mask[1] else 0)
     return copies + max(slices + extra, results if mask[1] else bytes_of(x))

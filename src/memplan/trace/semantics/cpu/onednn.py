@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from memplan.trace.semantics.layout import padded, simd
+from memplan.trace.semantics.layout import has_amx, padded, simd
 
 MOST_WIDE_BLOCKS = 9
 """Of the input's channels, that the weight's gradient of a 1x1 kernel takes at a time, roughly (``bcast_blocking``)."""
@@ -27,21 +28,46 @@ class Shape:
     narrow_space: tuple[int, ...]
     kernel: tuple[int, ...]
     groups: int
-    steps: int
-    """The strides' product."""
+    stride: tuple[int, ...]
     padding: tuple[int, ...]
     """On one side, of each dimension."""
     dilated: bool
     itemsize: int
     bf16: bool
-    low: bool
-    """Every row of the output meets padding, or columns are skipped: kernels for a depthwise weight's gradient do not
-    take it."""
+
+    @property
+    def steps(self) -> int:
+        """Return the strides' product."""
+        return prod(self.stride)
 
     @property
     def strided(self) -> bool:
         """Return whether it skips positions."""
         return self.steps > 1
+
+    @property
+    def uneven(self) -> bool:
+        """Return whether the stride does not divide the width of the input."""
+        return self.wide_space[-1] % self.stride[-1] > 0
+
+    @property
+    def padded_beyond(self) -> bool:
+        """Return whether a kernel lies in the padding alone somewhere, which those of vectors don't take."""
+        sides = zip(self.padding, self.kernel, strict=True)
+        return any(pad >= size for pad, size in sides if pad and (size == 1 or not self.dilated))
+
+    @property
+    def padded_by_half(self) -> bool:
+        """Return whether the height is padded by no more than half of the kernel's, unless it is dilated."""
+        return self.dilated or self.padding[-2] <= self.kernel[-2] // 2
+
+    @property
+    def low(self) -> bool:
+        """Return whether every row of the output meets padding, or columns are skipped: kernels for a depthwise
+        weight's gradient do not take it. Measured."""
+        step, pad, rows = self.stride[-2], self.padding[-2], self.wide_space[-2] - self.kernel[-2]
+        firsts = range(-pad, self.narrow_space[-2] * step - pad, step)
+        return self.stride[-1] > self.kernel[-1] or not any(0 <= first <= rows for first in firsts)
 
     @property
     def depthwise(self) -> bool:
@@ -90,6 +116,8 @@ class Work:
     last: bool = False
     other: int = 0
     """The second source, of a weight gradient."""
+    by_columns: bool = False
+    """Whether it is an im2col and a matrix product, which pad nothing."""
 
 
 def group_block(s: Shape) -> int:
@@ -107,9 +135,59 @@ def image_scratch(s: Shape, space: Sequence[int], channels: int, halo: bool) -> 
     return torch.get_num_threads() * (area * channels * s.itemsize + 24_576)
 
 
+ALIGNED = 128
+"""Bytes that a buffer of oneDNN's may move by, to be aligned (memory_tracking.hpp, ``minimal_alignment``)."""
+_PAGE = 4096
+_BATCH_ELEMENT = 40
+"""Bytes of ``brgemm_batch_element_t``."""
+
+
+def booked(*sizes: int, aligned: int = ALIGNED) -> int:
+    """Return the bytes of a scratchpad with these buffers: each can be moved to be aligned; empty ones take nothing."""
+    return sum(size + aligned for size in sizes if size)
+
+
+def batch_pointers(s: Shape) -> int:
+    """Return a thread's pointers of a batch of brgemm's, in whole pages."""
+    return padded(padded(prod(s.kernel) * _BATCH_ELEMENT, _PAGE), _BATCH_ELEMENT)
+
+
+def in_channels_last(s: Shape) -> int:
+    """Return the scratch of brgemm's convolution of unit stride, and of a forward, on channels last.
+
+    Source: src/cpu/x64/jit_brgemm_conv_utils.cpp, `init_scratchpad`.
+    """
+    return booked(torch.get_num_threads() * batch_pointers(s), aligned=_PAGE)
+
+
+def strided_data_gradient(s: Shape, block: int) -> int:
+    """Return the scratch of brgemm's strided data gradient: pointers of a batch, a padded image and its mask for each
+    thread, a row of the result where strides do not divide it; in fewer bits sums in float32.
+
+    Source: src/cpu/x64/jit_brgemm_conv_bwd_utils.cpp, `init_conf` and `init_scratchpad`.
+
+    Args:
+        s: of the convolution.
+        block: channels of the input at a time.
+    """
+    channels = s.groups * padded(s.narrow // s.groups, 2 if s.bf16 else 1)
+    image = padded(channels * prod(map(_reached, s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding)), _PAGE)
+    row = padded(s.wide_space[-1] * s.stride[-1] * s.wide, _PAGE) if s.uneven else 0
+    sums = 4 * block * -(-s.wide_space[-1] // s.stride[-1]) if s.bf16 else 0
+    tiles = 2 * _PAGE if s.bf16 and has_amx() else 0
+    buffers = batch_pointers(s), image * s.itemsize, _PAGE, row * s.itemsize, sums, tiles
+    return booked(*(torch.get_num_threads() * size for size in buffers), aligned=_PAGE)
+
+
+def _reached(narrow: int, wide: int, kernel: int, stride: int, padding: int) -> int:
+    """Return the positions of the output's gradient along a dimension, with those that a kernel reaches beyond it."""
+    behind = (narrow - 1) * stride + kernel - wide - padding
+    return narrow + max(0, kernel - 1 - padding) // stride + max(0, kernel - 1 - behind) // stride
+
+
 def to_unit_stride(s: Shape, channels: int) -> int:
     """Return an image a thread of a strided 1x1 convolution's input, without what is skipped (``rtus``)."""
-    return torch.get_num_threads() * channels * prod(s.narrow_space) * s.itemsize
+    return booked(torch.get_num_threads() * channels * prod(s.narrow_space) * s.itemsize)
 
 
 def divided(blocks: int, most: int) -> int:
@@ -135,10 +213,27 @@ def _columns(s: Shape) -> int:
     return columns // s.narrow_space[0] if s.volumetric else columns
 
 
+_SUM = 4
+"""Bytes of a number that fewer bits are summed up in."""
+_LINE = 16
+"""Such numbers in a cache line."""
+
+
 def plain(s: Shape, result: int, cap: int | None = None) -> Work:
-    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of images in a forward."""
-    columns = _columns(s)
-    return Work(0, 0, result, torch.get_num_threads() * (min(columns, cap) if cap and not s.volumetric else columns))
+    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of images in a forward, of
+    which a thread takes no more positions than are its share. In fewer bits there are sums in float32."""
+    threads, columns = torch.get_num_threads(), _columns(s)
+    forward, positions = cap is not None, prod(s.narrow_space)
+    share = positions
+    if cap is not None and not s.volumetric:
+        share = min(positions, -(-s.batch * s.groups * positions // threads))
+        columns = min(columns // positions * share, cap)
+    if not s.bf16:
+        return Work(0, 0, result, booked(threads * columns), by_columns=True)
+    numbers = s.narrow * share if forward else s.wide * prod(s.wide_space)
+    sums = threads * padded(numbers // s.groups, _LINE) * _SUM
+    columns *= 1 if forward else 2
+    return Work(0, 0, result, booked(threads * columns, sums), by_columns=True)
 
 
 def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
@@ -149,4 +244,148 @@ def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
     outer = positions // threads < 256 and (s.batch != 1 or s.groups > 2)
     weight = s.weight_bytes()
     turned = s.wide_bytes() // s.batch if last else 0
-    return Work(0, weight, 0, (threads if outer else 1) * (_columns(s) + 4 * weight + turned))
+    each = threads if outer else 1
+    summed = 4 * weight if s.bf16 else 0
+    return Work(0, weight, 0, booked(each * _columns(s), each * 4 * weight, each * turned, summed), by_columns=True)
+
+
+_BARRIER = 8192
+"""Bytes for the threads that wait for each other to add up their sums."""
+_REDUCED_ROWS = 9
+"""Rows of an output from whose number on threads share those of an image."""
+
+
+def weight_sums(s: Shape, wide_block: int) -> int:
+    """Return the sums of threads that share a weight's gradient on AVX-512, but the first thread's; beside them those
+    of the bias, save for a 1x1 kernel.
+
+    Source: src/cpu/x64/jit_avx512_common_conv_kernel.cpp and jit_avx512_common_1x1_conv_kernel.cpp, `init_scratchpad`.
+    """
+    others = sharers(s, wide_block) - 1
+    if others == 0:
+        return 0
+    wide, narrow = padded(s.wide // s.groups, wide_block), s.groups * padded(s.narrow // s.groups, simd())
+    bias = 0 if s.simple else narrow
+    return booked(others * (wide * narrow * prod(s.kernel) + bias) * s.itemsize) + _BARRIER
+
+
+def channel_sums(s: Shape) -> int:
+    """Return the sums of threads that share the images of a weight's gradient by channels, but the first thread's.
+
+    Source: src/cpu/x64/jit_uni_dw_conv_kernel_utils.hpp, `balance` and `init_scratchpad`.
+    """
+    threads = torch.get_num_threads()
+    of_channels = min(-(-s.groups // simd()), threads)
+    others = min(threads // of_channels, s.batch) - 1
+    return booked(others * padded(s.groups, simd()) * prod(s.kernel) * s.itemsize)
+
+
+def sharers(s: Shape, wide_block: int) -> int:
+    """Return the threads that share the images, or their positions, of a weight's gradient."""
+    return _sharers(s, wide_block, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharers(s: Shape, wide_block: int, threads: int) -> int:
+    """As oneDNN weighs it: the same files, `balance`. The threads of a group of channels share the images, and blocks
+    of the channels of input and output."""
+    if threads < s.groups:
+        return 1
+    blocks = -(-(s.wide // s.groups) // wide_block), -(-(s.narrow // s.groups) // simd())
+    weigh, most = _pointwise_costs(s, *blocks) if s.simple else _costs(s, wide_block, *blocks)
+    each = threads // s.groups
+    best, cost = (1, 1, 1), weigh(1, 1, 1)
+    ways = [
+        (images, narrow, min(each // images // narrow, blocks[0]))
+        for images in range(1, min(each, most) + 1)
+        for narrow in range(1, min(each // images, blocks[1]) + 1)
+    ]
+    for way in ways:
+        if weigh(*way) <= cost:
+            best, cost = way, weigh(*way)
+    if not s.simple:
+        best = _with_less_work(s, ways, best, {way: weigh(*way) for way in [best, *ways]}, blocks)
+    if threads // 2 < best[0] < threads:
+        return min(s.batch if s.simple else most, threads)
+    return best[0]
+
+
+_Costs = tuple[Callable[[int, int, int], int], int]
+"""Bytes that threads of images and of blocks of output and input move; the most threads of images."""
+
+
+def _pointwise_costs(s: Shape, wide: int, narrow: int) -> _Costs:
+    positions = prod(s.narrow_space)
+    row = _best_divider(positions, 7, 16, True)
+    if positions % row:
+        row = _best_divider(s.narrow_space[-1], 4, s.narrow_space[-1], False)
+    row = 1 if row > 256 else row
+    pieces, block = s.batch * -(-positions // row), simd()
+
+    def weigh(images: int, of_narrow: int, of_wide: int) -> int:
+        share, n, w = -(-pieces // images), -(-narrow // of_narrow), -(-wide // of_wide)
+        return share * (w + n) * block * row + 12 * n * w * block * block
+
+    return weigh, pieces
+
+
+def _costs(s: Shape, wide_block: int, wide: int, narrow: int) -> _Costs:
+    rows = _shared_rows(s)
+    wide_space, narrow_space = list(s.wide_space), list(s.narrow_space)
+    images_wide = images_narrow = s.batch
+    if rows > 1 or _by_rows(s):
+        images_wide, images_narrow = s.batch * wide_space[-2], s.batch * narrow_space[-2]
+        wide_space[-2] = narrow_space[-2] = 1
+    block = simd()
+
+    def weigh(images: int, of_narrow: int, of_wide: int) -> int:
+        n, w = -(-narrow // of_narrow), -(-wide // of_wide)
+        read = -(-images_wide // images) * w * wide_block * prod(wide_space) // s.steps
+        gradients = -(-images_narrow // images) * n * block * prod(narrow_space)
+        return read + gradients + 8 * n * w * prod(s.kernel) * wide_block * block
+
+    depth = s.narrow_space[0] if s.volumetric else 1
+    return weigh, s.batch * depth * rows
+
+
+def _by_rows(s: Shape) -> bool:
+    return not s.volumetric and not s.dilated and s.narrow_space[-2] > _REDUCED_ROWS
+
+
+def _shared_rows(s: Shape) -> int:
+    return s.narrow_space[-2] // _REDUCED_ROWS if _by_rows(s) else 1
+
+
+def _with_less_work(
+    s: Shape,
+    ways: Sequence[tuple[int, int, int]],
+    best: tuple[int, int, int],
+    costs: dict[tuple[int, int, int], int],
+    blocks: tuple[int, int],
+) -> tuple[int, int, int]:
+    """Return a way with less work for the thread that has most: not with 1.1 times the bytes, or with a quarter off."""
+    pieces = s.batch * (s.narrow_space[-2] if _by_rows(s) else 1)
+
+    def work(way: tuple[int, int, int]) -> int:
+        images, narrow, wide = way
+        return -(-pieces // images) * -(-blocks[1] // narrow) * -(-blocks[0] // wide)
+
+    bytes_of_best, least = costs[best], work(best)
+    for way in ways:
+        done = work(way)
+        if (done <= least and costs[way] < 1.1 * bytes_of_best) or 4 * done <= 3 * least:
+            best, least = way, done
+    return best
+
+
+def _best_divider(value: int, least: int, most: int, largest: bool) -> int:
+    """Return the divider that leaves least over, as oneDNN's `best_divider` does."""
+    most = max(1, min(most, value))
+    least = max(1, min(least, most))
+    loss, best = float("inf"), most
+    for divider in range(most, least - 1, -1):
+        total = padded(value, divider)
+        left = (total - value) / total
+        if left < loss or (left == loss and not largest):
+            loss, best = left, divider
+    return best

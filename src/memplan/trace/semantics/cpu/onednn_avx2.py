@@ -15,6 +15,7 @@ from memplan.trace.semantics.cpu.onednn import (
     MOST_WIDE_BLOCKS,
     Shape,
     Work,
+    booked,
     divided,
     plain_weight_gradient,
     weight_gradient_to_unit_stride,
@@ -28,8 +29,9 @@ _BUFFER = 1 << 21
 """Most numbers that the threads of a group have for their sums."""
 _ROW, _WIDE_KERNEL, _WIDEST_KERNEL = 3, 7, 13
 """Positions of a row that are in registers at once, and the widths of a kernel from which on the kernels don't run."""
-_BARRIERS, _BARRIERS_1X1 = 12_288, 8_320
-"""Bytes for the threads that wait for each other to add up their sums."""
+_PAGE = 4096
+_BARRIERS_1X1 = 8_320
+"""Bytes for the threads that wait for each other to add up their sums; else a page for each group of threads."""
 _MOST_NARROW_BLOCKS = 32
 """Of the output's channels, that the weight's gradient of a 1x1 kernel takes at a time, roughly."""
 
@@ -38,12 +40,12 @@ def goes_by_columns(s: Shape) -> bool:
     """Return whether the forward goes by im2col, for its padding."""
     across = s.padding[-1]
     wider = s.kernel[-1] > _WIDE_KERNEL and s.strided and across > 0
-    return across > min(_ROW, s.narrow_space[-1]) or wider or _padded_beyond(s)
+    return across > min(_ROW, s.narrow_space[-1]) or wider or s.padded_beyond
 
 
 def weight_gradient(s: Shape, last: bool = False) -> Work:
     """Return the bytes of the weight's gradient, of any layers but those of which every channel stays by itself."""
-    if s.dilated or s.kernel[-1] > _WIDEST_KERNEL or _padded_beyond(s) or _is_larger(s) or _pads_depth(s):
+    if s.dilated or s.kernel[-1] > _WIDEST_KERNEL or s.padded_beyond or _is_larger(s) or _pads_depth(s):
         return plain_weight_gradient(s, last)
     scratch = _threads_sums(s) + weight_gradient_to_unit_stride(s, _BLOCK)
     if s.groups > 1:
@@ -55,13 +57,15 @@ def weight_gradient(s: Shape, last: bool = False) -> Work:
 
 def bias_gradient(s: Shape) -> int:
     """Return what comes on top for the bias's gradient: sums of the threads, and its padded channels."""
-    sums = _sums(s.groups * _blocks(s.narrow // s.groups), _BLOCK, s.batch, torch.get_num_threads(), _BUFFER)[0]
-    filled = padded(s.narrow, _BLOCK) * s.itemsize if s.narrow % _BLOCK else 0
-    return (sums * s.itemsize + _BARRIERS if sums else 0) + filled
+    filled = booked(padded(s.narrow, _BLOCK) * s.itemsize) if s.narrow % _BLOCK else 0
+    return bias_sums(s, _BLOCK) + filled
 
 
-def _padded_beyond(s: Shape) -> bool:
-    return any(pad >= size for pad, size in zip(s.padding, s.kernel, strict=True) if pad)
+def bias_sums(s: Shape, block: int) -> int:
+    """Return the bytes of the threads' sums of the bias's gradient, of so many channels at a time."""
+    jobs = s.groups * -(-(s.narrow // s.groups) // block)
+    sums, _, groups = _sums(jobs, block, s.batch, torch.get_num_threads(), _BUFFER)
+    return booked(sums * s.itemsize, groups * _PAGE, aligned=_PAGE) if sums else 0
 
 
 def _is_larger(s: Shape) -> bool:
@@ -85,18 +89,19 @@ def _threads_sums(s: Shape) -> int:
         block = _PICTURE if s.groups == 1 and s.wide == _PICTURE else _BLOCK
         job = prod(s.kernel) * block * _BLOCK
         pieces = s.batch * (s.narrow_space[0] if s.volumetric else 1)
-        sums, _ = _sums(s.groups * wide * narrow, job, pieces, threads, _BUFFER)
-        return sums * s.itemsize + _BARRIERS if sums else 0
+        sums, _, groups = _sums(s.groups * wide * narrow, job, pieces, threads, _BUFFER)
+        return booked(sums * s.itemsize, groups * _PAGE, aligned=_PAGE) if sums else 0
     some_wide, some_narrow = divided(wide, MOST_WIDE_BLOCKS), divided(narrow, _MOST_NARROW_BLOCKS)
     job = some_wide * some_narrow * _BLOCK * _BLOCK
     jobs = s.groups * -(-wide // some_wide) * -(-narrow // some_narrow)
-    sums, all_sums = _sums(jobs, job, s.batch * prod(s.narrow_space), threads, 8 * threads * job)
+    sums, all_sums, _ = _sums(jobs, job, s.batch * prod(s.narrow_space), threads, 8 * threads * job)
     return all_sums * s.itemsize + _BARRIERS_1X1 if sums else 0
 
 
 @functools.lru_cache(maxsize=4096)
-def _sums(jobs: int, job: int, pieces: int, threads: int, buffer: int) -> tuple[int, int]:
-    """Numbers of the sums of threads that share jobs, beside the result and with it; (0, ...) where none does.
+def _sums(jobs: int, job: int, pieces: int, threads: int, buffer: int) -> tuple[int, int, int]:
+    """Numbers of the sums of threads that share jobs, beside the result and with it, and the groups of threads; (0,
+    ...) where none does.
 
     As ``reduce_balancer_t::balance`` weighs it: groups of threads take jobs, the threads of a group share the pieces of
     each and add up at the end.
@@ -118,7 +123,7 @@ def _sums(jobs: int, job: int, pieces: int, threads: int, buffer: int) -> tuple[
         if bill < cost:
             best, cost = (groups, sharing, most), bill
     groups, sharing, most = best
-    return groups * (sharing - 1) * most * job, groups * sharing * most * job
+    return groups * (sharing - 1) * most * job, groups * sharing * most * job, groups
 
 
 def _shared(jobs: int, each: int, pieces: int, threads: int) -> tuple[int, int, int]:

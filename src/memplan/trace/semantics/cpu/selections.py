@@ -105,6 +105,7 @@ FORMULAS: dict[str, Formula] = {
     "aten.masked_scatter.default": masked_scatter,
     "aten.masked_scatter_.default": masked_scatter,
     "aten.masked_select.default": masked_select,
+    "aten._unique.default": distinct,
     "aten._unique2.default": distinct,
     "aten.unique_dim.default": distinct_rows,
     "aten.index.Tensor": indexed,

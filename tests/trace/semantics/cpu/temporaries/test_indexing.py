@@ -137,3 +137,22 @@ def test_reductions_by_the_older_names(reduce: str) -> None:
         return lambda: (x.scatter(0, at, x[:5] * 2, reduce=reduce), x.scatter(0, at, 2.0, reduce=reduce))
 
     assert memplan.simulate(memplan.record(build, device="cpu")).peak_allocated == measured_peak(build)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_of_what_a_mask_selects_of_a_gradient_never_more_is_there(dtype: torch.dtype, contiguous: bool) -> None:
+    def build(share: float) -> Any:
+        x, factor = torch.rand(40, 60, dtype=dtype, requires_grad=True), torch.rand(40, 60, dtype=dtype)
+
+        def step() -> None:
+            x.grad = None
+            result = torch.zeros(40, 60, dtype=dtype).masked_scatter(torch.rand(40, 60) < share, x)
+            (result * factor if contiguous else result).sum().backward()
+
+        return step
+
+    trace = memplan.record(lambda: build(0.5), device="cpu")
+    assert any("every element was taken as selected" in assumption.text for assumption in trace.assumptions)
+    largest = max(measured_peak(lambda share=share: build(share)) for share in (0.1, 0.5, 2.0))
+    assert largest <= memplan.simulate(trace).peak_allocated <= 1.02 * largest

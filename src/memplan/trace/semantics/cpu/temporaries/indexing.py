@@ -90,11 +90,13 @@ def masked_index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 
 
 def selected(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the mask as integers, to be counted, then, of a gradient that is not contiguous, places
-    and their sums; everything counts as selected."""
+    """Return the mask as integers, to be counted, then, of a gradient that is not contiguous, places and their sums.
+
+    Everything counts as selected; where something is not, zeros are put behind what is, which is as much as the result.
+    """
     gradient, mask = args[0], args[1]
     places = 0 if gradient.is_contiguous() and mask.is_contiguous() else 2 * _INTEGER * gradient.numel()
-    return max(_INTEGER * (1 + mask.numel()) - bytes_of(result), places)
+    return max(_INTEGER * (1 + mask.numel()) - bytes_of(result), places, bytes_of(result))
 
 
 def normal(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -135,6 +137,11 @@ def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return copied(args[0])
 
 
+GRANTED = {
+    "aten.masked_scatter_backward.default": "masked_scatter: in its gradient, every element was taken as selected: "
+    "never more"
+}
+"""By op, what is taken for granted of values."""
 _BY_INDEX = (
     "gather.default",
     *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value", "reduce", "value_reduce")),
