@@ -42,7 +42,9 @@ def test_an_environment_that_is_named(tmp_path: Path) -> None:
     assert found is not None
     assert found.title == "cuDNN 9.19.0"
     assert found.file.is_file()
-    assert [path.name for path in found.needed] == ["libnvrtc.so.13", "libcublasLt.so.13", "libcublas.so.13"]
+    assert [path.name for path in found.needed] == [
+        "libnvrtc-builtins.so.13.0", "libnvrtc.so.13", "libcublasLt.so.13", "libcublas.so.13",
+    ]  # fmt: skip
 
 
 def test_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from memplan._json import Unreadable, from_plain, parse
 from memplan._text import write_whole
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question
+from memplan.cudnn.worker_process import DRIVER, SCRIPT
 from memplan.dry.library import cache_folder
 
 _FORMAT = "memplan.cudnn 1"
@@ -30,11 +31,13 @@ def answers_folder() -> Path:
 
 
 class AnswerCache:
-    """The answers of one cuDNN for one card as it is described."""
+    """The answers of one cuDNN for one card as it is described, to questions as they are asked now."""
 
     def __init__(self, card: str, version: int, properties: Mapping[str, Any]) -> None:
-        described = hashlib.sha256(json.dumps(properties, sort_keys=True).encode()).hexdigest()[:8]
-        self.file = answers_folder() / f"{card}-{version}-{described}.json"
+        asked = hashlib.sha256(json.dumps(properties, sort_keys=True).encode())
+        for source in (SCRIPT, DRIVER):  # other engines are left out, or offered
+            asked.update(source.read_bytes())
+        self.file = answers_folder() / f"{card}-{version}-{asked.hexdigest()[:8]}.json"
         self.said: tuple[str, ...] = ()
         """What has to be said of the file."""
 

@@ -21,6 +21,7 @@ CONVOLUTION, ENGINE, CONFIG, HEURISTICS, PLAN, GRAPH, TENSOR, DEVICE = 1, 2, 3, 
 # types of attributes: cudnnBackendAttributeType_t, and the type in C
 DTYPE, INTEGER, FLOAT, DOUBLE = (1, ctypes.c_int), (3, ctypes.c_int64), (4, ctypes.c_float), (5, ctypes.c_double)
 CONVOLUTION_MODE, HEURISTIC_MODE, NOTE = (7, ctypes.c_int), (8, ctypes.c_int), (11, ctypes.c_int)
+BEHAVIOR = (19, ctypes.c_int)
 DESCRIPTOR, CHARACTER = (15, ctypes.c_void_p), (24, ctypes.c_char)
 OPERATIONS = {
     "forward": (10, 700, {"x": 704, "w": 703, "y": 705}),
@@ -30,6 +31,16 @@ OPERATIONS = {
 """Kind -> descriptor, attribute of its alpha (beta and the convolution follow), attributes of its tensors."""
 DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 TENSOR_CORES, DOWN_CONVERT, NONDETERMINISTIC = 0, 1, 4
+RUNTIME_COMPILATION = 0
+ERRATA = (
+    ("forward", 3, 23, 90800, 91500, None), ("input gradient", 3, 23, 8000, None, None),
+    ("forward", None, 5, 92301, 92400, None), ("forward", None, 58, 92300, None, 1200),
+    ("input gradient", None, 63, 92300, None, 1200), ("weight gradient", None, 63, 92300, None, 1200),
+)  # fmt: skip
+"""Engines that torch does not run: kind, dimensions, engine, versions of cuDNN from and before, version of the card.
+
+Source: the rules in Conv_v8.cpp, plan_errata_exception, as they are in the libraries of torch 2.11 and 2.15.
+"""
 INSTANT, FALLBACK = 0, 2
 CROSS_CORRELATION = 1
 
@@ -112,16 +123,19 @@ class Card:
         self._backend = backend
         described = properties | {"driverVer": backend.number("cudnnGetCudartVersion")}
         text = json.dumps(described).encode() + b"\0"
+        self._versions = backend.number("cudnnGetVersion"), properties["deviceVer"]
         self._device = backend.finished(DEVICE, (2702, CHARACTER, *(bytes([one]) for one in text)))
 
     def plans(self, question: dict[str, Any]) -> list[tuple[str, int]]:
         """Return the engine and the workspace in bytes of each plan, in the order in which torch tries them."""
-        backend, made = self._backend, []
+        made, found = list[ctypes.c_void_p](), list[tuple[str, int]]()
         try:
             graph = self._graph(question, made)
-            return [plan for mode in (INSTANT, FALLBACK) for plan in self._of_mode(graph, mode, question)]
+            for mode in (INSTANT, FALLBACK):
+                self._of_mode(graph, mode, question, found)
         finally:
-            backend.destroy(*reversed(made))
+            self._backend.destroy(*reversed(made))
+        return found
 
     def _graph(self, question: dict[str, Any], made: list[ctypes.c_void_p]) -> ctypes.c_void_p:
         """Return the graph of one operation; ``made`` gets all descriptors of it."""
@@ -154,7 +168,10 @@ class Card:
         )
         return finished(GRAPH, (801, DESCRIPTOR, operation.value))
 
-    def _of_mode(self, graph: ctypes.c_void_p, mode: int, question: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    def _of_mode(
+        self, graph: ctypes.c_void_p, mode: int, question: dict[str, Any], found: list[tuple[str, int]]
+    ) -> None:
+        """Add the plans of a list that cuDNN gives to those that were found."""
         backend = self._backend
         try:
             heuristics = backend.finished(
@@ -167,24 +184,36 @@ class Card:
         array = (ctypes.c_void_p * len(configs))(*(config.value for config in configs))
         count = backend.fill(heuristics, 202, DESCRIPTOR, array) if configs else 0
         for config in configs[:count]:
-            yield from self._plan(config, question)
+            engine = self._engine(config, question)
+            if engine is not None:
+                number, compiled = engine
+                # an engine that is compiled takes seconds: only where it is the one that runs
+                if (compiled and found) or self._runs(config):
+                    found.append((f"eng{number}", backend.values(config, 303, INTEGER, 1)[0]))
         backend.destroy(*configs, heuristics)
 
-    def _plan(self, config: ctypes.c_void_p, question: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    def _engine(self, config: ctypes.c_void_p, question: dict[str, Any]) -> tuple[int, bool] | None:
+        """Return the number of a configuration's engine, and whether it is compiled when it is planned; None where
+        torch leaves it out."""
         backend = self._backend
         engine = backend.create(ENGINE)
         backend.fill(config, 300, DESCRIPTOR, (ctypes.c_void_p * 1)(engine.value))
-        notes = backend.values(engine, 1303, NOTE, 10)
+        notes, behavior = backend.values(engine, 1303, NOTE, 10), backend.values(engine, 1305, BEHAVIOR, 8)
         number = backend.values(engine, 1301, INTEGER, 1)[0]
         backend.destroy(engine)
-        if refused(notes, question):
-            return
+        if refused(notes, question) or in_errata(question, number, *self._versions):
+            return None
+        return number, RUNTIME_COMPILATION in behavior
+
+    def _runs(self, config: ctypes.c_void_p) -> bool:
+        """Return whether a configuration takes this shape; else torch tries the next."""
+        backend = self._backend
         try:
             plan = backend.finished(PLAN, (407, DESCRIPTOR, self._device.value), (401, DESCRIPTOR, config.value))
-        except BackendError:  # an engine that does not take this shape: torch tries the next
-            return
-        yield f"eng{number}", backend.values(plan, 402, INTEGER, 1)[0]
+        except BackendError:
+            return False
         backend.destroy(plan)
+        return True
 
 
 def refused(notes: Sequence[int], question: dict[str, Any]) -> bool:
@@ -192,6 +221,15 @@ def refused(notes: Sequence[int], question: dict[str, Any]) -> bool:
     if DOWN_CONVERT in notes or (question["deterministic"] and NONDETERMINISTIC in notes):
         return True
     return question["dtype"] == "float32" and not question["tf32"] and TENSOR_CORES in notes
+
+
+def in_errata(question: dict[str, Any], engine: int, version: int, card: int) -> bool:
+    """Return whether torch does not run an engine that this version of cuDNN offers for a card."""
+    return any(
+        kind == question["kind"] and engine == number and dimensions in (None, len(question["stride"]))
+        and first <= version < (end or version + 1) and only in (None, card)
+        for kind, dimensions, number, first, end, only in ERRATA
+    )  # fmt: skip
 
 
 def serve(lines: Iterator[str], output: TextIO) -> None:

@@ -15,7 +15,7 @@ from memplan.errors import DeviceError
 OLDEST = 90800
 """From cuDNN 9.8 on, a card can be described instead of being there (release notes)."""
 _FILE = Path("nvidia", "cudnn", "lib", "libcudnn.so.9")
-_NEEDED = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
+_NEEDED = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
 _DEFINED = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
 _DO = "Install a CUDA build of torch there, or memplan[cudnn] (1.7 GB), or leave it out for an interval"
 

@@ -19,7 +19,7 @@ from memplan.cudnn.questions import ExecutionPlan, Plans, Question
 from memplan.dry.library import built
 
 SCRIPT = Path(__file__).with_name("backend_worker.py")
-_DRIVER = Path(__file__).with_name("no_driver.c")
+DRIVER = Path(__file__).with_name("no_driver.c")
 ANSWER, START = 10.0, 60.0
 """Seconds to wait for an answer, and for the libraries to load; the first answer may take as long as that."""
 _LIVES = 3
@@ -44,7 +44,7 @@ def ask_worker(
         DeviceError: no compiler for what cuDNN takes for a driver.
         WorkerError: cuDNN does not load.
     """
-    driver = built(_DRIVER, "libcuda.so.1")
+    driver = built(DRIVER, "libcuda.so.1")
     request = {"needed": [str(driver), *map(str, library.needed)], "file": str(library.file), "card": card}
     rest = list(questions)
     for _ in range(_LIVES):
