@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,35 @@ def _read(file: Path) -> dict[str, Plans]:
     return content.answers
 
 
-def kept() -> Iterator[tuple[Path, int]]:
-    """Yield each file of the cache and how many answers it has; 0 where it cannot be read."""
-    for file in sorted(answers_folder().glob("*.json")):
+@dataclass(frozen=True)
+class Kept:
+    """A part of what memplan keeps on disk."""
+
+    path: Path
+    what: str
+    number: int
+    """Answers of cuDNN, or built libraries."""
+    bytes: int
+
+
+def kept() -> list[Kept]:
+    """Return what memplan keeps on disk: files of answers, of which one that cannot be read has 0, and the libraries
+    that were built."""
+    found = list[Kept]()
+    for file in sorted(answers_folder().glob("*")):
         try:
-            yield file, len(_read(file))
+            number = len(_read(file))
         except (OSError, UnicodeDecodeError, Unreadable):
-            yield file, 0
+            number = 0
+        found.append(Kept(file, "answers of cuDNN", number, file.stat().st_size))
+    libraries = [path for path in cache_folder().rglob("*.so") if path.is_file()]
+    if libraries:
+        size = sum(path.stat().st_size for path in libraries)
+        found.append(Kept(cache_folder(), "libraries of emulated cards", len(libraries), size))
+    return found
+
+
+def clear() -> None:
+    """Remove all of it."""
+    for folder in (answers_folder(), cache_folder()):
+        shutil.rmtree(folder, ignore_errors=True)

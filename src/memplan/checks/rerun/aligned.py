@@ -55,9 +55,9 @@ def _matched(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage]]:
         MemplanError: the run failed.
     """
     program = Program(trace, changes)
-    again = record_for(program.build, choose_target(trace.device), steps=1)
+    again = record_for(program.build, choose_target(trace.device, cudnn=False), steps=1)
     if program.grown:
-        again = record_for(program.build, choose_target(trace.device), steps=1)
+        again = record_for(program.build, choose_target(trace.device, cudnn=False), steps=1)
     model = _ops(again, 0)
     sizes: Sizes = {}
     added: list[Storage] = []
