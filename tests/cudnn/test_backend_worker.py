@@ -14,7 +14,7 @@ from asked_convolutions import FORWARD
 from dry_torch import ENVIRONMENT, needs_cuda_torch
 
 from memplan.cudnn import backend_worker
-from memplan.cudnn.backend_worker import refused, serve, strides
+from memplan.cudnn.backend_worker import in_errata, refused, serve, strides
 from memplan.cudnn.cudnn_library import find_cudnn
 
 
@@ -40,6 +40,42 @@ def test_strides_are_those_of_dense_tensors(sizes: tuple[int, ...]) -> None:
 )
 def test_engines_that_torch_leaves_out(notes: list[int], change: dict[str, object], out: bool) -> None:
     assert refused(notes, asdict(FORWARD) | change) is out
+
+
+@pytest.mark.parametrize(
+    ("change", "engine", "version", "card", "out"),
+    [
+        ({"stride": (1, 1, 1)}, 23, 90800, 900, True),  # pytorch#163539: wrong results in 3d
+        ({"stride": (1, 1, 1)}, 23, 91499, 900, True),
+        ({"stride": (1, 1, 1)}, 23, 91500, 900, False),
+        ({}, 23, 91000, 900, False),
+        ({"stride": (1, 1, 1), "kind": "input gradient"}, 23, 99999, 800, True),
+        ({"stride": (1, 1, 1), "kind": "weight gradient"}, 23, 91000, 800, False),
+        ({}, 5, 92301, 900, True),
+        ({}, 5, 92400, 900, False),
+        ({}, 58, 92600, 1200, True),
+        ({}, 58, 92600, 900, False),
+    ],
+)
+def test_engines_that_torch_does_not_run(
+    change: dict[str, object], engine: int, version: int, card: int, out: bool
+) -> None:
+    assert in_errata(asdict(FORWARD) | change, engine, version, card) is out
+
+
+@needs_cuda_torch
+def test_errata_are_in_the_library_of_torch() -> None:
+    """The rules lie as text in libtorch_cuda.so; each of that release is among ours."""
+    library = find_cudnn(ENVIRONMENT)
+    assert library is not None
+    text = (library.packages / "torch/lib/libtorch_cuda.so").read_bytes()
+    kinds = {b"ConvFwd": "forward", b"ConvBwdData": "input gradient", b"ConvBwdFilter": "weight gradient"}
+    rules = re.findall(rb'"operation"\s*: "(\w+)",\s*"engine"\s*: (\d+),\s*"cudnn_version_start" : (\d+),\s*'
+                       rb'"cudnn_version_end"\s*: (-?\d+)', text)  # fmt: skip
+    assert rules
+    ours = {(kind, engine, first, end) for kind, _, engine, first, end, _ in backend_worker.ERRATA}
+    for kind, engine, first, end in rules:
+        assert (kinds[kind], int(engine), int(first), None if int(end) < 0 else int(end)) in ours
 
 
 def test_a_library_that_does_not_load_is_an_answer() -> None:

@@ -163,8 +163,7 @@ def largest(
         device: a card of the catalogue: what it has is the budget, unless one is given. ``"cpu"`` needs one.
         budget: bytes ("20 GiB"), or a card's name. Bounds allocated bytes; on a card, reserved and the CUDA context.
         divisible, most: the answer is a multiple of the one, and not above the other.
-        aspect: what a size is multiplied by in each dimension: (1, 1, 0.5).
-        margin: share of the budget to be left free: 0.05, "5%".
+        aspect, margin: what a size is multiplied by in each dimension: (1, 1, 0.5); share to be left free: 0.05, "5%".
         workspace: the bound of cuDNN's workspaces to count, known as an interval: the upper ("high") or the lower.
         fit: find the largest after planning (`memplan.plan`).
         window: a `memplan.studies.axes.sliding_window.Window`: infers a volume in patches, with their buffer.

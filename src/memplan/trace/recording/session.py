@@ -212,7 +212,7 @@ def _defaults_kept() -> Iterator[None]:
         changed.append(new)
         set_device(new)
 
-    switches = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    switches, tf32 = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic), _allowed_tf32()
     precision = torch.get_float32_matmul_precision()
     try:
         with _torch.patched(torch, set_default_device=set_and_note):
@@ -223,8 +223,18 @@ def _defaults_kept() -> Iterator[None]:
             set_device(None if device.type == HOST else device)
         if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != switches:  # torch may refuse to set them
             cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
+        if tf32 is not None and _allowed_tf32() != tf32:
+            cudnn.allow_tf32 = tf32
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+
+
+def _allowed_tf32() -> bool | None:
+    """Return whether cuDNN may round to TF32; None where that is set for convolutions and recurrent ops apart."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
 
 
 @contextmanager

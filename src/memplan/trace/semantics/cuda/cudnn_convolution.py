@@ -127,6 +127,12 @@ def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return suggests_channels_last(x) or suggests_channels_last(weight)
 
 
+def allows_tf32() -> bool:
+    """Context.cpp, allowTF32CuDNN, of convolutions; ``allow_tf32`` sets it, too."""
+    cudnn: Any = torch.backends.cudnn  # torch puts an object in the module's place, which has more
+    return cudnn.conv.fp32_precision == "tf32"
+
+
 def backing(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -250,7 +256,7 @@ def convolution_workspace(
     if chosen.backend != "cudnn":
         return Workspace(0, 0, chosen.reason)
     cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
-    cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+    cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and allows_tf32())
     algorithms = [_winograd(shape)]
     if shape.ranks == 3 or benchmark or x.dtype is torch.float64:
         algorithms.append(_columns(shape))

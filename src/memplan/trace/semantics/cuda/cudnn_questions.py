@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memplan.cudnn.questions import Kind, Question
-from memplan.trace.semantics.cuda.cudnn_convolution import copied_operand, in_channels_last
+from memplan.trace.semantics.cuda.cudnn_convolution import allows_tf32, copied_operand, in_channels_last
 from memplan.trace.semantics.layout import Arguments
 
 _DTYPES = {
@@ -74,7 +74,7 @@ class _Call:
         cudnn = torch.backends.cudnn
         return Question(
             kind, x, w, y, self._last, _DTYPES[self._dtype], padding, stride, dilation, (first, second, third),
-            tf32=self._dtype is not torch.float32 or cudnn.allow_tf32,
+            tf32=self._dtype is not torch.float32 or allows_tf32(),
             deterministic=cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
 
