@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
+from memplan.cudnn.questions import ExecutionPlan
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.on_card import fits
-from memplan.trace.records import Call, Storage
+from memplan.trace.records import Call, Engines, Storage
 from memplan.trace.trace import Trace
 
 MIB = 1 << 20
@@ -45,6 +48,18 @@ def test_a_workspace_known_as_an_interval() -> None:
     with pytest.raises(UsageError, match="known as an interval only"):
         memplan.simulate(trace, workspace="measured")
     assert memplan.simulate(trace_of(storage(0, 512, 1)), workspace="measured").peak_allocated == 512
+
+
+def test_where_there_is_no_room_for_a_workspace_that_of_the_next_plan_is_taken() -> None:
+    plans = tuple(ExecutionPlan(f"eng{size}", size * MIB) for size in (64, 32, 16))
+    trace = trace_of(storage(0, 20 * MIB, 1), storage(1, 64 * MIB, 2, 3, cause="workspace"), storage(2, 40 * MIB, 4))
+    trace = dataclasses.replace(trace, engines=(Engines(1, plans),))
+    assert memplan.simulate(trace).peak_allocated == 84 * MIB, "as where there is room"
+    fitting = [room for room in range(20, 100) if fits(trace, room * MIB, AllocatorSettings(), low=False)]
+    # 20 and 40 MiB at once: the last is no smaller than 60, and all plans are tried on the way
+    assert fitting == list(range(60, 100))
+    only = dataclasses.replace(trace, engines=())
+    assert next(room for room in range(20, 100) if fits(only, room * MIB, AllocatorSettings(), low=False)) == 84
 
 
 def test_settings_change_what_is_reserved() -> None:

@@ -16,7 +16,7 @@ from memplan.devices import find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.explain import device_of
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import choose_target
+from memplan.trace.recording.session import Environment, choose_target
 from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
@@ -36,13 +36,14 @@ def check(
     context: int = 0,
     ignore: Sequence[str] = (),
     assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
 ) -> list[Finding]:
     """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
     Args:
         what: a module, a callable that makes one, a ``build`` that returns a step, or a Trace. Of a
             Trace, costs that take a recording of the mended model are left out.
-        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, assume: as for
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, assume, cudnn: as for
             `memplan.explain`.
         context: pixels on each side that the input brings along beyond what the output is wanted for (tiles that
             overlap): a border lost up to that is no finding.
@@ -70,7 +71,7 @@ def check(
                 expected="a Trace alone: its step is already recorded",
             )
         return check_trace(what, context=context, ignores=ignores)
-    target = choose_target(device_of(what) if device is None else device, assume)
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn)
     remaker = Remaker(what, options, target)
     return check_trace(record_again(remaker), remaker=remaker, context=context, ignores=ignores)
 

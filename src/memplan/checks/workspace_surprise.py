@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
+from memplan.cudnn.questions import Plans
 from memplan.simulation.simulate import simulate
-from memplan.trace.records import Op
+from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "workspace-surprise"
@@ -25,27 +29,68 @@ def find(subject: Subject) -> list[Finding]:
 
 
 def _larger(trace: Trace) -> list[Finding]:
-    most: dict[str, tuple[int, int, Op]] = {}
+    engines = {one.storage: one.plans for one in trace.engines}
+    most = _larger_than_tensors(trace, engines)
+    if not most:
+        return []
+    low = simulate(_without_engines(trace, engines), workspace="low").peak_allocated
+    high = simulate(trace).peak_allocated
+    ordered = sorted(most.items(), key=lambda item: -item[1][0].bytes)
+    layer, (storage, tensors, op) = ordered[0]
+    three = any(len(trace.storages[r.storage].shape) == 5 for r in op.reads)
+    if high - low < _LEAST[5 if three else 4] * low:
+        return []
+    message, advice = _words(storage, engines.get(storage.id, ()), layer, tensors, (low, high), three=three)
+    rows = [
+        {"layer": name, "where": one.where, "bytes": found.bytes}
+        | ({"engine": engines[found.id][0].engine} if found.id in engines else {})
+        for name, (found, _, one) in ordered
+    ]
+    details = {"kind": "larger than tensors", "low": low, "high": high, "layers": rows}
+    return [Finding(ID, "info", layer, op.where, high - low, message, advice, details)]
+
+
+def _larger_than_tensors(trace: Trace, engines: Mapping[int, Plans]) -> dict[str, tuple[Storage, int, Op]]:
+    """Return the largest workspace of each layer that takes more than its op's tensors, with their bytes."""
+    most: dict[str, tuple[Storage, int, Op]] = {}
     for storage in trace.counted:
-        if storage.cause != "workspace" or storage.low is None or storage.op is None:
+        known = storage.id in engines
+        if storage.cause != "workspace" or storage.op is None or (storage.low is None and not known):
             continue
         op = trace.ops[storage.op]
         if "convolution" not in op.name:
             continue
         tensors = sum(trace.storages[n].bytes for n in {*(r.storage for r in op.reads), *op.writes})
-        if storage.bytes > tensors and storage.bytes > most.get(op.layer, (0, 0, op))[0]:
-            most[op.layer] = (storage.bytes, tensors, op)
-    low, high = (simulate(trace, workspace=case).peak_allocated for case in ("low", "high"))  # pyright: ignore[reportArgumentType]  # two cases
-    if not most:
-        return []
-    ordered = sorted(most.items(), key=lambda item: -item[1][0])
-    layer, (size, tensors, op) = ordered[0]
-    three = any(len(trace.storages[r.storage].shape) == 5 for r in op.reads)
-    if high - low < _LEAST[5 if three else 4] * low:
-        return []
+        if storage.bytes > tensors and (op.layer not in most or storage.bytes > most[op.layer][0].bytes):
+            most[op.layer] = (storage, tensors, op)
+    return most
+
+
+def _without_engines(trace: Trace, engines: Mapping[int, Plans]) -> Trace:
+    storages = tuple(replace(one, bytes=0) if one.id in engines else one for one in trace.storages)
+    return replace(trace, storages=storages)
+
+
+def _words(
+    storage: Storage, plans: Plans, layer: str, tensors: int, peaks: tuple[int, int], *, three: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return the message and the advice on a workspace that cuDNN named, or that is known as an interval."""
+    size, own = format_bytes(storage.bytes), format_bytes(tensors)
+    low, high = map(format_bytes, peaks)
+    if plans:
+        message = (
+            f"cuDNN takes {size} of workspace for {layer} (engine {plans[0].engine}), whose tensors are {own}; the "
+            f"step's peak is {high}, and without such workspaces {low}"
+        )
+        less = f"{plans[-1].engine}, with {format_bytes(plans[-1].workspace)}"
+        room = f"where there is no room for it, torch takes a slower engine, down to {less}"
+        return message, (
+            "Try channels_last, which often leads to engines without workspace",
+            *([room] * (len(plans) > 1)),
+        )
     message = (
-        f"cuDNN may take up to {format_bytes(size)} of workspace for {layer}, whose tensors are "
-        f"{format_bytes(tensors)}; the step's peak lies between {format_bytes(low)} and {format_bytes(high)}"
+        f"cuDNN may take up to {size} of workspace for {layer}, whose tensors are {own}; the step's peak lies between "
+        f"{low} and {high}"
     )
     known = (
         "In 3D more is on record (17 GB, then 161 GiB asked for when the depth went from 4 to 5: pytorch#128947, also "
@@ -56,9 +101,7 @@ def _larger(trace: Trace) -> list[Finding]:
         "away, and channels_last often leads to algorithms without workspace",
         *(known if three else ()),
     )
-    rows = [{"layer": name, "where": one.where, "bytes": bytes_} for name, (bytes_, _, one) in ordered]
-    details = {"kind": "larger than tensors", "low": low, "high": high, "layers": rows}
-    return [Finding(ID, "info", layer, op.where, high - low, message, advice, details)]
+    return message, advice
 
 
 def _changing(trace: Trace) -> list[Finding]:
@@ -94,6 +137,8 @@ def _changing(trace: Trace) -> list[Finding]:
 
 def _most_workspace(trace: Trace, convolutions: set[int]) -> int:
     """Return bytes that the largest workspace of these or their gradients can take."""
-    ours = [s for s in trace.counted if s.cause == "workspace" and s.low is not None and s.op is not None]
+    asked = {one.storage for one in trace.engines}
+    ours = [s for s in trace.counted if s.cause == "workspace" and s.op is not None]
+    ours = [s for s in ours if s.low is not None or s.id in asked]
     ops = {s.id: trace.ops[s.op or 0] for s in ours}
     return max((s.bytes for s in ours if {ops[s.id].index, ops[s.id].gradient_of} & convolutions), default=0)

@@ -28,6 +28,7 @@ COMMANDS: dict[str, str] = {
     "measure": "Really run a step, here or on an emulated card, and say what it allocated.",
     "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",
     "devices": "List the cards that memplan knows, and where each figure is from.",
+    "cache": "Show what memplan keeps on disk, or remove it.",
 }
 """Name of each command and what it does. ``memplan.cli.NAME`` holds it as ``command``, a click command."""
 

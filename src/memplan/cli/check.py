@@ -104,7 +104,9 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tupl
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {given.target}"), contained(given.target):
         described = describe(given)
-        remaker = Remaker(described.what, described.options, choose_target(given.device, given.assumed))
+        remaker = Remaker(
+            described.what, described.options, choose_target(given.device, given.assumed, given.environment)
+        )
         try:
             trace = record_again(remaker)
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)

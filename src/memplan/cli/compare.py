@@ -101,7 +101,7 @@ def _given(side: StepArguments, title: str) -> Given:
     if not _is_file(side.target):
         with contained(side.target):
             described = describe(side)
-        return Given(title, described.what, described.options, side.device, side.settings)
+        return Given(title, described.what, described.options, side.device, side.settings, side.environment)
     _check_file(side.target)
     surplus = [option for option in side.given() if option != "--settings"]
     if surplus:

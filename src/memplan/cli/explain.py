@@ -146,7 +146,7 @@ def _explain_target(described: Described, given: StepArguments, really: bool) ->
     if really:
         trace = measure(described.build(), device=given.device)
         return trace, explain_trace(trace, title=given.target, train=trains)
-    target = choose_target(given.device, given.assumed)
+    target = choose_target(given.device, given.assumed, given.environment)
     on_card = target.card is not None
     trace = record_for(described.build(on_card=on_card), target)
     explanation = explain_trace(trace, title=given.target, train=trains, card=target.card, settings=given.settings)

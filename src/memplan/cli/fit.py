@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.files import check_writable, write
-from memplan.cli.options import Described, StepArguments, advised, describe, json_option, step_options, top_option
+from memplan.cli.options import (
+    Described,
+    StepArguments,
+    advised,
+    describe,
+    json_option,
+    step_options,
+    top_option,
+    without,
+)
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, location
 from memplan.errors import (
@@ -153,6 +162,9 @@ def command(
 
         print_fit(outcome, top=top)
     return 0 if outcome.fits else 1
+
+
+without(command, "cudnn")
 
 
 def _check_options(given: StepArguments, budget: str | None, use_plan: str | None) -> None:

@@ -77,7 +77,7 @@ def command(
     arguments = StepArguments(**given)
     check_writable(json_file, "--json")
     volume = _window(window, overlap, window_batch)
-    room = room_of(arguments.device, budget, margin, workspace, arguments.assumed)  # pyright: ignore[reportArgumentType]
+    room = room_of(arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment)  # pyright: ignore[reportArgumentType]
     options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
     found = _found(arguments, axis, room, volume, options)
     if json_file is not None:

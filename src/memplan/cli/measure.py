@@ -94,7 +94,7 @@ def command(
     return 0
 
 
-without(command, "device", "assume", "settings")
+without(command, "device", "assume", "settings", "cudnn")
 
 
 def _measured(

@@ -81,6 +81,10 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         "--assume", multiple=True, metavar="FILE:LINE=SHARE",
         help="How much is selected by value at a line, as in train.py:31=0.3. Default: all there can be.",
     ),
+    click.option(
+        "--cudnn", metavar="PATH",
+        help="Environment whose cuDNN is asked for workspaces on a card; off: give intervals. Default: this one.",
+    ),
     debug_option,
 )  # fmt: skip
 
@@ -115,6 +119,12 @@ class StepArguments:
     device: str | None = None
     settings: str | None = None
     assume: tuple[str, ...] = ()
+    cudnn: str | None = None
+
+    @property
+    def environment(self) -> str | bool | None:
+        """Environment of the cuDNN to ask, False for none, None for what is installed here."""
+        return False if self.cudnn == "off" else self.cudnn
 
     @property
     def assumed(self) -> dict[str, float]:
@@ -130,7 +140,7 @@ class StepArguments:
         plain = {name.rstrip("s"): getattr(self, name) for name in ("args", "inputs", "kwargs", "targets")}
         plain |= {
             name: getattr(self, name)
-            for name in ("loss", "optimizer", "infer", "batch", "device", "settings", "assume")
+            for name in ("loss", "optimizer", "infer", "batch", "device", "settings", "assume", "cudnn")
         }
         found = [f"--{name}" for name, value in plain.items() if value]
         return [*found, "--precision"] if self.precision != "fp32" else found

@@ -108,7 +108,7 @@ def _sweep(
     axes: list[tuple[Axis, Values]] = [(axis_of(name, subject), values) for name, values in own.items()]
     axes += [(Argument(name), values) for name, values in vary.items()]
     axes += [(axis_of(name, subject), values) for name, values in layers]
-    target = choose_target(given.device, given.assumed)
+    target = choose_target(given.device, given.assumed, given.environment)
     try:
         with bar(f"recording {given.target}") as progress:
             return swept(

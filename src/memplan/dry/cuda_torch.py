@@ -56,8 +56,8 @@ def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
             expected="Linux on x86-64, which the emulated driver is written for",
             do="Run it there, or predict the step: memplan.record(build, device=...)",
         )
-    python = Path(sys.executable) if environment is None else _python_of(Path(environment))
-    packages = _packages_of(python, own=environment is None)
+    python = Path(sys.executable) if environment is None else python_of(Path(environment))
+    packages = packages_of(python, Path("torch", "version.py"), own=environment is None)
     where = f"the environment {python.parent.parent}"
     if packages is None:
         raise DeviceError(f"{where} has no torch", expected="a CUDA build of torch 2.11 or later", do=_DO)
@@ -72,8 +72,8 @@ def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
     return found
 
 
-def _python_of(path: Path) -> Path:
-    """Return the interpreter of an environment."""
+def python_of(path: Path) -> Path:
+    """Return the interpreter of an environment. Raises DeviceError: it is none."""
     candidates = [path] if path.is_file() else [path / "bin" / "python", path / "bin" / "python3"]
     for candidate in candidates:
         if candidate.is_file() and os.access(candidate, os.X_OK):
@@ -85,10 +85,10 @@ def _python_of(path: Path) -> Path:
     )
 
 
-def _packages_of(python: Path, *, own: bool) -> Path | None:
-    """Return the folder in which an environment has torch."""
+def packages_of(python: Path, file: Path, *, own: bool) -> Path | None:
+    """Return the folder in which an environment has a file of a package; ``own``: the one that runs this."""
     places = [Path(entry) for entry in sys.path] if own else []
     root = python.parent.parent
     places += [Path(found) for kind in ("lib", "lib64", "local/lib") for found in
                sorted(glob.glob(str(root / kind / "python3*" / "*-packages")))]  # fmt: skip
-    return next((place for place in places if (place / "torch" / "version.py").is_file()), None)
+    return next((place for place in places if (place / file).is_file()), None)

@@ -62,6 +62,8 @@ def library_for(torch: CudaTorch) -> Library:
         DeviceError: no compiler, headers of CUDA that are missing, or a source that does not compile.
     """
     compiler = _compiler()
+    if shutil.which("nm") is None:
+        raise DeviceError("there is no nm here, which lists symbols", expected="binutils", do=_GCC)
     folder = cache_folder() / _key(torch, compiler)
     library = Library(folder / "libdry.so", folder / "libdryml.so", folder / "triton")
     if _is_whole(folder):
@@ -81,14 +83,30 @@ def library_for(torch: CudaTorch) -> Library:
     return library
 
 
+def built(source: Path, soname: str) -> Path:
+    """Return one source that needs no headers as a shared library, built now where the cache has none.
+
+    Raises:
+        DeviceError: no compiler, or it does not compile.
+    """
+    compiler, said = _compiler()
+    digest = hashlib.sha256("\0".join((compiler, said, soname)).encode() + source.read_bytes()).hexdigest()[:20]
+    library = cache_folder() / f"{source.stem}-{digest}.so"
+    if not library.is_file():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
+            made = Path(folder) / library.name
+            _run(compiler, source.name, "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", made, source)
+            made.replace(library)
+    return library
+
+
 def _compiler() -> tuple[str, str]:
     """Return the path of the machine's C compiler, and what it says that it is."""
     named = os.environ.get("CC", "").split()
     found = next((path for name in (*named[:1], "cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if found is None:
         raise DeviceError("there is no C compiler here (cc, gcc or clang)", expected="one, for the dry card", do=_GCC)
-    if shutil.which("nm") is None:
-        raise DeviceError("there is no nm here, which lists symbols", expected="binutils", do=_GCC)
     said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     return found, said.split("\n")[0]
 
@@ -186,14 +204,19 @@ class _Build:
         return [words[-1].partition("@")[0] for words in lines if len(words) >= 2 and words[-2] in "TU"]
 
     def _run(self, *arguments: str | Path) -> None:
-        result = subprocess.run([self._compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
-        if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
-            raise DeviceError(
-                f"{self._compiler} cannot build the dry card for torch {self._torch.version}: {lines[0].strip()[:200]}",
-                expected="a C compiler that takes CUDA's headers",
-                do="Name another one by the variable CC, such as gcc",
-            )
+        _run(self._compiler, f"the dry card for torch {self._torch.version}", *arguments)
+
+
+def _run(compiler: str, what: str, *arguments: str | Path) -> None:
+    """Run a compiler, to build something. Raises DeviceError: it refuses."""
+    result = subprocess.run([compiler, *map(str, arguments)], capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
+        raise DeviceError(
+            f"{compiler} cannot build {what}: {lines[0].strip()[:200]}",
+            expected="a C compiler that takes CUDA's headers",
+            do="Name another one by the variable CC, such as gcc",
+        )
 
 
 _DRIVER = re.compile(r"^CUresult CUDAAPI\s+(\w+)\(", re.MULTILINE)

@@ -81,9 +81,9 @@ class Case:
         room = card.usable("high" if self._is_high else "low")
         if self._reserved <= room:
             return True
-        if self.timeline.peak_allocated > room:
+        if self.timeline.peak_allocated > room and not self._trace.engines:
             return False
-        # in between, the allocator gives cached segments back before it gives up: it has to be tried
+        # the allocator gives cached segments back before it gives up, and cuDNN has other plans: it has to be tried
         return fits(self._trace, room, self._settings, low=not self._is_high)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan._bytes import format_bytes
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.card import card_use, levels_at
@@ -20,7 +21,7 @@ from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import choose_target
+from memplan.trace.recording.session import Environment, choose_target
 from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
@@ -41,6 +42,7 @@ def explain(
     dtype: torch.dtype | None = None,
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
 ) -> Explanation:
     """Explain where the memory of a step goes, before it runs.
 
@@ -57,10 +59,10 @@ def explain(
         autocast: dtype of an autocast around model and loss: ``torch.bfloat16``, "bf16", "fp16".
         train: False for inference: evaluation mode, under no_grad, without loss and optimizer.
         dtype: dtype that the model is converted to first.
-        settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (which is not read); torch's defaults
-            where None.
+        settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (not read); torch's defaults where None.
         assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
             there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
+        cudnn: whose cuDNN is asked for the workspaces of convolutions on a card, as for `memplan.record`.
 
     Returns:
         An Explanation; printing it gives a paragraph, ``memplan.reports`` make tables of it.
@@ -77,7 +79,7 @@ def explain(
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what, settings=settings)
-    target = choose_target(device_of(what) if device is None else device, assume)
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn)
     on_card = target.card is not None
     trace = record_for(build_of(what, options, on_card=on_card), target)
     explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
@@ -217,6 +219,8 @@ def _notes(trace: Trace) -> tuple[str, ...]:
     notes: list[str] = []
     if trace.device == HOST and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
+    if trace.engines:
+        notes.append(_largest_workspace(trace))
     if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
         notes.append(
             "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
@@ -228,6 +232,16 @@ def _notes(trace: Trace) -> tuple[str, ...]:
             "the peak, it can be some per cent off"
         )
     return tuple(notes)
+
+
+def _largest_workspace(trace: Trace) -> str:
+    """Say which engine of cuDNN takes the most."""
+    found = max(trace.engines, key=lambda one: one.plans[0].workspace)
+    plan, op = found.plans[0], trace.ops[trace.storages[found.storage].op or 0]
+    of = f" of {op.layer}" if op.layer else ""
+    return (
+        f"cuDNN's largest workspace is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}"
+    )
 
 
 def _is_half_product(trace: Trace, op: Op) -> bool:

@@ -21,12 +21,14 @@ def drive(
 
     ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
     neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used
-    (`record_stream`) is free at once in the low case, in the high case when the step next synchronizes.
+    (`record_stream`) is free at once in the low case, in the high case when the step next synchronizes. Where there is
+    no room for a workspace of cuDNN, that of the next of its plans is taken, as torch does.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.
     """
     allocator = CachingAllocator(settings, capacity=capacity)
+    plans = {one.storage: one.plans for one in trace.engines} if capacity is not None else {}
     addresses: dict[int, int] = {}
     levels: list[Level] = []
     for tick, kind, what in _events(trace):
@@ -38,8 +40,8 @@ def drive(
         elif kind == _BIRTH:
             size = what.low if low and what.low is not None else what.bytes
             stream = what.stream + _APART if apart and what.low is not None else what.stream
-            address = allocator.malloc(size, stream=stream, owner=what.id, tick=tick)
-            addresses[what.id] = address
+            sizes = [plan.workspace for plan in plans.get(what.id, ())] or [size]
+            addresses[what.id] = _first_that_fits(allocator, sizes, stream=stream, owner=what.id, tick=tick)
         else:
             address = addresses.pop(what.id)
             if not low:
@@ -48,6 +50,16 @@ def drive(
             allocator.free(address, tick=tick)
         levels.append((tick, allocator.allocated, allocator.reserved))
     return allocator, levels
+
+
+def _first_that_fits(allocator: CachingAllocator, sizes: list[int], *, stream: int, owner: int, tick: int) -> int:
+    """Return the address of a block of the first size that there is room for. Source: Conv_v8.cpp, try_configs."""
+    for size in sizes[:-1]:
+        try:
+            return allocator.malloc(size, stream=stream, owner=owner, tick=tick)
+        except OutOfMemory:
+            continue
+    return allocator.malloc(sizes[-1], stream=stream, owner=owner, tick=tick)
 
 
 def fits(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> bool:

@@ -15,6 +15,8 @@ FORMAT = "memplan.trace"
 _HEAD = (
     "schema", "origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions",
 )  # fmt: skip
+_OPTIONAL = ("counters", "engines")
+"""Sections that most traces have not."""
 _Trace = TypeVar("_Trace")
 
 
@@ -32,7 +34,7 @@ def dumps(trace: Any) -> str:
         "made": (layer.made for layer in trace.layers),
     }
     head = {"format": FORMAT} | {name: getattr(trace, name) for name in _HEAD}
-    text = compact(head | ({"counters": trace.counters} if trace.counters else {}))[:-1]
+    text = compact(head | {name: value for name in _OPTIONAL if (value := getattr(trace, name))})[:-1]
     for name, rows in sections.items():
         text += f',\n"{name}":[\n' + ",\n".join(map(compact, rows)) + "\n]"
     return text + "}\n"
@@ -115,6 +117,9 @@ def _check(trace: Any) -> None:
         raise Unreadable("two events share a tick, or one is at 0")
     for layer in trace.layers:
         _within(f"storages of layer {layer.name!r:.40}", (*layer.weights, *layer.buffers), storages)
+    _within("storages of engines", (one.storage for one in trace.engines), storages)
+    if not all(one.plans for one in trace.engines):
+        raise Unreadable("a workspace has engines, and none is named")
     _within("ops of forms", (form.op for form in trace.forms), ops)
     views = (view for form in trace.forms for view in (*(view for _, view in form.reads), *form.writes))
     for view in itertools.chain(views, *(returned.tensors for returned in trace.returned)):

@@ -20,6 +20,7 @@ from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
     Build,
+    Environment,
     Target,
     check_steps,
     choose_target,
@@ -37,13 +38,19 @@ from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Semantics
 from memplan.trace.trace import Trace
+from memplan.trace.workspaces import with_workspaces
 
 Known = Callable[[Semantics], Semantics]
 """Of a device's semantics, the same with what is known besides of its kernels."""
 
 
 def record(
-    build: Build, *, device: str | None = None, steps: int = 2, assume: Mapping[str, float] | None = None
+    build: Build,
+    *,
+    device: str | None = None,
+    steps: int = 2,
+    assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
 ) -> Trace:
     """Run a step on fake tensors and return what it would allocate. Nothing is allocated, no GPU is needed.
 
@@ -57,6 +64,9 @@ def record(
         steps: how often the step runs. Two by default, since an optimizer makes its state in the first.
         assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
             there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
+        cudnn: for a card, whose cuDNN is asked for the workspaces of convolutions: of an environment with a CUDA build
+            of torch or with ``memplan[cudnn]``, by its folder or its Python. None: of this environment, if it has one;
+            False, and where there is none: workspaces are intervals.
 
     ``build`` and step run once more for each branch that a value decides, both ways, and where the way taken first
     ends in an exception.
@@ -65,7 +75,7 @@ def record(
         StepError: ``build`` or the step raised, or ``build`` did not return a step; with layer and file:line.
         DataDependentError: the shape of a tensor depends on values, and nothing says how large it can be.
         UsageError: ``steps`` or ``assume`` are not what they should be.
-        DeviceError: a device that memplan has no model of.
+        DeviceError: a device that memplan has no model of, or no cuDNN 9.8 or later in the environment named.
 
     Example:
         >>> def build():
@@ -75,7 +85,7 @@ def record(
         >>> print(memplan.record(build))
     """
     check_steps(steps)
-    return record_for(build, choose_target(device, assume), steps)
+    return record_for(build, choose_target(device, assume, cudnn), steps)
 
 
 def record_for(build: Build, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
@@ -242,7 +252,9 @@ class _Recording:
             self._observer.read_apart = self._standins.assumed.apart
             self._mode.going = self._card.going_where_named
             stream = lambda: self._observer.ledger.stream  # noqa: E731
-            self._observer.semantics = known(cuda.semantics(target.card, stream, self._card.holds))
+            self._observer.semantics = known(
+                cuda.semantics(target.card, stream, self._card.holds, asks=target.cudnn is not None)
+            )
 
     @property
     def named_late(self) -> bool:
@@ -320,12 +332,16 @@ class _Recording:
         calls = tuple(self._card.calls) if self._card is not None else ()
         notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused
         notes += (*_environment(), *benchmark) if self._card is not None else ()
-        return Trace(
+        trace = Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,
             calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
             forms=parts.forms, returned=parts.returned,
         )  # fmt: skip
+        asked = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
+        if not asked or self._target.cudnn is None or self._target.card is None:
+            return trace
+        return with_workspaces(trace, asked, self._target.cudnn, self._target.card)
 
 
 def _environment() -> tuple[str, ...]:

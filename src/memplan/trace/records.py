@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from memplan._json import SignedInt
+from memplan.cudnn.questions import ExecutionPlan
 
 SCHEMA = 2
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
@@ -139,6 +140,17 @@ class Counters:
 
     allocated: int
     reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What cuDNN runs in a workspace: its first plan, and the plans that torch tries where there is no room for it.
+
+    Of ``plans`` each takes less than the one before.
+    """
+
+    storage: int
+    plans: tuple[ExecutionPlan, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from memplan.trace.records import (
     Assumption,
     Call,
     Counters,
+    Engines,
     Form,
     Layer,
     Op,
@@ -60,6 +61,8 @@ class Trace:
     """By the models of the first step, in order."""
     counters: tuple[Counters, ...] = ()
     """Of a dry run: what torch's own said of building and then of each step."""
+    engines: tuple[Engines, ...] = ()
+    """Of the workspaces that cuDNN was asked for, in the order of their storages."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

@@ -191,3 +191,21 @@ def test_an_iterator_that_ends_is_the_cause_of_a_step_error(run: Any, build: Any
 def test_nested_tensors_are_refused_by_name(run: Any, build: Any) -> None:
     with pytest.raises(StepError, match=r"step 1 uses nested tensors \(torch.nested\).*Pad the sequences"):
         run(build)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_what_a_build_sets_of_cudnn_is_put_back(together: bool) -> None:
+    cudnn: Any = torch.backends.cudnn
+
+    def build() -> Any:
+        cudnn.benchmark = cudnn.deterministic = True
+        if together:
+            cudnn.allow_tf32 = False
+        else:
+            cudnn.conv.fp32_precision = "ieee"
+        model = nn.Conv2d(1, 1, 3)
+        return lambda: model(torch.zeros(1, 1, 8, 8)).sum().backward()
+
+    before = cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.conv.fp32_precision
+    memplan.record(build, device="h100", cudnn=False)
+    assert (cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cudnn.conv.fp32_precision) == before

@@ -32,7 +32,7 @@ def changed(trace: Trace, changes: Changes) -> Trace | Unmended:
         return Unmended.by(error)
     known = [replace(s, bytes=sizes[s.id][0], low=sizes[s.id][1]) if s.id in sizes else s for s in trace.storages]
     more = [replace(storage, id=len(known) + number) for number, storage in enumerate(added)]
-    return replace(trace, storages=(*known, *more))
+    return replace(trace, storages=(*known, *more), engines=())
 
 
 _CONSTANT = "aten.lift_fresh.default"
@@ -55,9 +55,10 @@ def _matched(trace: Trace, changes: Changes) -> tuple[Sizes, list[Storage]]:
         MemplanError: the run failed.
     """
     program = Program(trace, changes)
-    again = record_for(program.build, choose_target(trace.device), steps=1)
+    target = choose_target(trace.device, cudnn=None if trace.engines else False)
+    again = record_for(program.build, target, steps=1)
     if program.grown:
-        again = record_for(program.build, choose_target(trace.device), steps=1)
+        again = record_for(program.build, target, steps=1)
     model = _ops(again, 0)
     sizes: Sizes = {}
     added: list[Storage] = []

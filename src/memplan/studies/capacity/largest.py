@@ -28,6 +28,7 @@ from memplan.studies.capacity.limit import Case, Room, room_of
 from memplan.studies.sweeps.fits import LABELS, part_bytes
 from memplan.studies.sweeps.points import Bytes, measured
 from memplan.studies.sweeps.sweep import again
+from memplan.trace.recording.session import Environment
 from memplan.trace.recording.values.known_indices import NoSuchRow
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
@@ -147,6 +148,7 @@ def largest(
     fit: bool = False,
     window: Window | None = None,
     assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
 ) -> int:
     """Find the largest batch, size, patch or sequence that fits a card or a budget, by recordings alone.
 
@@ -157,12 +159,11 @@ def largest(
         what: a module, a callable that makes one, or a ``build`` with an argument for the axis.
         axis: ``"batch"``; ``"size"`` or ``"patch"``, all spatial dimensions of image inputs and of what shares them;
             ``"sequence"``; or the name of an argument of the callable.
-        inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings, assume: as for `memplan.explain`.
+        inputs, kwargs, targets, loss, optimizer, autocast, train, dtype, settings, assume, cudnn: as for `explain`.
         device: a card of the catalogue: what it has is the budget, unless one is given. ``"cpu"`` needs one.
         budget: bytes ("20 GiB"), or a card's name. Bounds allocated bytes; on a card, reserved and the CUDA context.
         divisible, most: the answer is a multiple of the one, and not above the other.
-        aspect: what a size is multiplied by in each dimension: (1, 1, 0.5).
-        margin: share of the budget to be left free: 0.05, "5%".
+        aspect, margin: what a size is multiplied by in each dimension: (1, 1, 0.5); share to be left free: 0.05, "5%".
         workspace: the bound of cuDNN's workspaces to count, known as an interval: the upper ("high") or the lower.
         fit: find the largest after planning (`memplan.plan`).
         window: a `memplan.studies.axes.sliding_window.Window`: infers a volume in patches, with their buffer.
@@ -178,7 +179,7 @@ def largest(
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options, window=window.checked() if window is not None else None)
     on = device_of(what) if device is None and budget is None else device
-    room = room_of(on, budget, margin, workspace, assume)
+    room = room_of(on, budget, margin, workspace, assume, cudnn)
     found = find_largest(subject, axis, room, divisible=divisible, aspect=aspect, most=most, fit=fit, settings=settings)
     found = found.planned or found
     if found.value == 0:

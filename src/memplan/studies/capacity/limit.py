@@ -13,7 +13,7 @@ from memplan.simulation import on_card
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.sweeps.points import Bytes
-from memplan.trace.recording.session import Target, choose_target
+from memplan.trace.recording.session import Environment, Target, choose_target
 from memplan.trace.trace import Trace
 
 Case = Literal["low", "high"]
@@ -63,6 +63,7 @@ def room_of(
     margin: float | str = 0.0,
     case: Case = "high",
     assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
 ) -> Room:
     """Return the limit that a card, a budget, or a budget on a card sets.
 
@@ -74,7 +75,7 @@ def room_of(
     if budget is not None and isinstance(budget := read_budget(budget), Device):
         budget, card = None, budget.name
         device = card if device is None else device
-    target = choose_target(device, assume)
+    target = choose_target(device, assume, cudnn)
     if budget is None:
         if target.card is None and card is not None:
             raise InputError(

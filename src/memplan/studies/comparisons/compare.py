@@ -18,7 +18,7 @@ from memplan.studies.comparisons.pruned_weights import zeros_of
 from memplan.studies.comparisons.sides import KINDS, is_saved, of_trace, side_of
 from memplan.trace.measure import measure as measure_step
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import choose_target
+from memplan.trace.recording.session import Environment, choose_target
 from memplan.trace.records import HOST
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace
@@ -35,6 +35,7 @@ class Given:
     options: StepOptions = field(default_factory=StepOptions)
     device: str | torch.device | None = None
     settings: str | None = None
+    cudnn: Environment = None
 
 
 def compare(
@@ -157,7 +158,7 @@ def _side(given: Given) -> Side:
         return side_of(given.what, given.title)
     _check_callable(given)
     try:
-        target = choose_target(given.device)
+        target = choose_target(given.device, cudnn=given.cudnn)
         trace = record_for(build_of(given.what, given.options, on_card=target.card is not None), target)
     except MemplanError as error:
         raise error.about(given.title) from error.__cause__

@@ -22,7 +22,7 @@ from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, pl
 from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import Outcome
 from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
-from memplan.trace.recording.session import Target, choose_target
+from memplan.trace.recording.session import Environment, Target, choose_target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
@@ -172,6 +172,7 @@ def sweep(
     dtype: torch.dtype | None = None,
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
+    cudnn: Environment = None,
     jobs: int | None = None,
     progress: Done | None = None,
 ) -> Sweep:
@@ -185,7 +186,7 @@ def sweep(
             of the layers that a pattern names, which are made anew with it, or ``".name"``, one of the model itself.
             Values are an iterable or text:
             ``"1,2,4"``, ``"64:256:32"`` (with its end). The points are all combinations; each is recorded once.
-        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume: as for
+        inputs, kwargs, targets, loss, optimizer, device, autocast, train, dtype, settings, assume, cudnn: as for
             `memplan.explain`.
         jobs: processes side by side. None: as many as there are cores, where the points are worth
             it. The rows do not depend on it.
@@ -204,7 +205,7 @@ def sweep(
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options)
-    target = choose_target(device_of(what) if device is None else device, assume)
+    target = choose_target(device_of(what) if device is None else device, assume, cudnn)
     chosen = [(axis_of(str(name), subject), values_of(values, str(name))) for name, values in dict(axes).items()]
     return swept(subject, chosen, target, settings=settings, jobs=jobs, progress=progress)
 

@@ -10,6 +10,7 @@ import torch
 
 from memplan import _torch
 from memplan.trace.records import HOST, ON_CARD, Phase
+from memplan.trace.semantics.kinds import Asked
 
 _BLOCK = 512
 
@@ -36,6 +37,8 @@ class Entry:
     low: int | None = None
     companions: tuple[Entry, ...] = ()
     """Storages that no tensor shows and that die with this one, such as a reserve that a library keeps."""
+    asked: Asked | None = None
+    """What a library is asked for its size when the recording is over."""
     reference: Any = None
 
 
@@ -154,10 +157,18 @@ class Ledger:
                 self._changed(entry.bytes)
             entry.device = device
 
-    def hidden(self, size: int, op: int, *, low: int | None = None, owner: torch.Tensor | None = None) -> Entry:
+    def hidden(
+        self,
+        size: int,
+        op: int,
+        *,
+        low: int | None = None,
+        owner: torch.Tensor | None = None,
+        asked: Asked | None = None,
+    ) -> Entry:
         """Return a storage that no tensor shows: it dies with ``owner``'s, or when `end` says so, or never."""
         entry = self._add(size, op, "", ())
-        entry.low = low
+        entry.low, entry.asked = low, asked
         if owner is not None:
             self.entry(owner, op).companions += (entry,)
         return entry

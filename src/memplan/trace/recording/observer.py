@@ -379,23 +379,33 @@ def _made_outside(tensor: torch.Tensor) -> StepError:
 def _births(
     result: Any, extras: Sequence[Extra], ledger: Ledger, index: int, note: Note, absent: bool
 ) -> Iterator[int]:
-    """Note an op's results, and what its kernel takes before them, after them or for as long as them.
+    """Note an op's results, and what its kernel takes before, between or after them, or for as long as them.
 
     Yields:
         Ids of what are workspaces.
     """
     taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
-    _results(result, ledger, index, note.writes, absent)
-    taken += [(extra, _take(extra, ledger, index)) for extra in extras if not extra.first]
+    for number, part in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
+        yield from _freed([one for one in taken if one[0].until == number], ledger)
+        _results(part, ledger, index, note.writes, absent)
+        between = [one for one in extras if one.after == number]
+        yield from _freed([(one, _take(one, ledger, index)) for one in between if one.until is None], ledger)
+        taken += [(one, _take(one, ledger, index)) for one in between if one.until is not None]
+    taken = [one for one in taken if one[1].died is None]
+    taken += [(one, _take(one, ledger, index)) for one in extras if not one.first and one.after is None]
+    yield from _freed(taken, ledger)
+
+
+def _take(extra: Extra, ledger: Ledger, index: int) -> Entry:
+    return ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner, asked=extra.asked)
+
+
+def _freed(taken: list[tuple[Extra, Entry]], ledger: Ledger) -> Iterator[int]:
     for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
         if not extra.held and extra.owner is None:
             ledger.end(entry)
         if extra.workspace:
             yield entry.id
-
-
-def _take(extra: Extra, ledger: Ledger, index: int) -> Entry:
-    return ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)
 
 
 def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool) -> None:

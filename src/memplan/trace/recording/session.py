@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import random
 import re
 import threading
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from memplan import _torch
 from memplan._bytes import format_bytes
+from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
 from memplan.trace.recording.causes import module_names
@@ -57,16 +59,26 @@ class Target:
     notes: tuple[str, ...] = ()
     assumed: Mapping[str, float] = field(default_factory=dict[str, float])
     """``FILE:LINE`` of an op that selects by value -> the share that is taken to be selected, instead of all."""
+    cudnn: Cudnn | None = None
+    """The library that is asked for the workspaces of convolutions; intervals where there is none."""
 
 
-def choose_target(device: str | torch.device | None, assumed: Mapping[str, float] | None = None) -> Target:
+Environment = str | os.PathLike[str] | bool | None
+"""Of the cuDNN to ask: the folder of an environment, or its Python; None: this one, if it has cuDNN; False: none."""
+
+
+def choose_target(
+    device: str | torch.device | None, assumed: Mapping[str, float] | None = None, cudnn: Environment = None
+) -> Target:
     """Return the device to plan for, and what has to be said about the choice.
 
     Raises:
-        DeviceError: no such device in the catalogue, or none on this machine.
+        DeviceError: no such device in the catalogue, or none on this machine; no cuDNN in the environment named.
         UsageError: ``assumed`` is not as `Target` says it.
     """
-    return replace(_chosen(device), assumed=checked_shares(assumed))
+    chosen = _chosen(device)
+    library = None if chosen.card is None else find_cudnn(cudnn)
+    return replace(chosen, assumed=checked_shares(assumed), cudnn=library)
 
 
 def _chosen(device: str | torch.device | None) -> Target:
@@ -200,7 +212,7 @@ def _defaults_kept() -> Iterator[None]:
         changed.append(new)
         set_device(new)
 
-    switches = cudnn.enabled, cudnn.benchmark, cudnn.deterministic
+    switches, tf32 = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic), _allowed_tf32()
     precision = torch.get_float32_matmul_precision()
     try:
         with _torch.patched(torch, set_default_device=set_and_note):
@@ -211,8 +223,18 @@ def _defaults_kept() -> Iterator[None]:
             set_device(None if device.type == HOST else device)
         if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != switches:  # torch may refuse to set them
             cudnn.enabled, cudnn.benchmark, cudnn.deterministic = switches
+        if tf32 is not None and _allowed_tf32() != tf32:
+            cudnn.allow_tf32 = tf32
         if torch.get_float32_matmul_precision() != precision:
             torch.set_float32_matmul_precision(precision)
+
+
+def _allowed_tf32() -> bool | None:
+    """Return whether cuDNN may round to TF32; None where that is set for convolutions and recurrent ops apart."""
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
 
 
 @contextmanager

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from memplan.cudnn.questions import Question
+
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What cuDNN is asked for a workspace when the recording is over, and which of its plans runs.
+
+    ``first``: the first one whose workspace can be allocated. ``largest``: all are tried, in one workspace. ``any``:
+    the fastest of those that were tried before, which nobody knows without the card.
+    """
+
+    question: Question
+    plan: Literal["first", "largest", "any"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,11 @@ class Extra:
     """It is made before the results, not after."""
     workspace: bool = False
     """A library's workspace, rather than a kernel's temporary."""
+    asked: Asked | None = None
+    after: int | None = None
+    """Number of the result after which it is made; without ``until`` it is freed before the next one."""
+    until: int | None = None
+    """Number of the result before which it is freed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Convolutions on CUDA: which library takes one, copies into its memory format, and cuDNN's workspace as an interval.
 
-cuDNN chooses an algorithm by shape, version and card, and with ``benchmark`` by trying, so nobody can tell the
-workspace without the card: the lower end is 0, the upper what the known algorithms need. Very large 3d convolutions can
-take more: 17 GB and a request for 161 GiB are on record (pytorch#128947), also #136479, #31500 and #13412.
+cuDNN chooses an algorithm by shape, version and card, and with ``benchmark`` by trying. Where it cannot be asked itself
+(`memplan.cudnn`), nobody can tell the workspace without the card: the lower end is 0, the upper what the known
+algorithms need. Very large 3d convolutions can take more: 17 GB and a request for 161 GiB are on record
+(pytorch#128947), also #136479, #31500 and #13412.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from memplan.trace.semantics.cuda import reductions
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.kinds import Extra
 from memplan.trace.semantics.layout import bytes_of, copied_to, padded, space, suggests_channels_last
 
 Backend = Literal["cudnn", "depthwise", "slow", "empty"]
@@ -24,6 +27,8 @@ _FLOAT = 4
 _WINOGRAD = 36 / 16
 _TILE = 128
 _FFT_TILE = 32
+_BIAS = 2
+"""Number of the bias's gradient among the results of ``convolution_backward``."""
 
 
 class Workspace(NamedTuple):
@@ -34,6 +39,8 @@ class Workspace(NamedTuple):
     reason: str
     product: bool = False
     """Whether it is a product of cuBLAS, which takes that one's workspace, too."""
+    cudnn: bool = False
+    """Whether cuDNN takes it, and can be asked."""
 
 
 class Backing(NamedTuple):
@@ -113,11 +120,17 @@ def _fast_depthwise(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]
     return channels >= 512 or (channels >= 256 and width >= 28)
 
 
-def _last(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def in_channels_last(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """native/ConvUtils.h, cudnn_conv_suggest_memory_format: either in channels last, and not in float64."""
     if torch.float64 in (x.dtype, weight.dtype):
         return False
     return suggests_channels_last(x) or suggests_channels_last(weight)
+
+
+def allows_tf32() -> bool:
+    """Context.cpp, allowTF32CuDNN, of convolutions; ``allow_tf32`` sets it, too."""
+    cudnn: Any = torch.backends.cudnn  # torch puts an object in the module's place, which has more
+    return cudnn.conv.fp32_precision == "tf32"
 
 
 def backing(
@@ -147,7 +160,7 @@ def backing(
         refused = "cuDNN takes bfloat16 from sm_80 on"
     elif wide:
         refused = "the output padding reaches the stride"
-    if is_depthwise(x, weight, transposed, groups) and (refused or not _last(x, weight)):
+    if is_depthwise(x, weight, transposed, groups) and (refused or not in_channels_last(x, weight)):
         if not refused and max(dilation) == 1 and _fast_depthwise(x, weight, stride):
             return Backing("cudnn", "cuDNN's depthwise kernel for float16")
         return Backing("depthwise", "torch's own depthwise kernel")
@@ -243,7 +256,7 @@ def convolution_workspace(
     if chosen.backend != "cudnn":
         return Workspace(0, 0, chosen.reason)
     cores = arch.capability >= (7, 0) and x.dtype in _REDUCED
-    cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32)
+    cores = cores or (arch.capability >= (8, 0) and x.dtype is torch.float32 and allows_tf32())
     algorithms = [_winograd(shape)]
     if shape.ranks == 3 or benchmark or x.dtype is torch.float64:
         algorithms.append(_columns(shape))
@@ -251,8 +264,15 @@ def convolution_workspace(
         algorithms.append(_fourier(shape))
     if mask[1]:
         algorithms.append(_split(shape, arch))
-    high = _layout(shape, _last(x, weight), cores) + max(algorithms)
-    return Workspace(0, high, f"{chosen.reason} chooses the algorithm on the card")
+    high = _layout(shape, in_channels_last(x, weight), cores) + max(algorithms)
+    return Workspace(0, high, f"{chosen.reason} chooses the algorithm on the card", cudnn=True)
+
+
+def copied_operand(tensor: torch.Tensor, channels_last: bool) -> int:
+    """Return the bytes of the copy of an operand in the memory format that cuDNN computes in; 0 where it is in that."""
+    if tensor.dim() == 3:
+        return 0 if tensor.is_contiguous() else bytes_of(tensor)
+    return copied_to(tensor, channels_last)
 
 
 def copies(backward: bool) -> Any:
@@ -265,12 +285,36 @@ def copies(backward: bool) -> Any:
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
         operands = args[:3] if backward else args[:2]
         x, weight = operands[-2:]
-        if x.dim() == 3:
-            return tuple(bytes_of(t) for t in operands if not t.is_contiguous())
-        last = _last(x, weight) and torch.backends.cudnn.enabled
-        return tuple(size for t in operands if (size := copied_to(t, last)))
+        last = in_channels_last(x, weight) and torch.backends.cudnn.enabled
+        return tuple(size for t in operands if (size := copied_operand(t, last)))
 
     return formula
+
+
+def around(args: tuple[Any, ...], arch: Arch, *, backward: bool) -> list[Extra]:
+    """Return the same copies where they are made, the operands before the results and until the gradient of the bias,
+    and what the sum for that is staged in.
+
+    Source: native/Convolution.cpp, convolution_backward; native/cudnn/ConvShared.cpp, cudnn_convolution_backward: the
+    gradient of the result is converted once, and made contiguous for each of the two gradients.
+    """
+    x, weight = args[1:3] if backward else args[:2]
+    last = in_channels_last(x, weight)
+    before = [x, weight] if not backward or args[10][1] else [weight]
+    after = list[Extra]()
+    if backward:
+        grad = args[0]
+        if grad.dim() > 3 and suggests_channels_last(grad) != last:
+            before.append(grad)
+        else:
+            size = copied_operand(grad, last)
+            each = (Extra(size, after=0), Extra(size, after=0, until=_BIAS))  # the second before its result is made
+            after = [copy for copy, wanted in zip(each, args[10], strict=False) if size and wanted]
+        if args[10][_BIAS]:
+            summed = reductions.staging(grad, [0, *range(2, grad.dim())], max(4, grad.element_size()), arch)
+            after += [Extra(size, after=_BIAS) for size in summed if size]
+    sizes = [copied_operand(operand, last) for operand in before]
+    return [*(Extra(size, first=True, until=_BIAS) for size in sizes if size), *after]
 
 
 FORMULAS = {"aten.convolution.default": copies(False), "aten.convolution_backward.default": copies(True)}

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from memplan.cudnn.questions import Question
 from memplan.devices import Device
 from memplan.trace.semantics.cpu import sparse, sparse_results
 from memplan.trace.semantics.cuda import cublas, cudnn, encoder_fast_path, kernels, results
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.cuda.cudnn_convolution import convolution_workspace
-from memplan.trace.semantics.kinds import Arguments, Extra, Keywords, Semantics
+from memplan.trace.semantics.cuda.cudnn_convolution import around, convolution_workspace
+from memplan.trace.semantics.cuda.cudnn_questions import questions
+from memplan.trace.semantics.kinds import Arguments, Asked, Extra, Keywords, Semantics
 from memplan.trace.semantics.layout import bytes_of, is_dense
 
 _COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
@@ -23,12 +25,15 @@ _INDEXED = frozenset(
 )
 
 
-def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool]) -> Semantics:
+def semantics(
+    device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool = False
+) -> Semantics:
     """Return the semantics of one recording for a card: which workspaces are there already is its state.
 
-    ``stream()`` tells the number of the current stream, ``on_card`` whether a tensor lies on the card.
+    ``stream()`` tells the number of the current stream, ``on_card`` whether a tensor lies on the card; ``asks``: cuDNN
+    is asked for workspaces of convolutions when the recording is over.
     """
-    extras = _Kernels(device, stream, on_card).extras
+    extras = _Kernels(device, stream, on_card, asks).extras
     return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed)
 
 
@@ -56,7 +61,11 @@ _CHOSEN = (
 
 
 class _Kernels:
-    def __init__(self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self, device: Device, stream: Callable[[], int], on_card: Callable[[torch.Tensor], bool], asks: bool
+    ) -> None:
+        self._asks = asks
+        self._tried: set[tuple[Question, bool]] = set()
         self._arch = Arch(device.architecture, device.multiprocessors)
         self._stream = stream
         self._on_card = on_card
@@ -79,14 +88,14 @@ class _Kernels:
             found.append(Extra(encoder_fast_path.temporaries(name, args, kwargs, result, self._arch.capability)))
         library = self._libraries.get(name)
         if library is not None:
-            found += [extra for extra in library(args, result, in_backward) if extra.bytes]
+            found += [extra for extra in library(args, result, in_backward) if extra.bytes or extra.asked]
         if name in _COPIES:
             found += self._copied_across(args, result)
         if name in _INDEXED:  # TensorAdvancedIndexing.cpp: indices in the host's memory are copied first
             on_host = [i for i in args[1] if i is not None and i.numel() and not self._on_card(i)]
             found += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
-        if formula is not None:
+        if formula is not None and not any(extra.asked for extra in found):  # its copies are among these
             found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]
         return found
 
@@ -134,8 +143,23 @@ class _Kernels:
     def _workspace_of(self, args: Arguments, result: Any, in_backward: bool, *, backward: bool) -> list[Extra]:
         benchmark = torch.backends.cudnn.benchmark
         taken = convolution_workspace(args, result, self._arch, benchmark=benchmark, backward=backward)
-        own = Extra(taken.high, low=taken.low if taken.low != taken.high else None, workspace=True)
+        low = taken.low if taken.low != taken.high else None
+        asked = questions(args, result, backward=backward) if taken.cudnn and self._asks else []
+        if asked:
+            return around(args, self._arch, backward=backward) + [
+                Extra(taken.high, low=low, workspace=True, asked=self._asked(question, in_backward), after=position)
+                for position, question in asked
+            ]
+        own = Extra(taken.high, low=low, workspace=True)
         return [*(self._taken("cublas", in_backward) if taken.product else ()), own]
+
+    def _asked(self, question: Question, in_backward: bool) -> Asked:
+        """native/cudnn/Conv_v8.cpp: with benchmark a thread tries all plans once, and remembers the fastest."""
+        if not torch.backends.cudnn.benchmark:
+            return Asked(question, "first")
+        tried = (question, in_backward) in self._tried
+        self._tried.add((question, in_backward))
+        return Asked(question, "any" if tried else "largest")
 
     def _batch_norm(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
         """Return where cuDNN's is taken: a reserve that lives as long as the statistics, and a workspace."""

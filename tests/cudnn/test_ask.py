@@ -1,0 +1,94 @@
+"""Questions for a card: from the cache, else from cuDNN, and what is said where there is no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asked_convolutions import ANSWERS, CRASHES, FORWARD, NOWHERE, needs_compiler, write_script
+from dry_torch import ENVIRONMENT, needs_cuda_torch
+
+from memplan.cudnn import ask as asking
+from memplan.cudnn import worker_process
+from memplan.cudnn.ask import ask
+from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
+from memplan.cudnn.questions import ExecutionPlan, Question
+from memplan.devices import find
+
+CARD, REAL = find("h100"), worker_process.SCRIPT
+THIRD = replace(FORWARD, x=(3, 64, 56, 56), y=(3, 128, 56, 56))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(worker_process, "SCRIPT", write_script(tmp_path, CRASHES + ANSWERS))
+    return tmp_path
+
+
+@needs_compiler
+def test_what_was_answered_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ask(NOWHERE, CARD, [FORWARD, FORWARD, THIRD])
+    assert first.plans == {FORWARD: (ExecutionPlan("eng1", 16000), ExecutionPlan("eng2", 0))}
+    assert first.said == (
+        "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces stay intervals: its process ended by "
+        "SIGSEGV",
+    )
+    asked: list[Sequence[Question]] = []
+
+    def noted(library: Cudnn, card: dict[str, Any], questions: Sequence[Question]) -> Iterator[Any]:
+        asked.append(questions)
+        yield from ()
+
+    monkeypatch.setattr(asking, "ask_worker", noted)
+    assert ask(NOWHERE, CARD, [FORWARD, THIRD]).plans == first.plans
+    assert asked == [[THIRD]]
+    assert ask(NOWHERE, CARD, [FORWARD]).said == ()
+    assert len(asked) == 1
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "SCRIPT", worker_process.SCRIPT.parent / "absent.py")
+    found = ask(NOWHERE, CARD, [FORWARD, THIRD])
+    assert found.plans == {}
+    assert len(found.said) == 1
+    assert "did not answer for 2 of 2" in found.said[0]
+    assert "its process ended with exit code" in found.said[0]
+
+
+def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    found = ask(NOWHERE, CARD, [FORWARD])
+    assert found.plans == {}
+    assert len(found.said) == 1
+    assert "there is no C compiler here" in found.said[0]
+
+
+def test_a_card_that_cannot_be_described_is_said() -> None:
+    found = ask(NOWHERE, find("v100"), [FORWARD])
+    assert found.plans == {}
+    assert found.said[0].startswith("cuDNN 9.19.0 was not asked: the clocks of v100")
+
+
+@needs_cuda_torch
+@needs_compiler
+def test_a_published_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytorch#95024, an A100 of 80 GB: a peak of 12,874,233,344 bytes, of which input, result, weight and bias take
+    6,437,117,296 in blocks of 512."""
+    monkeypatch.setattr(worker_process, "SCRIPT", REAL)
+    library = find_cudnn(ENVIRONMENT)
+    assert library is not None
+    question = Question(
+        "forward", (1, 64, 361, 370, 251), (32, 64, 3, 3, 3), (1, 32, 361, 370, 251), False, "float16", (1, 1, 1),
+        (1, 1, 1), (1, 1, 1), (32, 32, 32), True, False,
+    )  # fmt: skip
+    blocks = [
+        -(-size // 512) * 512 for size in (64 * 361 * 370 * 251 * 2, 32 * 361 * 370 * 251 * 2, 32 * 64 * 27 * 2, 64)
+    ]
+    plan = ask(library, find("a100-80gb"), [question]).plans[question][0]
+    assert sum(blocks) + -(-plan.workspace // 512) * 512 == 12_874_233_344

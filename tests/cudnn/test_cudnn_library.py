@@ -1,0 +1,93 @@
+"""Which cuDNN is found: of an environment that is named, of this one, or none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from dry_torch import ENVIRONMENT, needs_cuda_torch
+
+from memplan.cudnn import cudnn_library
+from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
+from memplan.errors import DeviceError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="cuDNN is asked on Linux")
+
+
+def installed(folder: Path, version: tuple[int, int, int] = (9, 19, 0)) -> Path:
+    """Files of an environment with cuDNN, as pip installs it; returns its packages."""
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.symlink_to(sys.executable)
+    packages = folder / "lib" / "python3.12" / "site-packages"
+    for kind, name in (("lib", "libcudnn.so.9"), ("include", "cudnn_version.h")):
+        (packages / "nvidia" / "cudnn" / kind).mkdir(parents=True)
+        (packages / "nvidia" / "cudnn" / kind / name).touch()
+    names = ("MAJOR", "MINOR", "PATCHLEVEL")
+    text = "".join(f"#define CUDNN_{name} {number}\n" for name, number in zip(names, version, strict=True))
+    text += "#define CUDNN_VERSION (CUDNN_MAJOR * 10000 + CUDNN_MINOR * 100 + CUDNN_PATCHLEVEL)\n"
+    (packages / "nvidia" / "cudnn" / "include" / "cudnn_version.h").write_text(text)
+    (packages / "nvidia" / "cu13" / "lib").mkdir(parents=True)
+    for name in ("libcublas.so.13", "libcublasLt.so.13", "libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (packages / "nvidia" / "cu13" / "lib" / name).touch()
+    return packages
+
+
+def test_an_environment_that_is_named(tmp_path: Path) -> None:
+    packages = installed(tmp_path)
+    found = find_cudnn(tmp_path)
+    assert found == Cudnn(packages, 91900) == find_cudnn(str(tmp_path / "bin" / "python"))
+    assert found is not None
+    assert found.title == "cuDNN 9.19.0"
+    assert found.file.is_file()
+    assert [path.name for path in found.needed] == [
+        "libnvrtc-builtins.so.13.0", "libnvrtc.so.13", "libcublasLt.so.13", "libcublas.so.13",
+    ]  # fmt: skip
+
+
+def test_what_is_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert find_cudnn(None) is None
+    packages = installed(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages)])
+    assert find_cudnn(None) == find_cudnn(True) == Cudnn(packages, 91900)
+    assert find_cudnn(False) is None
+
+
+def test_one_that_cannot_describe_a_card_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = installed(tmp_path, (9, 7, 1))
+    monkeypatch.setattr(sys, "path", [str(packages)])
+    assert find_cudnn(None) is None
+    with pytest.raises(DeviceError, match=r"has cuDNN 9\.7\.1\. Expected cuDNN 9\.8 or later"):
+        find_cudnn(tmp_path)
+
+
+def test_an_environment_without_one_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="is no environment of Python"):
+        find_cudnn(tmp_path / "nowhere")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    with pytest.raises(DeviceError, match=r"has no cuDNN as pip installs it.*memplan\[cudnn\]"):
+        find_cudnn(tmp_path)
+
+
+def test_other_systems_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packages = installed(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(packages)])
+    monkeypatch.setattr(cudnn_library.sys, "platform", "darwin")
+    assert find_cudnn(None) is None
+    with pytest.raises(DeviceError, match="Linux on x86-64"):
+        find_cudnn(tmp_path)
+
+
+@needs_cuda_torch
+def test_the_real_one_is_of_the_version_that_its_file_has() -> None:
+    found = find_cudnn(ENVIRONMENT)
+    assert found is not None
+    import ctypes
+
+    library = ctypes.CDLL(os.fspath(found.file))
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    assert found.version == library.cudnnGetVersion()

@@ -1,0 +1,38 @@
+"""The card that cuDNN is told of is the one that a dry run tells it of."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from memplan.cudnn.described_card import properties
+from memplan.devices import find, hardware_of
+from memplan.dry.library import SOURCES
+from memplan.errors import DeviceError
+
+
+def test_keys_and_constants_are_those_of_the_emulated_driver() -> None:
+    source = (SOURCES / "cudnn.c").read_text(encoding="utf-8")
+    written = source[source.index("snprintf(json") : source.index("c->name, sm")].replace('\\"', "'")
+    keys = re.findall(r"'(\w+)':(%\w+|'%s'|\d+|\[[^]]*\])", written)
+    told = properties(find("h100")) | {"driverVer": 13000}
+    assert {key for key, _ in keys} == set(told)
+    for key, value in keys:
+        if value.isdigit():
+            assert told[key] == int(value), key
+
+
+def test_figures_of_a_card() -> None:
+    """deviceQuery of an A100 (facts of the catalogue, each with its source)."""
+    card = find("a100-80gb")
+    told = properties(card)
+    assert (told["deviceVer"], told["smVersion"], told["multiProcessorCount"]) == (800, 800, 108)
+    assert (told["maxSharedMemoryPerBlockOptin"], told["maxCtasPerSM"], told["maxThreadsPerSM"]) == (166912, 32, 2048)
+    assert told["smClockRateKHz"] == hardware_of(card).clock == 1410000
+    assert told["totalGlobalMem"] == card.capacity
+
+
+def test_a_card_without_clocks_cannot_be_described() -> None:
+    with pytest.raises(DeviceError, match="the clocks of v100"):
+        properties(find("v100"))
