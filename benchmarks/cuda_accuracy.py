@@ -229,7 +229,8 @@ def _size(storage: Any, workspace: Workspace) -> int | None:
 
 def compare(golden: Golden, predicted: Callable[[Golden], Prediction] = predict) -> Comparison:
     """A golden file beside the prediction for it."""
-    head = golden.name, golden.set, golden.gpu, golden.torch, measured(golden)
+    card = f"emulated {golden.gpu}" if golden.dry else golden.gpu
+    head = golden.name, golden.set, card, golden.torch, measured(golden)
     try:
         return Comparison(*head, predicted(golden))
     except Exception as error:  # a step that memplan cannot record is a row of the table, not the end of it
