@@ -212,7 +212,8 @@ class Observer:
         if signature.name == _LIFT:
             ledger.lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
-        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent))
+        order = semantics.order.get(signature.name)
+        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent, order))
         held.clear()
         if self.card is None and note.grad_enabled and "self" in needs:
             self._numbers.made(signature.name, args, result, index)
@@ -377,7 +378,13 @@ def _made_outside(tensor: torch.Tensor) -> StepError:
 
 
 def _births(
-    result: Any, extras: Sequence[Extra], ledger: Ledger, index: int, note: Note, absent: bool
+    result: Any,
+    extras: Sequence[Extra],
+    ledger: Ledger,
+    index: int,
+    note: Note,
+    absent: bool,
+    order: tuple[int, ...] | None,
 ) -> Iterator[int]:
     """Note an op's results, and what its kernel takes before them, after them or for as long as them.
 
@@ -385,21 +392,34 @@ def _births(
         Ids of what are workspaces.
     """
     taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
-    _results(result, ledger, index, note.writes, absent)
-    taken += [(extra, _take(extra, ledger, index)) for extra in extras if not extra.first]
+    _results(result, ledger, index, note.writes, absent, order)
+    for extra in extras:
+        if not extra.first:
+            taken.append((extra, _take(extra, ledger, index)))
+            _end_early(taken, ledger)
     for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
-        if not extra.held and extra.owner is None:
+        if not extra.held and extra.owner is None and extra.until is None:
             ledger.end(entry)
         if extra.workspace:
             yield entry.id
+
+
+def _end_early(taken: list[tuple[Extra, Entry]], ledger: Ledger) -> None:
+    """End what lives for some more allocations only, the last one made among them first."""
+    for after, (extra, entry) in enumerate(reversed(taken)):
+        if extra.until == after:
+            ledger.end(entry)
 
 
 def _take(extra: Extra, ledger: Ledger, index: int) -> Entry:
     return ledger.hidden(extra.bytes, index, low=extra.low, owner=extra.owner)
 
 
-def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool) -> None:
-    """Note the tensors among the results; absent ones take no memory."""
+def _results(
+    result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool, order: tuple[int, ...] | None = None
+) -> None:
+    """Note the tensors among the results, in an order; absent ones take no memory, what it leaves out none on the
+    card."""
     if isinstance(result, torch.Tensor):
         place = ledger.device
         if not ledger.real and not isinstance(result, _torch.FakeTensor):
@@ -415,5 +435,13 @@ def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent:
                 do="Let build choose the CPU, or name the card that the step is for, as in device='h100'",
             )
     elif isinstance(result, (list, tuple)):
-        for item in result:
-            _results(item, ledger, index, writes, absent)
+        if order is None:
+            for item in result:
+                _results(item, ledger, index, writes, absent)
+            return
+        place, found = ledger.device, dict[int, list[int]]()
+        for position in (*order, *(set(range(len(result))) - set(order))):
+            ledger.device = place if position in order else HOST
+            _results(result[position], ledger, index, found.setdefault(position, []), absent)
+        ledger.device = place
+        writes.extend(entry for _, entries in sorted(found.items()) for entry in entries)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.kinds import Extra
 from memplan.trace.semantics.layout import bytes_of, copied
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
 
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
@@ -33,31 +34,53 @@ def radix_sort_bytes(count: int, key: int, value: int) -> int:
     return count * (key + value)
 
 
-def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+    """Embedding.cpp: the indices as one row, for which those of a slice are copied."""
+    return tuple(Extra(size, first=True) for size in _taken(copied(args[1])))
+
+
+def embedding_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int | Extra, ...]:
     """Embedding.cu and EmbeddingBackwardKernel.cu: up to 3072 indices nothing, else sorted and summed by segments.
 
-    The sorted indices, where each came from, where each segment begins, three arrays of partial segments; and the
-    large one, a row in float32 for every partial segment: one for ten indices and one for every row that may occur.
+    Before the result what is not contiguous, contiguous, and both lists of the sort: the sorted indices and where each
+    came from. Then where each segment begins, three arrays of partial segments; and the large one, a row in float32 for
+    every partial segment: one for ten indices and one for every row that may occur.
     """
     gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
-    copies = _taken(copied(gradient), copied(indices))
+    copies = tuple(Extra(size, first=True) for size in _taken(copied(indices), copied(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
     return copies + _segments(gradient, indices, rows, by_frequency)
 
 
-def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int, ...]:
+def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int | Extra, ...]:
     count, each, wide = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
     partial = count // _ROWS_PER_THREAD + segments
     counted = count * each if by_frequency else 0
-    lists = [count * each] * 3 + [segments * each] * 2 + [partial * each]
-    return _taken(*lists, counted, partial * gradient.shape[-1] * wide)
+    lists = [count * each, *[segments * each] * 2, partial * each]
+    return (
+        *(Extra(size, first=True) for size in _taken(count * each, count * each)),
+        *_taken(*lists, counted, partial * gradient.shape[-1] * wide),
+    )
 
 
-def embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def embedding_bag_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int | Extra, ...]:
     """EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: as for an embedding, but however few; maxima need none."""
     return () if args[7] == _MAXIMUM else _segments(args[0], args[1], args[5], args[6])
+
+
+def embedding_bag_backward_by_offsets(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int | Extra, ...]:
+    """EmbeddingBag.cpp, _embedding_bag_backward_symint: the dense gradient's kernel; one that is sparse is not here."""
+    if result.layout is not torch.strided:
+        return ()
+    return () if args[8] == _MAXIMUM else _segments(args[0], args[1], args[6], args[7])
 
 
 def ctc(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -170,8 +193,10 @@ def chunks_of_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 
 FORMULAS: dict[str, Formula] = {
+    "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
+    "aten._embedding_bag_backward.default": embedding_bag_backward_by_offsets,
     **{f"aten._ctc_loss.{form}": ctc for form in ("default", "Tensor")},
     **{f"aten._ctc_loss_backward.{form}": ctc_backward for form in ("default", "Tensor")},
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},

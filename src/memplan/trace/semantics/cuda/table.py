@@ -29,7 +29,7 @@ def semantics(device: Device, stream: Callable[[], int], on_card: Callable[[torc
     ``stream()`` tells the number of the current stream, ``on_card`` whether a tensor lies on the card.
     """
     extras = _Kernels(device, stream, on_card).extras
-    return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed)
+    return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed, results.ORDER)
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
@@ -87,7 +87,8 @@ class _Kernels:
             found += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
         if formula is not None:
-            found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]
+            taken = [size for size in formula(args, kwargs, result, self._arch) if size]
+            found += [size if isinstance(size, Extra) else Extra(size) for size in taken]
         return found
 
     def _is_loop(self, name: str, args: Arguments) -> bool:
