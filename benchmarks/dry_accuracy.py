@@ -68,7 +68,8 @@ def row_of(path: Path) -> Row:
     found = cuda_accuracy.compare(golden)
     number = found.prediction is not None and found.prediction.low == found.prediction.high
     off = found.off("allocated"), found.off("reserved")
-    return Row(golden.name, golden.gpu, number, found.inside, *off, found.holds, "" if found.holds else miss(found, golden))
+    why = "" if found.holds else miss(found, golden)
+    return Row(golden.name, golden.gpu, number, found.inside, *off, found.holds, why)
 
 
 def miss(row: Comparison, golden: Golden) -> str:

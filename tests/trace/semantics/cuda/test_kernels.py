@@ -282,12 +282,39 @@ def test_cudnn_attention_takes_what_cudnn_said_for_described_cards() -> None:
 def test_accumulating_index_put_sorts_and_plain_does_not() -> None:
     x, indices, values = empty(1000, 64), [empty(5000, dtype=torch.int64)], empty(5000, 64)
     assert taken(aten.index_put_.default, x, indices, values) == ()
-    # Four lists, and the other halves of the sort's buffers.
-    assert taken(aten.index_put_.default, x, indices, values, True) == (40_000,) * 4 + (80_000,)
+    # Four lists, and the sort: the other halves of its buffers, two passes for numbers up to 999, two tiles of 3840.
+    sort = 2 * 40_192 + 2 * 2048 + 2 * 1024 + 256 + 255
+    assert taken(aten.index_put_.default, x, indices, values, True) == (40_000,) * 4 + (sort,)
     spread = taken(aten._index_put_impl_.default, x, indices, empty(64), True)
-    assert spread == (40_000,) * 4 + (80_000, 5000 * 64 * 4)
-    first = [None, empty(5000, dtype=torch.int64)]
-    assert taken(aten.index_put_.default, x, first, empty(1000, 5000), True) == (40_000,) * 4 + (80_000,)
+    assert spread == (40_000,) * 4 + (sort, 5000 * 64 * 4)
+    first, one_pass = [None, empty(5000, dtype=torch.int64)], 2048 + 2 * 1024 + 256 + 255
+    assert taken(aten.index_put_.default, x, first, empty(1000, 5000), True) == (40_000,) * 4 + (one_pass,)
+
+
+H100_SORTS = {torch.uint8: 624_127, torch.bfloat16: 21_358_079, torch.float32: 25_574_911, torch.float64: 34_038_271}
+A100_SORTS = {torch.float32: 25_873_919, torch.float64: 34_131_455, torch.int64: 34_131_455}
+T4_SORTS = {torch.float32: 25_937_407, torch.float64: 34_334_207, torch.int64: 34_334_207}
+
+
+@pytest.mark.parametrize(
+    ("arch", "asked", "put", "put_wide"),
+    [
+        (H100, H100_SORTS, 653_823, 655_871),
+        (A100, A100_SORTS, 655_871, 657_919),
+        (RTX4090, A100_SORTS, 655_871, 657_919),
+        (T4, T4_SORTS, 659_967, 662_015),
+    ],
+)
+def test_sorts_take_what_torch_asked_for_on_emulated_cards(
+    arch: Arch, asked: dict[torch.dtype, int], put: int, put_wide: int
+) -> None:
+    """In dry runs of torch 2.11: 2,097,152 numbers; 40,000 indices into 4096 rows of 256, and into so many numbers."""
+    for dtype, size in asked.items():
+        assert taken(aten.sort.default, empty(1 << 21, dtype=dtype), arch=arch) == (8 << 21, size)
+    index, values = [empty(40_000, dtype=torch.int64)], empty(40_000, 256)
+    op = aten.index_put_.default
+    assert taken(op, empty(4096, 256), index, values, True, arch=arch)[4] == put
+    assert taken(op, empty(1 << 21), index, values[:, 0].contiguous(), True, arch=arch)[4] == put_wide
 
 
 def test_masked_scatter_counts_before_every_element() -> None:
@@ -299,8 +326,9 @@ def test_masked_scatter_counts_before_every_element() -> None:
     ("shape", "sizes"),
     [
         ((100, 4096), ()),
-        ((1, 50_000), (400_000, 600_000)),
-        ((100, 5000), (4_000_000, 4_000_000, 2_000_000, 6_000_000)),
+        # buffers of 200,192 + 400,128 bytes and 2,000,128 + 4,000,000; four passes, 17 and 163 tiles of 3072
+        ((1, 50_000), (400_000, 600_320 + 4 * 2048 + 17 * 1024 + 256 + 255)),
+        ((100, 5000), (4_000_000, 4_000_000, 2_000_000, 6_000_128 + 4 * 2048 + 163 * 1024 + 256 + 255)),
         ((200, 5000), (8_000_000, 12_000_000)),
     ],
 )
