@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -212,8 +212,7 @@ class Observer:
         if signature.name == _LIFT:
             ledger.lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
-        order = semantics.order.get(signature.name)
-        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent, order))
+        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent, semantics.order))
         held.clear()
         if self.card is None and note.grad_enabled and "self" in needs:
             self._numbers.made(signature.name, args, result, index)
@@ -384,7 +383,7 @@ def _births(
     index: int,
     note: Note,
     absent: bool,
-    order: tuple[int, ...] | None,
+    order: Mapping[str, tuple[int, ...]],
 ) -> Iterator[int]:
     """Note an op's results, and what its kernel takes before them, after them or for as long as them.
 
@@ -392,11 +391,11 @@ def _births(
         Ids of what are workspaces.
     """
     taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
-    _results(result, ledger, index, note.writes, absent, order)
+    _results(result, ledger, index, note.writes, absent, order.get(note.name))
     for extra in extras:
         if not extra.first:
             taken.append((extra, _take(extra, ledger, index)))
-            _end_early(taken, ledger)
+            _end_short_lived(taken, ledger)
     for extra, entry in reversed(taken):  # what was made last goes first, as locals of a C++ function do
         if not extra.held and extra.owner is None and extra.until is None:
             ledger.end(entry)
@@ -404,7 +403,7 @@ def _births(
             yield entry.id
 
 
-def _end_early(taken: list[tuple[Extra, Entry]], ledger: Ledger) -> None:
+def _end_short_lived(taken: list[tuple[Extra, Entry]], ledger: Ledger) -> None:
     """End what lives for some more allocations only, the last one made among them first."""
     for after, (extra, entry) in enumerate(reversed(taken)):
         if extra.until == after:
