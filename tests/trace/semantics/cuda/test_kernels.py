@@ -314,6 +314,9 @@ def test_sorts_take_what_torch_asked_for_on_emulated_cards(
     index, values = [empty(40_000, dtype=torch.int64)], empty(40_000, 256)
     op = aten.index_put_.default
     assert taken(op, empty(4096, 256), index, values, True, arch=arch)[4] == put
+    for count, size in ((2304, 1), (2305, 43_007)):  # what one block sorts by itself, and one more
+        few = [empty(count, dtype=torch.int64)], empty(count, 256)
+        assert taken(op, empty(4096, 256), *few, True, arch=arch)[4] == size
     assert taken(op, empty(1 << 21), index, values[:, 0].contiguous(), True, arch=arch)[4] == put_wide
 
 

@@ -22,6 +22,9 @@ _LONG_SORT = 1_000_000
 _FEW_SEGMENTS = 128
 _INDEX = 8
 _MAXIMUM = 2
+_ONE_BLOCK = 2304
+"""Pairs with a 64-bit value that one block of CUB's radix sort takes: 256 threads with 9 each, as
+tuning_radix_sort.cuh scales its 19 of 32 bits."""
 _SORT_TILES = {
     (7, 4): 2816, (7, 8): 2816, (8, 4): 3072, (8, 8): 3840, (9, 1): 3456, (9, 2): 5632, (9, 4): 5376, (9, 8): 4608,
 }  # fmt: skip
@@ -40,8 +43,11 @@ def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | N
 
     Source: cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep: the other half of each double buffer, where
     more than one pass of 8 bits is made; for each pass the beginnings of 256 bins, for each tile its counts, and a
-    counter a pass, each aligned to 256 bytes. Where the tile is not known the buffers alone are counted.
+    counter a pass, each aligned to 256 bytes. Where the tile is not known the buffers alone are counted. What one block
+    sorts by itself takes a byte.
     """
+    if count <= _ONE_BLOCK and value == _INDEX:
+        return 1
     tile = _SORT_TILES.get((arch.capability[0], key)) if value == _INDEX else None
     if tile is None:
         return count * (key + value)
