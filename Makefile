@@ -1,4 +1,4 @@
-# make demo | test | test-all | coverage | check | changelog
+# make demo | test | test-all | coverage | check | changelog | goldens
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -12,7 +12,7 @@ JOBS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) -e
 
-.PHONY: demo test test-all coverage check changelog clean
+.PHONY: demo test test-all coverage check changelog goldens clean
 
 demo: $(VENV)/.examples
 	$(BIN)/memplan explain examples/resnet18.py:build $(DEMO_FLAGS)
@@ -41,8 +41,24 @@ check: $(VENV)/.test $(VENV)/.check
 changelog: $(VENV)/.check
 	$(BIN)/towncrier build --draft
 
+# What torch does on emulated cards (goldens/dry), and the tables made of it. MEMPLAN_DRY_TORCH names an environment with
+# a CUDA build of torch and the steps' libraries; else one is made, of 6 GB. The H100's steps run with the variable that
+# the real one's were recorded with. Exit code 1 of golden.py: some steps cannot be run, which the index says.
+DRY_TORCH := $(or $(MEMPLAN_DRY_TORCH),$(VENV)-cuda)
+GOLDEN = $(BIN)/python tools/gpu/golden.py --torch $(DRY_TORCH) --jobs 1 --dry
+goldens: $(VENV)/.test $(if $(MEMPLAN_DRY_TORCH),,$(DRY_TORCH)/.torch)
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GOLDEN) h100 || test $$? -eq 1
+	for card in a100 rtx4090 t4; do $(GOLDEN) $$card || test $$? -eq 1 || exit 2; done
+	$(BIN)/python benchmarks/dry_accuracy.py
+
+$(VENV)-cuda/.torch: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)-cuda
+	$(VENV)-cuda/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) torch==2.11.0 \
+	  $$(grep -E '^(transformers|peft|monai|einops)==' $(CONSTRAINTS))
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-cuda
 
 # One stamp for each extra: installed once, and again when the versions change.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch

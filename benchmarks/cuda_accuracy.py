@@ -1,6 +1,7 @@
 """How near to what CUDA really did the predictions are, over all golden files.
 
-    python benchmarks/cuda_accuracy.py            # writes benchmarks/results/cuda.json, cuda.md and docs/cuda.md
+    python benchmarks/cuda_accuracy.py            # writes benchmarks/results/cuda.json, cuda.md, docs/cuda.md and
+                                                  # goldens/known_misses.json
     python benchmarks/cuda_accuracy.py --check    # prints, writes nothing, and exits 1 when a limit is passed
     python benchmarks/cuda_accuracy.py --root goldens/nvidia-h200 --only gpt2 --check
 
@@ -32,6 +33,7 @@ from typing import Any, Literal
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "cuda.md"
+MISSES = ROOT / "goldens" / "known_misses.json"
 sys.path[:0] = [str(path) for path in (ROOT / "benchmarks", ROOT / "tools" / "gpu") if str(path) not in sys.path]
 sys.path.append(str(ROOT / "src"))  # where memplan is not installed
 from golden_file import Golden, GoldenError, Peak, Workspace, find, read  # noqa: E402
@@ -120,6 +122,11 @@ class Comparison:
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
+
+
+def key_of(path: Path) -> str:
+    """A file's name in a list of misses: card, torch and step."""
+    return "/".join(path.parts[-3:])
 
 
 def measured(golden: Golden) -> Span:
@@ -229,7 +236,8 @@ def _size(storage: Any, workspace: Workspace) -> int | None:
 
 def compare(golden: Golden, predicted: Callable[[Golden], Prediction] = predict) -> Comparison:
     """A golden file beside the prediction for it."""
-    head = golden.name, golden.set, golden.gpu, golden.torch, measured(golden)
+    card = f"emulated {golden.gpu}" if golden.dry else golden.gpu
+    head = golden.name, golden.set, card, golden.torch, measured(golden)
     try:
         return Comparison(*head, predicted(golden))
     except Exception as error:  # a step that memplan cannot record is a row of the table, not the end of it
@@ -260,6 +268,16 @@ def violations(rows: Sequence[Comparison]) -> list[str]:
         outside = ", ".join(row.name for row in unsure if not row.inside)
         found.append(f"{inside} of {len(unsure)} intervals hold what was measured; not those of {outside}")
     return found
+
+
+def miss(row: Comparison) -> str | None:
+    """How far off a number is that is not near enough, or why there is no prediction; else None."""
+    if row.prediction is None:
+        return row.error
+    allocated, reserved = row.off("allocated"), row.off("reserved")
+    if allocated is None or reserved is None or row.within():
+        return None
+    return f"allocated {allocated:+.2%} off, reserved {reserved:+.2%}"
 
 
 def intervals(rows: Iterable[Comparison]) -> list[Comparison]:
@@ -335,8 +353,9 @@ def content(rows: Sequence[Comparison]) -> dict[str, Any]:
     return {"summary": summary(rows), "steps": [dataclasses.asdict(row) for row in rows]}
 
 
-def write(rows: Sequence[Comparison]) -> None:
-    """Write the table, the same as JSON, and the page of the docs that shows it."""
+def write(rows: Sequence[Comparison], misses: dict[str, str]) -> None:
+    """Write the table, the same as JSON, the list of misses, and the page of the docs that shows the table."""
+    MISSES.write_text(json.dumps(misses, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "cuda.json").write_text(json.dumps(content(rows), indent=1) + "\n", encoding="utf-8")
     (RESULTS / "cuda.md").write_text(markdown(rows), encoding="utf-8")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
@@ -375,7 +394,8 @@ def main() -> int:
     for line in found:
         print(line)
     if not options.check and not options.only:
-        write(rows)
+        found_misses = ((path, miss(row)) for path, row in zip(paths, results, strict=True) if not isinstance(row, str))
+        write(rows, {key_of(path): why for path, why in found_misses if why is not None})
     return 1 if options.check and found else 0
 
 

@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FORMAT, VERSION = "memplan-golden", 1
+DRY_FORMAT = "memplan-dry-golden"
+"""Of a file that torch wrote on an emulated card."""
+DRY_FOLDER = "dry"
+"""Folder of `goldens/` that has these, and no others."""
 FIRST_ADDRESS = 0x7F00_0000_0000
 LARGEST = 256 << 20
 """Bytes, unpacked, beyond which a file is not read."""
@@ -77,6 +81,10 @@ class Golden:
     calls: dict[str, tuple[int, ...]] | None
     """Of an op: which of the workspaces each call was, in order of time."""
     notes: tuple[str, ...]
+    dry: bool = False
+    """Whether the card was an emulated one."""
+    assumed: tuple[str, ...] = ()
+    """What a real card would have computed or chosen, and was assumed; of an emulated card alone."""
 
     @property
     def peak(self) -> Peak:
@@ -102,8 +110,8 @@ class Golden:
 
 
 def find(root: Path) -> list[Path]:
-    """All golden files below a folder, in order of their names."""
-    return sorted(root.rglob("*.json.gz"))
+    """All golden files below a folder, in order of their names: of `goldens/` those of real cards alone."""
+    return sorted(path for path in root.rglob("*.json.gz") if DRY_FOLDER not in path.relative_to(root).parts)
 
 
 def read(path: Path) -> Golden:
@@ -126,7 +134,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         if isinstance(error, GoldenError):
             raise
         raise GoldenError(f"{path.name} is no golden file, or a damaged one: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") not in (FORMAT, DRY_FORMAT):
         raise GoldenError(f"{path.name} is no golden file. Expected one that tools/gpu/golden.py wrote.")
     if content.get("version") != VERSION:
         found = content.get("version")
@@ -154,6 +162,8 @@ class _Reader:
             self._of(versions, "torch", str), versions, self._environment(), self._peak(self._field("build", list)),
             tuple(self._peak(pair) for pair in steps), self._context(), self._field("allocator_settings", dict), events,
             self._segments(events), self._workspaces(), self._calls(), tuple(map(str, self._field("notes", list))),
+            dry=(dry := self._field("format", str) == DRY_FORMAT),
+            assumed=tuple(map(str, self._field("assumed", list))) if dry else (),
         )  # fmt: skip
 
     def _fail(self, what: str) -> NoReturn:

@@ -3,11 +3,13 @@
     python tools/gpu/golden.py                       # all steps; writes goldens/<gpu>/<torch>/<step>.json.gz
     python tools/gpu/golden.py --only gpt2 --check   # one step, and the predictions beside it
     python tools/gpu/golden.py --list
+    python tools/gpu/golden.py --dry h100 --torch ~/cuda-env    # on an emulated card; writes goldens/dry/
 
-Needs a CUDA GPU; README.md beside this file says how long it takes and what is written. Every step has a process of its
-own, so that its first tensor is the first on the card. A step that fails is an entry of the index, not the end.
-Exit code: 0 all steps measured; 1 some are missing, or (--check) a prediction is outside its limits; 2 bad usage, or no
-GPU.
+Needs a CUDA GPU, or with --dry a CUDA build of torch and a C compiler; README.md beside this file says how long it
+takes and what is written. Every step has a process of its own, so that its first tensor is the first on the card. A
+step that fails is an entry of the index, not the end.
+Exit code: 0 all steps measured; 1 some are missing, or (--check) a prediction is outside its limits; 2 bad usage, or
+neither.
 """
 
 from __future__ import annotations
@@ -23,14 +25,18 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
+sys.path.append(str(ROOT / "src"))  # where memplan is not installed
 import golden_format  # noqa: E402  # found by the line above, wherever the script is started
 import golden_steps  # noqa: E402
 from golden_steps import Subject  # noqa: E402
+
+if TYPE_CHECKING:
+    from golden_dry import DryCard
 
 INDEX = "index.json"
 LONGEST_STEP = 200
@@ -38,16 +44,19 @@ LONGEST_STEP = 200
 LAST_START = 40
 """Seconds before the end of the budget from which on no process is started."""
 PROCESSES = 6
+INHERITED = dict(os.environ)
+"""Environment of the steps: as before MONAI is imported here, which sets CUBLAS_WORKSPACE_CONFIG."""
 THREADS = "2"
 Row = dict[str, Any]
 
 
 @dataclass
 class Job:
-    """One process on the card."""
+    """One process on the card, or on an emulated one."""
 
     name: str
     arguments: list[str]
+    dry: DryCard | None = None
     process: subprocess.Popen[str] | None = None
     started: float = 0.0
     files: list[IO[str]] = field(default_factory=list)
@@ -56,8 +65,11 @@ class Job:
         """Start the process; what it prints goes to files, which no full pipe can stop."""
         for _ in range(2):
             self.files.append(tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace"))  # noqa: SIM115
-        environment = os.environ | {"OMP_NUM_THREADS": THREADS, "MKL_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
+        environment = INHERITED if self.dry is None else self.dry.variables(INHERITED, self.name)
+        environment = environment | {"OMP_NUM_THREADS": THREADS, "MKL_NUM_THREADS": THREADS, "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, str(Path(__file__).resolve()), *self.arguments]
+        if self.dry is not None:
+            command = self.dry.command(self.arguments)
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=self.files[0], stderr=self.files[1], text=True
         )
@@ -119,22 +131,28 @@ def run_all(jobs: Iterable[Job], processes: int, stop: float) -> Iterable[tuple[
         time.sleep(0.05)
 
 
-def child(name: str, module: str, output: Path, alone: bool) -> Row:
-    """Measure one step in this process and write its golden file."""
+def child(name: str, module: str, output: Path, alone: bool, dry: str | None = None) -> Row:
+    """Measure one step in this process, which may see an emulated card, and write its golden file."""
     found, broken = golden_steps.subjects(module)
     if name not in found:
         return {"error": broken.get(module, f"{module} has no step {name}")}
     import golden_measure
 
     try:
-        content = golden_measure.golden(found[name], alone=alone)
+        if dry is None:
+            content = golden_measure.golden(found[name], alone=alone)
+        else:
+            import golden_dry
+
+            content = golden_dry.golden(found[name], dry)
     except Exception as error:  # out of memory, a kernel that this card lacks: an entry of the index
         return {"error": golden_measure.told(error)}
     folder = folder_of(output, content["gpu"]["name"], content["versions"]["torch"])
     size = golden_format.write(folder / f"{name}.json.gz", content)
     peaks = [content["build"], *content["peaks"]]
     return {
-        "set": content["set"], "bytes": size, "folder": str(folder.relative_to(output)), "gpu": content["gpu"],
+        "format": content["format"], "set": content["set"], "bytes": size,
+        "folder": str(folder.relative_to(output)), "gpu": content["gpu"],
         "versions": content["versions"], "environment": content["environment"], "notes": content["notes"],
         "allocated": max(pair[0] for pair in peaks), "reserved": max(pair[1] for pair in peaks),
         "events": len(content["events"]["actions"]) if content["events"] else 0,
@@ -164,7 +182,7 @@ def write_index(folder: Path, rows: dict[str, Row], contexts: Any, lost: Sequenc
             steps[name]["events"] = 0
     good = next((row for row in rows.values() if "gpu" in row), {})
     content = {
-        "format": golden_format.FORMAT, "version": golden_format.VERSION,
+        "format": good.get("format", before.get("format")), "version": golden_format.VERSION,
         "gpu": good.get("gpu", before.get("gpu")), "versions": good.get("versions", before.get("versions")),
         "environment": good.get("environment", before.get("environment")),
         "contexts": contexts if contexts is not None else before.get("contexts"), "steps": dict(sorted(steps.items())),
@@ -219,21 +237,17 @@ def refuse(message: str) -> NoReturn:
 
 def record(options: argparse.Namespace) -> int:
     """Measure the chosen steps and write what is found. Returns the exit code."""
-    reason = no_gpu()
-    if reason is not None:
-        refuse(reason)
+    dry = dry_card(options)
     begun = time.monotonic()
     stop = begun + (options.budget_seconds or 1e9)
     subjects, broken = choose(options.only, options.set)
     contexts = None
-    if not options.only:
+    if not options.only and dry is None:
         contexts = dict(run_all([Job("contexts", ["--contexts"])], 1, stop)).get("contexts", {})
         print(f"contexts: {contexts.get('error') or json.dumps(contexts.get('contexts'))}", flush=True)
-    alone = ["--alone"] if options.jobs == 1 else []
-    jobs = [
-        Job(s.name, ["--child", s.name, "--module", s.module, "--output", str(options.output), *alone])
-        for s in subjects
-    ]
+    rest = ["--output", str(options.output), *(["--alone"] if options.jobs == 1 else [])]
+    rest += ["--dry", dry.name] if dry is not None else []
+    jobs = [Job(s.name, ["--child", s.name, "--module", s.module, *rest], dry) for s in subjects]
     rows: dict[str, Row] = {}
     for name, row in run_all(jobs, options.jobs, stop):
         rows[name] = row
@@ -249,6 +263,27 @@ def record(options: argparse.Namespace) -> int:
     if options.check and folders:
         code = max(code, check(folders, [name for name in rows if name not in missing], options.jobs))
     return code
+
+
+def dry_card(options: argparse.Namespace) -> DryCard | None:
+    """The emulated card that is asked for; None where the steps are to run on a real one.
+
+    Raises:
+        SystemExit: there is neither (exit code 2).
+    """
+    if options.dry is None:
+        reason = no_gpu()
+        if reason is not None:
+            refuse(reason)
+        return None
+    from memplan.errors import MemplanError
+
+    try:
+        from golden_dry import DryCard
+
+        return DryCard(options.dry, options.torch)
+    except MemplanError as error:
+        refuse(str(error))
 
 
 def line_of(name: str, row: Row) -> str:
@@ -287,7 +322,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--list", action="store_true", help="name the steps and stop (needs no GPU)")
     made.add_argument("--only", action="append", metavar="NAME", help="this step only; may be repeated")
     made.add_argument("--set", choices=("zoo", "layers"), help="the zoo's steps or the single layers alone")
-    made.add_argument("--output", type=Path, default=ROOT / "goldens", metavar="DIR", help="default: goldens/")
+    made.add_argument("--dry", metavar="CARD", help="on this card, emulated: no GPU is needed")
+    made.add_argument("--torch", metavar="PATH", help="with --dry: environment with the CUDA build of torch")
+    made.add_argument("--output", type=Path, metavar="DIR", help="default: goldens/, with --dry goldens/dry/")
     made.add_argument("--jobs", type=int, default=PROCESSES, help=f"processes at once (default {PROCESSES})")
     made.add_argument("--budget-seconds", type=float, metavar="S", help="stop after so long, and say what is missing")
     made.add_argument("--check", action="store_true", help="print the predictions beside what was measured")
@@ -301,9 +338,10 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line."""
     options = parser().parse_args(arguments)
-    options.output = options.output.resolve()
+    default = ROOT / "goldens" if options.dry is None else ROOT / "goldens" / "dry"
+    options.output = (options.output or default).resolve()
     if options.child:
-        print(json.dumps(child(options.child, options.module, options.output, options.alone)))
+        print(json.dumps(child(options.child, options.module, options.output, options.alone, options.dry)))
         return 0
     if options.contexts:
         import golden_measure

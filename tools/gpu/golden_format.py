@@ -1,7 +1,8 @@
 """What a golden file looks like, without torch or a GPU: events, segments, keys of ops, and the bytes of the file.
 
-A file is one JSON object, gzip-packed, the same bytes for the same content. `FORMAT` and `VERSION` head it; README.md
-beside this file lists the fields. `benchmarks/cuda_accuracy.py` reads it and shares no code with what is here.
+A file is one JSON object, gzip-packed, the same bytes for the same content. `FORMAT` (or `DRY_FORMAT`) and `VERSION`
+head it; README.md beside this file lists the fields. `benchmarks/cuda_accuracy.py` reads it and shares no code with
+what is here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT, VERSION = "memplan-golden", 1
+DRY_FORMAT = "memplan-dry-golden"
+"""Of files of an emulated card, so that nothing takes one for a real card's."""
 UNIT = 512
 """Bytes that addresses are counted in: all blocks of torch's caching allocator are cut in multiples of this."""
 LIMIT = 10_000_000

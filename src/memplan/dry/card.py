@@ -6,6 +6,8 @@ from memplan.devices import Device, hardware_of
 
 CARD = "MEMPLAN_DRY_CARD"
 """Environment variable that holds the description; ``sources/cudart.c`` reads it."""
+DRIVER_LOG = "MEMPLAN_DRY_LOG"
+"""Environment variable that names the file of what the emulated driver was asked for and did not know."""
 _BINARIES = ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0))
 
 

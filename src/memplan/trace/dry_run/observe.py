@@ -13,7 +13,7 @@ import torch
 from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.devices import Device
-from memplan.dry.card import newest_binary
+from memplan.dry.card import DRIVER_LOG, newest_binary
 from memplan.errors import DeviceError
 from memplan.trace.dry_run.history import Events, events_of, on_card
 from memplan.trace.dry_run.reads import Reads
@@ -32,7 +32,6 @@ DRY = (
 )
 _EVERYTHING = "build names CUDA nowhere, so everything was made on the card"
 _LIBRARIES = ("cudnn", "convolution", "mm", "addmv", "dot", "linear", "matmul")
-_LOG = "MEMPLAN_DRY_LOG"
 
 
 @dataclass
@@ -61,7 +60,8 @@ def observe(build: Build, card: Device, steps: int, snapshot: str | None) -> Tra
         StepError: ``build`` or the step raised.
         DeviceError: the card is not there, or torch has no code for it.
     """
-    notes = [*_check(card), DRY]
+    check_card(card)
+    notes = [DRY]
     reads = Reads()
     with undisturbed(cuda=True), _torch.HostValues():
         with random_kept():
@@ -91,7 +91,7 @@ def _joined(
     parts = found.joined
     return Trace(
         "dry", card.name, torch.__version__, parts.ops, parts.storages, parts.layers, parts.steps, parts.end,
-        (*reads.assumptions(), *_not_known()), (*notes, *named.notes), found.calls, forms=parts.forms,
+        (*reads.assumptions(), *not_known()), (*notes, *named.notes), found.calls, forms=parts.forms,
         returned=parts.returned, counters=tuple(plain.counters),
     )  # fmt: skip
 
@@ -101,8 +101,12 @@ def _is_librarys(call: str) -> bool:
     return any(part in call for part in _LIBRARIES)
 
 
-def _check(card: Device) -> tuple[str, ...]:
-    """See that the card is there, and tell it which code it runs."""
+def check_card(card: Device) -> None:
+    """See that the card is there, and tell it which code it runs.
+
+    Raises:
+        DeviceError: the card is not there, or torch has no code for it.
+    """
     if not torch.cuda.is_available():
         raise DeviceError(
             f"torch {torch.__version__} does not see the emulated card",
@@ -119,7 +123,6 @@ def _check(card: Device) -> tuple[str, ...]:
             do="Take an older torch, or another card",
         )
     ctypes.CDLL(None).memplan_dry_binary(binary)
-    return ()
 
 
 def _architectures(names: Sequence[str]) -> list[str]:
@@ -153,9 +156,9 @@ def _plain(build: Build, steps: int, snapshot: str | None, reads: Reads, *, else
     return _Plain(events_of(history, record), record, counters)
 
 
-def _not_known() -> tuple[Assumption, ...]:
+def not_known() -> tuple[Assumption, ...]:
     """Return what the emulated driver was asked for and did not know, by the file that it notes that in."""
-    path = os.environ.get(_LOG)
+    path = os.environ.get(DRIVER_LOG)
     if path is None or not os.path.exists(path):
         return ()
     with open(path, encoding="utf-8") as file:

@@ -10,16 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from memplan import errors
-from memplan.devices import find
-from memplan.dry.card import CARD, description
+from memplan.devices import Device, find
+from memplan.dry.card import CARD, DRIVER_LOG, description
 from memplan.dry.cuda_torch import NEWEST, OLDEST, CudaTorch, find_torch
-from memplan.dry.library import library_for
+from memplan.dry.library import Library, library_for
 from memplan.errors import DeviceError, MemplanError, StepError, UsageError
 from memplan.trace.dry_run.builds import Packed, packed, unpacked
 from memplan.trace.trace import Trace
@@ -41,6 +41,8 @@ class Finder:
 
 sys.meta_path.insert(0, Finder({{"memplan"}}, [{home!r}]))
 sys.meta_path.append(Finder({borrowed!r}, {places!r}))
+"""
+_ANSWER = """
 from memplan.trace.dry_run.process import answer
 answer({folder!r})
 """
@@ -93,19 +95,28 @@ def run_dry(
     request = Request(sent, card.name, steps, file, _folders())
     with tempfile.TemporaryDirectory(prefix="memplan-dry-") as folder:
         Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
-        variables = {name: value for name, value in os.environ.items() if name not in _MEANT}
-        variables |= {
-            CARD: description(card), "MEMPLAN_DRY_LOG": str(Path(folder, _LOG)), **library.variables,
-        }  # fmt: skip
+        variables = process_variables(os.environ, card, library, Path(folder, _LOG))
         return _with_surroundings(_run(torch, folder, variables), torch)
 
 
-def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
+def process_variables(inherited: Mapping[str, str], card: Device, library: Library, log: Path) -> dict[str, str]:
+    """Return the environment of a process that is to see a card; what its driver does not know goes to ``log``."""
+    kept = {name: value for name, value in inherited.items() if name not in _MEANT}
+    return kept | {CARD: description(card), DRIVER_LOG: str(log), **library.variables}
+
+
+def process_command(torch: CudaTorch, code: str) -> list[str]:
+    """Return the command that runs code in an environment, with the memplan that runs here and what it needs."""
     home = os.path.dirname(os.path.dirname(os.path.abspath(errors.__file__)))
     places = [entry for entry in sys.path if entry.endswith("-packages")]
-    code = _START.format(home=home, borrowed=set(_BORROWED), places=places, folder=folder)
+    start = _START.format(home=home, borrowed=set(_BORROWED), places=places)
+    return [str(torch.python), "-P", "-c", start + code]
+
+
+def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
+    command = process_command(torch, _ANSWER.format(folder=folder))
     with open(os.path.join(folder, _SAID), "w+b") as said:
-        process = subprocess.Popen([str(torch.python), "-P", "-c", code], env=variables, stderr=said)
+        process = subprocess.Popen(command, env=variables, stderr=said)
         try:
             status = process.wait()
         except BaseException:

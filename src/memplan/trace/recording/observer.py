@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -212,7 +212,7 @@ class Observer:
         if signature.name == _LIFT:
             ledger.lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
-        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent))
+        self.marks.workspaces.update(_births(result, extras, ledger, index, note, absent, semantics.order))
         held.clear()
         if self.card is None and note.grad_enabled and "self" in needs:
             self._numbers.made(signature.name, args, result, index)
@@ -377,7 +377,13 @@ def _made_outside(tensor: torch.Tensor) -> StepError:
 
 
 def _births(
-    result: Any, extras: Sequence[Extra], ledger: Ledger, index: int, note: Note, absent: bool
+    result: Any,
+    extras: Sequence[Extra],
+    ledger: Ledger,
+    index: int,
+    note: Note,
+    absent: bool,
+    order: Mapping[str, tuple[int, ...]],
 ) -> Iterator[int]:
     """Note an op's results, and what its kernel takes before, between or after them, or for as long as them.
 
@@ -385,9 +391,26 @@ def _births(
         Ids of what are workspaces.
     """
     taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
+    if any(extra.after is not None for extra in extras):
+        yield from _around_each(result, extras, taken, ledger, index, note.writes, absent)
+        return
+    _results(result, ledger, index, note.writes, absent, order.get(note.name))
+    for extra in extras:
+        if not extra.first:
+            taken.append((extra, _take(extra, ledger, index)))
+            _end_followed(taken, ledger)
+    yield from _freed([one for one in taken if one[0].followed is None], ledger)
+    yield from (entry.id for extra, entry in taken if extra.followed is not None and extra.workspace)
+
+
+def _around_each(
+    result: Any, extras: Sequence[Extra], taken: list[tuple[Extra, Entry]], ledger: Ledger, index: int,
+    writes: list[int], absent: bool,
+) -> Iterator[int]:  # fmt: skip
+    """Note each result with what the kernel takes before it and frees before the next."""
     for number, part in enumerate(result if isinstance(result, (list, tuple)) else (result,)):
         yield from _freed([one for one in taken if one[0].until == number], ledger)
-        _results(part, ledger, index, note.writes, absent)
+        _results(part, ledger, index, writes, absent)
         between = [one for one in extras if one.after == number]
         yield from _freed([(one, _take(one, ledger, index)) for one in between if one.until is None], ledger)
         taken += [(one, _take(one, ledger, index)) for one in between if one.until is not None]
@@ -408,8 +431,18 @@ def _freed(taken: list[tuple[Extra, Entry]], ledger: Ledger) -> Iterator[int]:
             yield entry.id
 
 
-def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool) -> None:
-    """Note the tensors among the results; absent ones take no memory."""
+def _end_followed(taken: list[tuple[Extra, Entry]], ledger: Ledger) -> None:
+    """End what lives for some more allocations only, the last one made among them first."""
+    for after, (extra, entry) in enumerate(reversed(taken)):
+        if extra.followed == after:
+            ledger.end(entry)
+
+
+def _results(
+    result: Any, ledger: Ledger, index: int, writes: list[int], absent: bool, order: tuple[int, ...] | None = None
+) -> None:
+    """Note the tensors among the results, in an order; absent ones take no memory, what it leaves out none on the
+    card."""
     if isinstance(result, torch.Tensor):
         place = ledger.device
         if not ledger.real and not isinstance(result, _torch.FakeTensor):
@@ -425,5 +458,13 @@ def _results(result: Any, ledger: Ledger, index: int, writes: list[int], absent:
                 do="Let build choose the CPU, or name the card that the step is for, as in device='h100'",
             )
     elif isinstance(result, (list, tuple)):
-        for item in result:
-            _results(item, ledger, index, writes, absent)
+        if order is None:
+            for item in result:
+                _results(item, ledger, index, writes, absent)
+            return
+        place, found = ledger.device, dict[int, list[int]]()
+        for position in (*order, *(set(range(len(result))) - set(order))):
+            ledger.device = place if position in order else HOST
+            _results(result[position], ledger, index, found.setdefault(position, []), absent)
+        ledger.device = place
+        writes.extend(entry for _, entries in sorted(found.items()) for entry in entries)

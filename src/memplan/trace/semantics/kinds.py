@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,8 @@ class Extra:
     """It is never freed."""
     first: bool = False
     """It is made before the results, not after."""
+    followed: int | None = None
+    """It is freed as soon as so many more were made after it; None: when the op is over."""
     workspace: bool = False
     """A library's workspace, rather than a kernel's temporary."""
     asked: Asked | None = None
@@ -56,6 +58,8 @@ class Semantics:
     ``results``: for an op by name, ``(args, kwargs, result) -> result`` with the sizes that the device gives.
     ``instead``: for an op that fake tensors refuse, or take long for, ``(args, kwargs) -> result``; NotImplemented: as
     they say.
+    ``order``: of an op by name, the positions of its results in the order in which its kernel makes them, where that is
+    another one; those that are left out are in the host's memory.
     ``assumed``: of ``(name, args, result, answered)``, what was taken for granted of a result; None where it is
     certain. ``answered``: ``instead`` gave it.
     """
@@ -64,6 +68,7 @@ class Semantics:
     results: Mapping[str, Callable[[Arguments, Keywords, Any], Any]]
     instead: Mapping[str, Callable[[Arguments, Keywords], Any]]
     assumed: Callable[[str, Arguments, Any, bool], str | None] = lambda name, args, result, answered: None
+    order: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 NONE = Semantics(lambda name, args, kwargs, result, in_backward: (), {}, {})

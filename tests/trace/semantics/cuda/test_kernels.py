@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memplan.trace.semantics.cuda import kernels, results
 from memplan.trace.semantics.cuda.arch import A100, Arch
 from memplan.trace.semantics.cuda.attention_kernels import flash_splits
+from memplan.trace.semantics.kinds import Extra
 
 MIB = 1 << 20
 T4, H100, RTX4090 = Arch((7, 5), 40), Arch((9, 0), 132), Arch((8, 9), 128)
@@ -28,6 +29,11 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def taken(op: Any, *args: Any, result: Any = None, arch: Arch = A100, **kwargs: Any) -> tuple[int, ...]:
+    found = extras(op, *args, result=result, arch=arch, **kwargs)
+    return tuple(size.bytes if isinstance(size, Extra) else size for size in found)
+
+
+def extras(op: Any, *args: Any, result: Any = None, arch: Arch = A100, **kwargs: Any) -> tuple[int | Extra, ...]:
     formula = kernels.FORMULAS.get(str(op))
     return () if formula is None else formula(args, kwargs, result, arch)
 
@@ -226,9 +232,19 @@ def test_efficient_backward_keeps_tiles_of_the_queries_gradient() -> None:
     keys = 8 * 64 * 2 * 128
     assert efficient(128, torch.bfloat16, RTX4090) == (sums, heads * (16 * (64 * 64 + 4) + keys) * 4)
     # float32 multiplies output and gradient first and sums twice; then it needs tiles of dq, and none for dk and dv.
-    assert efficient(64, torch.float32) == (2 * 512 * 8 * 64 * 4, sums, sums)
-    assert efficient(32, torch.float32) == (sums, heads * 8 * (64 * 64 + 4) * 4)
-    assert efficient(96, torch.float32) == (sums, heads * 4 * 2 * (128 * 64 + 4) * 4)
+    product = 2 * 512 * 8 * 4
+    assert efficient(64, torch.float32) == (64 * product, sums, sums, heads * 8 * (64 * 64 + 4) * 4)
+    assert efficient(32, torch.float32) == (32 * product, sums, sums, heads * 8 * (64 * 64 + 4) * 4)
+    assert efficient(96, torch.float32) == (96 * product, sums, sums, heads * 4 * 2 * (128 * 64 + 4) * 4)
+
+
+def test_efficient_backward_in_float32_has_its_product_no_longer_when_the_workspace_is_made() -> None:
+    """As a real H100 did it: a contiguous gradient, three results, product, sums, sums; then the first two go."""
+    q, gradient = empty(4, 1024, 16, 64).transpose(1, 2), empty(4, 16, 1024, 64)
+    args = (gradient, q, q, q, None, q, empty(1), empty(), empty(), 0.0, [True, True, True, False])
+    assert extras(aten._scaled_dot_product_efficient_attention_backward.default, *args) == (
+        Extra(16_777_216, first=True), Extra(16_777_216, followed=2), Extra(262_144, followed=1), 262_144, 16_793_600
+    )  # fmt: skip
 
 
 def test_efficient_forward_accumulates_large_heads_in_float32() -> None:
@@ -243,18 +259,65 @@ def test_cudnn_backward_counts_what_is_known_of_its_workspace() -> None:
     gradient, q, k, v, out = flash(2, 8, 256, 64, 2)
     op = aten._scaled_dot_product_cudnn_attention_backward.default
     rows = 2 * 8 * 256 * 4
-    assert taken(op, gradient, q, k, v, out) == (rows + rows * 64 + 2 * (2 * 8 * 256 * 64 * 2),)
+    grouped = 2 * (2 * 8 * 256 * 64 * 2)
+    assert taken(op, gradient, q, k, v, out, arch=T4) == (rows + rows * 64 + grouped,)
+
+
+def test_cudnn_attention_takes_what_cudnn_said_for_described_cards() -> None:
+    """cuDNN 9.19's plans in dry runs, 2 x 8 heads: what the unmodified torch asked of its allocator, by shape."""
+    op = aten._scaled_dot_product_cudnn_attention_backward.default
+    for (length, keys, heads, size), ampere, hopper in (
+        ((256, 512, 8, 64), 2_113_664, 1_065_216),
+        ((256, 512, 2, 64), 4_210_816, None),
+        ((1024, 128, 8, 128), 16_842_880, None),
+    ):
+        q, k = (empty(2, h, n, size, dtype=torch.bfloat16) for h, n in ((8, length), (heads, keys)))
+        for arch, expected in ((A100, ampere), (RTX4090, ampere), (H100, hopper)):
+            if expected is not None:
+                assert taken(op, q, q, k, k, q, arch=arch) == (expected,)
+    forward = aten._scaled_dot_product_cudnn_attention.default
+    assert (taken(forward, q, k, k, arch=A100), taken(forward, q, k, k, arch=H100)) == ((), (256,))
 
 
 def test_accumulating_index_put_sorts_and_plain_does_not() -> None:
     x, indices, values = empty(1000, 64), [empty(5000, dtype=torch.int64)], empty(5000, 64)
     assert taken(aten.index_put_.default, x, indices, values) == ()
-    # Four lists, and the other halves of the sort's buffers.
-    assert taken(aten.index_put_.default, x, indices, values, True) == (40_000,) * 4 + (80_000,)
+    # Four lists, and the sort: the other halves of its buffers, two passes for numbers up to 999, two tiles of 3840.
+    sort = 2 * 40_192 + 2 * 2048 + 2 * 1024 + 256 + 255
+    assert taken(aten.index_put_.default, x, indices, values, True) == (40_000,) * 4 + (sort,)
     spread = taken(aten._index_put_impl_.default, x, indices, empty(64), True)
-    assert spread == (40_000,) * 4 + (80_000, 5000 * 64 * 4)
-    first = [None, empty(5000, dtype=torch.int64)]
-    assert taken(aten.index_put_.default, x, first, empty(1000, 5000), True) == (40_000,) * 4 + (80_000,)
+    assert spread == (40_000,) * 4 + (sort, 5000 * 64 * 4)
+    first, one_pass = [None, empty(5000, dtype=torch.int64)], 2048 + 2 * 1024 + 256 + 255
+    assert taken(aten.index_put_.default, x, first, empty(1000, 5000), True) == (40_000,) * 4 + (one_pass,)
+
+
+H100_SORTS = {torch.uint8: 624_127, torch.bfloat16: 21_358_079, torch.float32: 25_574_911, torch.float64: 34_038_271}
+A100_SORTS = {torch.float32: 25_873_919, torch.float64: 34_131_455, torch.int64: 34_131_455}
+T4_SORTS = {torch.float32: 25_937_407, torch.float64: 34_334_207, torch.int64: 34_334_207}
+
+
+@pytest.mark.parametrize(
+    ("arch", "asked", "put", "put_wide"),
+    [
+        (H100, H100_SORTS, 653_823, 655_871),
+        (A100, A100_SORTS, 655_871, 657_919),
+        (RTX4090, A100_SORTS, 655_871, 657_919),
+        (T4, T4_SORTS, 659_967, 662_015),
+    ],
+)
+def test_sorts_take_what_torch_asked_for_on_emulated_cards(
+    arch: Arch, asked: dict[torch.dtype, int], put: int, put_wide: int
+) -> None:
+    """In dry runs of torch 2.11: 2,097,152 numbers; 40,000 indices into 4096 rows of 256, and into so many numbers."""
+    for dtype, size in asked.items():
+        assert taken(aten.sort.default, empty(1 << 21, dtype=dtype), arch=arch) == (8 << 21, size)
+    index, values = [empty(40_000, dtype=torch.int64)], empty(40_000, 256)
+    op = aten.index_put_.default
+    assert taken(op, empty(4096, 256), index, values, True, arch=arch)[4] == put
+    for count, size in ((2304, 1), (2305, 43_007)):  # what one block sorts by itself, and one more
+        few = [empty(count, dtype=torch.int64)], empty(count, 256)
+        assert taken(op, empty(4096, 256), *few, True, arch=arch)[4] == size
+    assert taken(op, empty(1 << 21), index, values[:, 0].contiguous(), True, arch=arch)[4] == put_wide
 
 
 def test_masked_scatter_counts_before_every_element() -> None:
@@ -266,8 +329,9 @@ def test_masked_scatter_counts_before_every_element() -> None:
     ("shape", "sizes"),
     [
         ((100, 4096), ()),
-        ((1, 50_000), (400_000, 600_000)),
-        ((100, 5000), (4_000_000, 4_000_000, 2_000_000, 6_000_000)),
+        # buffers of 200,192 + 400,128 bytes and 2,000,128 + 4,000,000; four passes, 17 and 163 tiles of 3072
+        ((1, 50_000), (400_000, 600_320 + 4 * 2048 + 17 * 1024 + 256 + 255)),
+        ((100, 5000), (4_000_000, 4_000_000, 2_000_000, 6_000_128 + 4 * 2048 + 163 * 1024 + 256 + 255)),
         ((200, 5000), (8_000_000, 12_000_000)),
     ],
 )

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.kinds import Extra
 from memplan.trace.semantics.layout import bytes_of, copied, padded
 
 _REDUCED = (torch.bfloat16, torch.float16)
 _FLOAT = 4
 _MOST_SPLITS = 128
+_PLAN_BYTES = {8: 128, 9: 256}
+"""Major compute capability -> bytes of workspace that cuDNN's plans for attention ask for beside what is explained."""
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
 
 
 def _taken(*sizes: int) -> tuple[int, ...]:
@@ -146,28 +149,34 @@ def _efficient_workspace(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arch
 def efficient_backward(heads_first: bool) -> Formula:
     """attention_backward.cu, _efficient_attention_backward.
 
-    A sum of output times gradient for each row: inside the kernel in half precision, in float32 as a product as
-    large as the output, which lives before the workspace does. The gradient, contiguous by length.
+    The gradient, contiguous by length, is made before the results. A sum of output times gradient for each row: inside
+    the kernel in half precision; in float32 a product as large as the output, its sums and these contiguous, of which
+    the first two are gone before the workspace is made.
     """
 
-    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Extra, ...]:
         gradient, q, k, v = (_by_length(t, heads_first) for t in args[:4])
         sums = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
         workspace = _efficient_workspace(q, k, v, arch)
-        kept = _taken(copied(gradient))
-        product = sums * v.shape[-1]
-        if q.dtype not in _REDUCED and product + sums > workspace:
-            return (*kept, product, sums, sums)
-        return (*kept, sums, workspace)
+        kept = [Extra(size, first=True) for size in _taken(copied(gradient))]
+        if q.dtype in _REDUCED:
+            return (*kept, sums, workspace)
+        return (*kept, Extra(sums * v.shape[-1], followed=2), Extra(sums, followed=1), sums, workspace)
 
     return formula
+
+
+def cudnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """cudnn/MHA.cpp: the workspace of cuDNN's plan, which on sm_90 alone asks for any (cuDNN 9.19)."""
+    return _taken(_PLAN_BYTES[9] if arch.capability[0] == 9 else 0)
 
 
 def cudnn_backward(heads_first: bool) -> Formula:
     """cudnn/MHA.cpp: the workspace of cuDNN's plan, of which the known parts are counted.
 
-    dq in float32 and a sum a row; dk and dv for every query head where heads are grouped (cudnn-frontend, the
-    backward node of scaled dot product attention). What the plan asks for beyond that is not public.
+    dq in float32, on sm_80 to sm_89 twice, and a sum a row; dk and dv for every query head where heads are grouped
+    (cudnn-frontend, the backward node of scaled dot product attention; cuDNN 9.19's answers for several shapes on
+    described cards), and what the plan asks for besides.
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -175,7 +184,8 @@ def cudnn_backward(heads_first: bool) -> Formula:
         rows = q.shape[0] * q.shape[1] * q.shape[2] * _FLOAT
         heads = q.shape[2]
         grouped = sum(bytes_of(t) // t.shape[2] * heads for t in (k, v) if t.shape[2] != heads)
-        return _taken(rows + rows * q.shape[-1] + grouped)
+        sums = 2 if arch.capability[0] == 8 else 1
+        return _taken(rows + sums * rows * q.shape[-1] + grouped + _PLAN_BYTES.get(arch.capability[0], 0))
 
     return formula
 
@@ -189,7 +199,9 @@ FORMULAS: dict[str, Formula] = {
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward(True),
     "aten._efficient_attention_forward.default": efficient_forward(False),
     "aten._efficient_attention_backward.default": efficient_backward(False),
+    "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,
+    "aten._cudnn_attention_forward.default": cudnn_forward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward(True),
     "aten._cudnn_attention_backward.default": cudnn_backward(False),
 }
-"""Overload name -> formula. cuDNN's forward takes a workspace of an unknown, small size: left out."""
+"""Overload name -> formula."""

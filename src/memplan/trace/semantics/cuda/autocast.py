@@ -180,8 +180,10 @@ Prepared = tuple[Any, Sequence[Any], dict[str, Any]]
 
 
 def _cast_all(state: Autocast, op: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Prepared:
-    cast = {name: state.cast(value, dtype) for name, value in kwargs.items()}
-    return op, [state.cast(value, dtype) for value in args], cast
+    """Cast the last argument first: autocast_mode.h casts them as arguments of a call, which GCC evaluates so."""
+    cast = {name: state.cast(value, dtype) for name, value in reversed(kwargs.items())}
+    positional = [state.cast(value, dtype) for value in reversed(args)]
+    return op, positional[::-1], cast
 
 
 def _lower(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from memplan.trace.semantics.cuda.arch import Arch
-from memplan.trace.semantics.layout import bytes_of, copied
+from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.layout import bytes_of, copied, padded
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
 
 _FEW_INDICES = 3072
 _ROWS_PER_THREAD = 10
@@ -21,43 +22,92 @@ _LONG_SORT = 1_000_000
 _FEW_SEGMENTS = 128
 _INDEX = 8
 _MAXIMUM = 2
+_ONE_BLOCK = 2304
+"""Pairs with a 64-bit value that one block of CUB's radix sort takes: 256 threads with 9 each, as
+tuning_radix_sort.cuh scales its 19 of 32 bits."""
+_SORT_TILES = {
+    (7, 4): 2816, (7, 8): 2816, (8, 4): 3072, (8, 8): 3840, (9, 1): 3456, (9, 2): 5632, (9, 4): 5376, (9, 8): 4608,
+}  # fmt: skip
+"""Major compute capability, bytes of a key -> pairs with a 64-bit value that a block of CUB's radix sort takes.
+
+Concluded from what the unmodified torch 2.11 asks of its allocator for sorts of two lengths on emulated cards.
+"""
 
 
 def _taken(*sizes: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size)
 
 
-def radix_sort_bytes(count: int, key: int, value: int) -> int:
-    """Return the bytes that CUB's radix sort of pairs takes: the other half of each double buffer; its histograms are
-    left out."""
-    return count * (key + value)
+def radix_sort_bytes(count: int, key: int, value: int, arch: Arch, bits: int | None = None) -> int:
+    """Return the bytes that CUB's radix sort of pairs takes, by ``bits`` of its keys, all by default.
+
+    Source: cub/device/dispatch/dispatch_radix_sort.cuh, InvokeOnesweep: the other half of each double buffer, where
+    more than one pass of 8 bits is made; for each pass the beginnings of 256 bins, for each tile its counts, and a
+    counter a pass, each aligned to 256 bytes. Where the tile is not known the buffers alone are counted. What one block
+    sorts by itself takes a byte.
+    """
+    if count <= _ONE_BLOCK and value == _INDEX:
+        return 1
+    tile = _SORT_TILES.get((arch.capability[0], key)) if value == _INDEX else None
+    if tile is None:
+        return count * (key + value)
+    passes = -(-(8 * key if bits is None else bits) // 8)
+    parts = (
+        passes * 256 * 8,
+        -(-count // tile) * 256 * 4,
+        *((count * key, count * value) if passes > 1 else ()),
+        passes * 4,
+    )
+    return sum(padded(part, 256) for part in parts) + 255
 
 
-def embedding_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def embedding(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+    """Embedding.cpp: the indices as one row, for which those of a slice are copied."""
+    return tuple(Extra(size, first=True) for size in _taken(copied(args[1])))
+
+
+def embedding_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int | Extra, ...]:
     """Embedding.cu and EmbeddingBackwardKernel.cu: up to 3072 indices nothing, else sorted and summed by segments.
 
-    The sorted indices, where each came from, where each segment begins, three arrays of partial segments; and the
-    large one, a row in float32 for every partial segment: one for ten indices and one for every row that may occur.
+    Before the result what is not contiguous, contiguous, and both lists of the sort: the sorted indices and where each
+    came from. Then where each segment begins, three arrays of partial segments; and the large one, a row in float32 for
+    every partial segment: one for ten indices and one for every row that may occur.
     """
     gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
-    copies = _taken(copied(gradient), copied(indices))
+    copies = tuple(Extra(size, first=True) for size in _taken(copied(indices), copied(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
     return copies + _segments(gradient, indices, rows, by_frequency)
 
 
-def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int, ...]:
+def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int | Extra, ...]:
     count, each, wide = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
     partial = count // _ROWS_PER_THREAD + segments
     counted = count * each if by_frequency else 0
-    lists = [count * each] * 3 + [segments * each] * 2 + [partial * each]
-    return _taken(*lists, counted, partial * gradient.shape[-1] * wide)
+    lists = [count * each, *[segments * each] * 2, partial * each]
+    return (
+        *(Extra(size, first=True) for size in _taken(count * each, count * each)),
+        *_taken(*lists, counted, partial * gradient.shape[-1] * wide),
+    )
 
 
-def embedding_bag_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+def embedding_bag_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int | Extra, ...]:
     """EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: as for an embedding, but however few; maxima need none."""
     return () if args[7] == _MAXIMUM else _segments(args[0], args[1], args[5], args[6])
+
+
+def embedding_bag_backward_by_offsets(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
+) -> tuple[int | Extra, ...]:
+    """EmbeddingBag.cpp, _embedding_bag_backward_symint: the dense gradient's kernel; one that is sparse is not here."""
+    if result.layout is not torch.strided:
+        return ()
+    return () if args[8] == _MAXIMUM else _segments(args[0], args[1], args[6], args[7])
 
 
 def ctc(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -93,17 +143,18 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
     moved = bytes_of(x) if apart or not x.is_contiguous() else 0
     spread = whole * values.element_size() if values.numel() != whole or not values.is_contiguous() else 0
     lists = [count * _INDEX] * 4
-    return _taken(*lists, radix_sort_bytes(count, _INDEX, _INDEX), moved, spread)
+    bits = max(1, ((x.numel() - 1) // max(1, whole // max(1, count))).bit_length())
+    return _taken(*lists, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), moved, spread)
 
 
-def _sorted_pairs(segments: int, length: int, size: int) -> tuple[int, ...]:
+def _sorted_pairs(segments: int, length: int, size: int, arch: Arch) -> tuple[int, ...]:
     """SortStable.cu, launch_stable_sort_kernel: one sort a segment, one of all with their segments, or segmented."""
     count = segments * length
     if segments == 1 or length >= _LONG_SORT:
-        return length * _INDEX, radix_sort_bytes(length, size, _INDEX)
+        return length * _INDEX, radix_sort_bytes(length, size, _INDEX, arch)
     if segments < _FEW_SEGMENTS:
-        return count * _INDEX, count * _INDEX, count * size, radix_sort_bytes(count, size, _INDEX)
-    return count * _INDEX, radix_sort_bytes(count, size, _INDEX)
+        return count * _INDEX, count * _INDEX, count * size, radix_sort_bytes(count, size, _INDEX, arch)
+    return count * _INDEX, count * (size + _INDEX)
 
 
 def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -115,14 +166,14 @@ def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
     length = x.shape[dim]
     last = x.stride(dim) == 1 and x.is_contiguous()
     moved = () if last else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
-    return moved + _sorted_pairs(x.numel() // length, length, x.element_size())
+    return moved + _sorted_pairs(x.numel() // length, length, x.element_size(), arch)
 
 
 def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """Sorting.cpp, median_impl: without a dimension, everything is sorted."""
     x = args[0]
     both = (bytes_of(x), x.numel() * _INDEX)
-    return both if x.numel() <= _SHORT_SORT else both + _sorted_pairs(1, x.numel(), x.element_size())
+    return both if x.numel() <= _SHORT_SORT else both + _sorted_pairs(1, x.numel(), x.element_size(), arch)
 
 
 def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -170,8 +221,10 @@ def chunks_of_norm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
 
 
 FORMULAS: dict[str, Formula] = {
+    "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
     "aten._embedding_bag_dense_backward.default": embedding_bag_backward,
+    "aten._embedding_bag_backward.default": embedding_bag_backward_by_offsets,
     **{f"aten._ctc_loss.{form}": ctc for form in ("default", "Tensor")},
     **{f"aten._ctc_loss_backward.{form}": ctc_backward for form in ("default", "Tensor")},
     **{f"aten.{name}.default": index_put for name in ("_index_put_impl_", "index_put_", "index_put")},

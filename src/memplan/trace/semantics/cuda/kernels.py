@@ -17,9 +17,10 @@ from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn, cudnn
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.norms import copies_of
 from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
+from memplan.trace.semantics.kinds import Extra
 from memplan.trace.semantics.layout import bytes_of, copied_to, suggests_channels_last
 
-Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int, ...]]
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
 
 _REDUCED = (torch.bfloat16, torch.float16)
 _NO_REDUCTION = 0

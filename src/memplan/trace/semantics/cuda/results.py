@@ -19,6 +19,7 @@ from memplan.trace.semantics.result_strides import STRIDES, then
 Result = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 _REDUCED = (torch.bfloat16, torch.float16)
+_MAXIMUM = 2
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,6 +58,15 @@ def log_sigmoid(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> A
     return result[0], result[1].new_empty(0)
 
 
+def embedding_bag(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """EmbeddingBag.cu, _embedding_bag_cuda: the bag of every index, whatever the mode; positions of maxima only where
+    these are taken."""
+    output, _, sizes, positions = result
+    indices, mode = args[1], args[4] if len(args) > 4 else kwargs.get("mode", 0)
+    taken = output.shape if mode == _MAXIMUM else (0,)
+    return output, indices.new_empty(indices.shape), sizes, positions.new_empty(taken)
+
+
 RESULTS: dict[str, Result] = {
     **STRIDES,
     **{
@@ -75,8 +85,24 @@ RESULTS: dict[str, Result] = {
     "aten.native_group_norm.default": group_norm,
     "aten.cudnn_batch_norm.default": batch_norm_of_cudnn,
     "aten.log_sigmoid_forward.default": log_sigmoid,
+    "aten._embedding_bag.default": embedding_bag,
+    "aten._embedding_bag_forward_only.default": embedding_bag,
 }
 """Overload name -> (args, kwargs, result) -> the result as CUDA's kernel makes it."""
+
+
+ORDER: dict[str, tuple[int, ...]] = {
+    "aten.native_dropout.default": (1, 0),
+    "aten._embedding_bag.default": (2, 1, 0, 3),
+    "aten._embedding_bag_forward_only.default": (2, 1, 0, 3),
+    "aten._scaled_dot_product_efficient_attention.default": (0, 1),
+    "aten._scaled_dot_product_cudnn_attention.default": (6, 7, 0, 1, 2, 3, 4, 5, 8),
+}
+"""Overload name -> positions of the results in the order in which the kernel makes them; the others are on the host.
+
+Source: cuda/Dropout.cu, dropout_cuda; cuda/EmbeddingBag.cu, _embedding_bag_cuda; transformers/cuda/attention.cu, where
+the memory-efficient kernel's seed and offset are on the card only while a graph is captured; torch's own history.
+"""
 
 
 def flattened_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

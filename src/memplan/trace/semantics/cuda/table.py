@@ -34,7 +34,7 @@ def semantics(
     is asked for workspaces of convolutions when the recording is over.
     """
     extras = _Kernels(device, stream, on_card, asks).extras
-    return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed)
+    return Semantics(extras, results.RESULTS, {**results.INSTEAD, **sparse_results.INSTEAD}, _assumed, results.ORDER)
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
@@ -96,7 +96,8 @@ class _Kernels:
             found += [Extra(bytes_of(i), first=True) for i in on_host]
         formula = kernels.FORMULAS.get(name)
         if formula is not None and not any(extra.asked for extra in found):  # its copies are among these
-            found += [Extra(size) for size in formula(args, kwargs, result, self._arch) if size]
+            taken = [size for size in formula(args, kwargs, result, self._arch) if size]
+            found += [size if isinstance(size, Extra) else Extra(size) for size in taken]
         return found
 
     def _is_loop(self, name: str, args: Arguments) -> bool:

@@ -1,0 +1,80 @@
+"""The same steps on an emulated card: processes of the CUDA build of torch that see it, on a machine without a GPU.
+
+What a process measures is `golden_measure.golden`, as on a real card, and the file has the same fields. Its format has
+another name, `golden_format.DRY_FORMAT`, and it says what the step was told that a real card would have computed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import golden_format
+from golden_steps import Subject
+
+from memplan.devices import find
+from memplan.dry.cuda_torch import find_torch
+from memplan.dry.library import library_for
+from memplan.trace.dry_run.process import process_command, process_variables
+
+_CHILD = """
+import os
+sys.path.insert(0, {tools!r})
+import golden
+golden.main({arguments!r})
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)  # its threads may hold objects of Python
+"""
+
+
+class DryCard:
+    """An emulated card, and the environment whose torch runs on it."""
+
+    def __init__(self, name: str, environment: str | None) -> None:
+        """Find both, and build the emulated driver.
+
+        Args:
+            name: a card whose clocks are in the catalogue.
+            environment: with the CUDA build of torch; this one where None.
+
+        Raises:
+            memplan.DeviceError: no such card, no such torch, or no compiler.
+        """
+        self._card = find(name)
+        self._torch = find_torch(environment)
+        self._library = library_for(self._torch)
+        self._logs = tempfile.TemporaryDirectory(prefix="memplan-dry-")
+        self.variables({}, "")  # refuses a card that cannot be described
+
+    @property
+    def name(self) -> str:
+        """The card's name in the catalogue."""
+        return self._card.name
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """The command of a process that sees the card and runs `golden.py` with these arguments."""
+        tools = str(Path(__file__).resolve().parent)
+        return process_command(self._torch, _CHILD.format(tools=tools, arguments=arguments))
+
+    def variables(self, inherited: Mapping[str, str], step: str) -> dict[str, str]:
+        """The environment of the process of a step."""
+        return process_variables(inherited, self._card, self._library, Path(self._logs.name, step))
+
+
+def golden(subject: Subject, card: str) -> dict[str, Any]:
+    """As `golden_measure.golden`, in a process that sees the emulated card."""
+    import golden_measure
+
+    from memplan import _torch
+    from memplan.trace.dry_run.observe import check_card, not_known
+    from memplan.trace.dry_run.reads import Reads
+
+    check_card(find(card))
+    reads = Reads()
+    with _torch.HostValues(), reads.noted():
+        content = golden_measure.golden(subject, alone=False)
+    assumed = [f"{row.kind}: {row.text}" for row in (*reads.assumptions(), *not_known())]
+    return content | {"format": golden_format.DRY_FORMAT, "context": None, "assumed": list(dict.fromkeys(assumed))}
