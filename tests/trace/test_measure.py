@@ -13,6 +13,7 @@ import pytest
 import torch
 from allocator import allocations, measured_peak, peak_of
 from steps import STEPS, mlp, plain
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memplan
 
@@ -210,6 +211,23 @@ def test_views_of_a_tensor_from_outside_do_not_count_either(seen: Callable[[torc
 
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
     assert memplan.simulate(memplan.measure(build)).peak_allocated == measured_peak(build)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")  # torch warns of who asks a fake tensor for its address
+def test_what_the_step_only_traces_takes_nothing() -> None:
+    def build() -> Callable[[], torch.Tensor]:
+        x = torch.randn(1000)
+
+        def step() -> torch.Tensor:
+            with FakeTensorMode():
+                traced = torch.empty(1 << 20)
+                del traced
+            return (x * 2).sum()
+
+        return step
+
+    trace = memplan.measure(build)
+    assert memplan.simulate(trace).peak_allocated < 1 << 20
 
 
 def test_threads_of_others_do_not_count() -> None:

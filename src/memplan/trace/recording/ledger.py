@@ -204,9 +204,10 @@ class Ledger:
         reference = _Reference(storage, self._on_death)
         reference.entry = entry
         entry.reference, entry.key = reference, key
-        if tensor.device.type == "meta":  # sizes without memory
+        traced = self.real and isinstance(tensor, _torch.FakeTensor)  # by what the step itself compiles or plans
+        if traced or tensor.device.type == "meta":  # sizes without memory
             entry.bytes, entry.foreign = 0, True
-        if self.real:
+        elif self.real:
             if tensor.is_cuda:
                 entry.device = ON_CARD
             if _torch.is_zero(tensor):  # a gradient of which torch knows that it is zero has no memory
