@@ -140,8 +140,8 @@ def subjects() -> dict[str, Any]:
     return importlib.import_module("golden_steps").subjects()[0]
 
 
-def predict(golden: Golden) -> Prediction:
-    """What memplan says of a golden file's step, for its card.
+def predict(golden: Golden, cudnn: str | Literal[False] = False) -> Prediction:
+    """What memplan says of a golden file's step, for its card; ``cudnn`` as in `memplan.record`.
 
     Raises:
         LookupError: no such step here, or its libraries are missing.
@@ -157,7 +157,8 @@ def predict(golden: Golden) -> Prediction:
         raise LookupError(f"there is no step {golden.name} here, or its libraries are not installed")
     build = importlib.import_module("golden_steps").on_card(subject.build)
     with _environment(golden.environment):
-        trace = memplan.record(build, device=find_card(golden.gpu).name, steps=len(golden.steps))
+        card = find_card(golden.gpu).name
+        trace = memplan.record(build, device=card, steps=len(golden.steps), cudnn=cudnn)
     low, high = (spans(trace, golden, case) for case in ("low", "high"))
     filled = filled_in(trace, golden)
     best = None if filled is None else spans(filled, golden, "high")

@@ -2,6 +2,8 @@
 
     python benchmarks/dry_accuracy.py            # writes benchmarks/results/dry.json, dry.md and dry_short.md,
                                                  # goldens/dry/known_misses.json and docs/dry.md
+    ENV/bin/python benchmarks/dry_accuracy.py --cudnn ENV   # instead: with that cuDNN's own answers, and with the
+                                                 # torch that the files are of
     python benchmarks/dry_accuracy.py --check    # prints, writes nothing, exits 1 where the stored misses are others
 
 The files are those of `goldens/dry/`, which `tools/gpu/golden.py --dry CARD` records. A prediction is compared as
@@ -13,15 +15,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 import cuda_accuracy  # noqa: E402  # found by the line above
@@ -30,6 +34,8 @@ from golden_file import DRY_FOLDER, Golden, find, read  # noqa: E402
 
 DRY = ROOT / "goldens" / DRY_FOLDER
 MISSES = DRY / "known_misses.json"
+NEAR_ALLOCATED, NEAR_RESERVED = 0.005, 0.02
+"""What one number with cuDNN's own answers is to be within."""
 PAGE = ROOT / "docs" / "dry.md"
 
 
@@ -62,10 +68,10 @@ class Pair:
     reserved: float
 
 
-def row_of(path: Path) -> Row:
-    """The comparison of one file."""
+def row_of(path: Path, cudnn: str | Literal[False] = False) -> Row:
+    """The comparison of one file; ``cudnn``: an environment whose cuDNN is asked for workspaces."""
     golden = read(path)
-    found = cuda_accuracy.compare(golden)
+    found = cuda_accuracy.compare(golden, functools.partial(cuda_accuracy.predict, cudnn=cudnn))
     number = found.prediction is not None and found.prediction.low == found.prediction.high
     off = found.off("allocated"), found.off("reserved")
     why = "" if found.holds else miss(found, golden)
@@ -133,7 +139,15 @@ def missing() -> dict[str, dict[str, str]]:
     return found
 
 
-def short(rows: Sequence[Row], beside: Sequence[Pair]) -> str:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Predictions with cuDNN's own answers."""
+
+    torch: str
+    rows: tuple[Row, ...]
+
+
+def short(rows: Sequence[Row], beside: Sequence[Pair], asked: Asked) -> str:
     """What the docs show: a sentence and a table for the real card, and a row for each emulated one."""
     parts = []
     if beside:
@@ -159,7 +173,27 @@ def short(rows: Sequence[Row], beside: Sequence[Pair]) -> str:
             f"| {card} | {len(chosen)} | {sum(row.holds for row in chosen)} | {statistics.median(off):.3%} "
             f"| {max(off):.1%} | {len(unsure)} | {sum(row.inside for row in unsure)} |"
         )
-    return "\n".join([*parts, ""])
+    return "\n".join([*parts, *_answered(asked), ""])
+
+
+def _answered(asked: Asked) -> list[str]:
+    """The table of predictions with cuDNN's own answers."""
+    within = f"within {NEAR_ALLOCATED:.1%} allocated and {NEAR_RESERVED:.0%} reserved"
+    head = f"| with cuDNN's own answers, torch {asked.torch} | steps | one number"
+    parts = ["", f"{head} | {within} | of these numbers |", "|---|--:|--:|--:|--:|"]
+    for card in cards(asked.rows):
+        chosen = [row for row in asked.rows if row.card == card]
+        numbers = [row for row in chosen if row.number]
+        near, of_numbers = sum(map(is_near, chosen)), sum(map(is_near, numbers)) / len(numbers)
+        parts.append(f"| {card} | {len(chosen)} | {len(numbers)} | {near} | {of_numbers:.0%} |")
+    return parts
+
+
+def is_near(row: Row) -> bool:
+    """Whether a prediction is within the closer limits."""
+    if row.allocated is None or row.reserved is None:
+        return False
+    return abs(row.allocated) <= NEAR_ALLOCATED and abs(row.reserved) <= NEAR_RESERVED
 
 
 def cards(rows: Iterable[Row]) -> list[str]:
@@ -191,15 +225,17 @@ def cell(row: Row | None) -> str:
     return text if row.holds else f"**{text}**"
 
 
-def write(rows: Sequence[Row], beside: Sequence[Pair], misses: dict[str, str]) -> None:
+def write(rows: Sequence[Row], beside: Sequence[Pair], misses: dict[str, str], asked: Asked) -> None:
     """Write the results, the list of misses and the page."""
     content = {
         "steps": [asdict(row) for row in rows],
+        "asked": [asdict(row) for row in asked.rows],
+        "asked with torch": asked.torch,
         "beside": [asdict(pair) for pair in beside],
         "missing": missing(),
     }
     (RESULTS / "dry.json").write_text(packed(content), encoding="utf-8")
-    (RESULTS / "dry_short.md").write_text(short(rows, beside), encoding="utf-8")
+    (RESULTS / "dry_short.md").write_text(short(rows, beside, asked), encoding="utf-8")
     (RESULTS / "dry.md").write_text(table(rows), encoding="utf-8")
     MISSES.write_text(json.dumps(misses, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(cuda_accuracy.filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
@@ -216,26 +252,39 @@ def packed(content: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
+def stored() -> tuple[list[Row], Asked]:
+    """The rows that were written last."""
+    content = json.loads((RESULTS / "dry.json").read_text(encoding="utf-8"))
+    rows, asked = ([Row(**row) for row in content[name]] for name in ("steps", "asked"))
+    return rows, Asked(content["asked with torch"], tuple(asked))
+
+
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="NAME", help="this step only; may be repeated")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once (default 1)")
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where the stored misses are others")
+    parser.add_argument("--cudnn", metavar="ENV", help="predict with the answers of its cuDNN instead")
     options = parser.parse_args()
     paths = [p for p in find(DRY) if not options.only or p.name.removesuffix(".json.gz") in options.only]
     with contextlib.ExitStack() as stack:
         run: Any = map
         if options.jobs > 1:
             run = stack.enter_context(ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"))).map
-        rows = list(run(row_of, paths))
+        rows, asked = stored()
+        if options.cudnn:
+            rows = [row for row in rows if not options.only or row.step in options.only]
+            asked = Asked(version("torch"), tuple(run(functools.partial(row_of, cudnn=options.cudnn), paths)))
+        else:
+            rows = list(run(row_of, paths))
     misses = {key_of(path): row.miss for path, row in zip(paths, rows, strict=True) if not row.holds}
     beside = pairs()
-    print(short(rows, beside), table(rows), *(f"{name}: {why}" for name, why in misses.items()), sep="\n")
+    print(short(rows, beside, asked), table(rows), *(f"{name}: {why}" for name, why in misses.items()), sep="\n")
     if not options.check and not options.only:
-        write(rows, beside, misses)
-    stored = json.loads(MISSES.read_text(encoding="utf-8")) if MISSES.exists() else {}
-    return int(options.check and {key_of(p): stored[key_of(p)] for p in paths if key_of(p) in stored} != misses)
+        write(rows, beside, misses, asked)
+    listed = json.loads(MISSES.read_text(encoding="utf-8")) if MISSES.exists() else {}
+    return int(options.check and {key_of(p): listed[key_of(p)] for p in paths if key_of(p) in listed} != misses)
 
 
 if __name__ == "__main__":
