@@ -79,6 +79,7 @@ _FACTORIES = frozenset(
     f"aten::{name}"
     for name in ["arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor", "ones_like", "full_like"]
 )
+_UNFILLED = frozenset(f"aten::{name}" for name in ["new_empty", "new_empty_strided", "empty_like"])
 _CONSTANT_NUMEL = 8192
 
 
@@ -384,7 +385,10 @@ class FakeMode(FakeTensorMode):
     def _described(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args = tuple([self._with_value(arg) for arg in args])
         try:
-            return self.dispatch(func, types, args, kwargs)
+            result = self.dispatch(func, types, args, kwargs)
+            if func._schema.name in _UNFILLED and isinstance(result, FakeTensor):
+                result.constant = None  # else what lies in that memory would be its values
+            return result
         except DynamicOutputShapeException:
             bounded = self.bound(func, args, kwargs)
             if bounded is NotImplemented:
