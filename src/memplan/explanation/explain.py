@@ -26,6 +26,8 @@ from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
 
+LARGEST_WORKSPACE = "cuDNN's largest workspace"
+"""How a note begins that differs from point to point of a study."""
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
 
 
@@ -242,7 +244,7 @@ def _named_workspaces(trace: Trace, timeline: Timeline) -> str:
     named = {one.storage for one in trace.engines}
     held = sum(one.bytes for one in live_at(trace, timeline.peak_tick) if one.id in named)
     return (
-        f"cuDNN's largest workspace is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}; "
+        f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}; "
         f"{format_bytes(held)} of the peak rest on its answers"
     )
 
