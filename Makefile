@@ -51,6 +51,7 @@ goldens: $(VENV)/.test $(if $(MEMPLAN_DRY_TORCH),,$(DRY_TORCH)/.torch)
 	for card in a100 rtx4090 t4; do $(GOLDEN) $$card || test $$? -eq 1 || exit 2; done
 	$(BIN)/python benchmarks/dry_accuracy.py
 	$(BIN)/python benchmarks/cudnn_accuracy.py --cudnn $(DRY_TORCH)
+	$(BIN)/python benchmarks/smaller_input.py --cudnn $(DRY_TORCH)
 
 $(VENV)-cuda/.torch: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-cuda

@@ -363,12 +363,17 @@ def write(rows: Sequence[Comparison], misses: dict[str, str]) -> None:
 
 def filled(page: str) -> str:
     """A page with its tables made anew, as those of the README are."""
+    return page_tool().filled(page)
+
+
+def page_tool() -> Any:
+    """The tool that fills the pages."""
     spec = importlib.util.spec_from_file_location("readme_tool", ROOT / "tools" / "readme.py")
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    return tool.filled(page)
+    return tool
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from memplan.studies.axes.axes import Axis
 from memplan.studies.sweeps.fits import Row, along, place_of, shown
 from memplan.studies.sweeps.points import PlannedWorkspace
 
-FACTOR = 2
+FACTOR = 1.5
 """Smallest change of a workspace that is named, beside how the axis itself grows."""
 _SHARE = 0.05
 """Of the larger peak: the smallest change that is named."""
