@@ -123,3 +123,14 @@ def test_the_stored_rows_are_what_cudnn_says(name: str) -> None:
     assert {(*key, row.said, row.took) for key, row in found.items()} == {
         (*key, known[key].said, known[key].took) for key in found
     }
+
+
+def test_what_the_docs_say_of_the_rows_in_words() -> None:
+    def share(rows: list[Any], *, holds: Any) -> float:
+        return sum(holds(row) for row in rows) / len(rows)
+
+    large = [row for row in stored() if not row.pointwise and row.kind != "weight gradient"]
+    weights = [row for row in stored() if not row.pointwise and row.kind == "weight gradient"]
+    assert share(large, holds=lambda row: row.equal) > 0.9
+    assert share([row for row in stored() if row.pointwise], holds=lambda row: row.took < row.said) > 0.5
+    assert 0.1 < share(weights, holds=lambda row: row.took > row.said and not row.equal) < 0.3
