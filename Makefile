@@ -50,6 +50,8 @@ goldens: $(VENV)/.test $(if $(MEMPLAN_DRY_TORCH),,$(DRY_TORCH)/.torch)
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(GOLDEN) h100 || test $$? -eq 1
 	for card in a100 rtx4090 t4; do $(GOLDEN) $$card || test $$? -eq 1 || exit 2; done
 	$(BIN)/python benchmarks/dry_accuracy.py
+	$(BIN)/python benchmarks/cudnn_accuracy.py --cudnn $(DRY_TORCH)
+	$(BIN)/python benchmarks/smaller_input.py --cudnn $(DRY_TORCH)
 
 $(VENV)-cuda/.torch: $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)-cuda

@@ -156,7 +156,7 @@ def predict(golden: Golden, cudnn: str | Literal[False] = False) -> Prediction:
     if subject is None:
         raise LookupError(f"there is no step {golden.name} here, or its libraries are not installed")
     build = importlib.import_module("golden_steps").on_card(subject.build)
-    with _environment(golden.environment):
+    with environment(golden.environment):
         card = find_card(golden.gpu).name
         trace = memplan.record(build, device=card, steps=len(golden.steps), cudnn=cudnn)
     low, high = (spans(trace, golden, case) for case in ("low", "high"))
@@ -177,7 +177,7 @@ def spans(trace: Any, golden: Golden, workspace: Literal["low", "high"]) -> Span
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def environment(variables: dict[str, str]) -> Iterator[None]:
     """The golden file's settings instead of those that are set here."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
@@ -199,7 +199,7 @@ def filled_in(trace: Any, golden: Golden) -> Any:
     unsure = [s for s in trace.counted if s.low is not None and s.low != s.bytes]
     if not unsure:
         return None if any(s.used_on for s in trace.counted) else trace
-    calls = _calls(trace, golden)
+    calls = calls_of(trace, golden)
     changed: dict[int, Any] = {}
     for storage in unsure:
         workspace = calls.get(storage.op)
@@ -212,7 +212,7 @@ def filled_in(trace: Any, golden: Golden) -> Any:
     return dataclasses.replace(trace, storages=storages)
 
 
-def _calls(trace: Any, golden: Golden) -> dict[int | None, Workspace]:
+def calls_of(trace: Any, golden: Golden) -> dict[int | None, Workspace]:
     """Index of an op of the trace -> what was measured of it."""
     found: dict[int | None, Workspace] = {}
     rows, calls = golden.workspaces or (), golden.calls or {}
@@ -364,12 +364,17 @@ def write(rows: Sequence[Comparison], misses: dict[str, str]) -> None:
 
 def filled(page: str) -> str:
     """A page with its tables made anew, as those of the README are."""
+    return page_tool().filled(page)
+
+
+def page_tool() -> Any:
+    """The tool that fills the pages."""
     spec = importlib.util.spec_from_file_location("readme_tool", ROOT / "tools" / "readme.py")
     assert spec is not None
     assert spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    return tool.filled(page)
+    return tool
 
 
 def main() -> int:

@@ -48,7 +48,7 @@ def filled(text: str) -> str:
 def _block(match: re.Match[str]) -> str:
     kind, parts, what = match.groups()
     if kind == "run":
-        body = f"```console\n$ {what}\n{_parts(_output(what), parts, '...')}\n```"
+        body = f"```console\n$ {what}\n{_parts(output(what), parts, '...')}\n```"
     elif kind == "include":
         body = _parts((ROOT / what).read_text(encoding="utf-8").strip(), parts, "")
     else:
@@ -67,7 +67,8 @@ def _parts(text: str, numbers: str | None, left_out: str) -> str:
     return f"{kept}\n{left_out}" if left_out and max(chosen) < len(parts) else kept
 
 
-def _output(command: str) -> str:
+def output(command: str) -> str:
+    """Return what a command prints, as the pages show it."""
     program, *arguments = shlex.split(command)
     assert program in ("memplan", "python"), "the pages show no other command's output"
     # importing MONAI sets this one, which sizes cuBLAS's workspaces: it must not come from who asks for the output

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
+from asked_convolutions import FORWARD, needs_compiler
+from dry_torch import ENVIRONMENT, needs_cuda_torch
 
+from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.cudnn.described_card import properties
+from memplan.cudnn.worker_process import ask_worker
 from memplan.devices import find, hardware_of
 from memplan.dry.library import SOURCES
 from memplan.errors import DeviceError
@@ -36,3 +41,27 @@ def test_figures_of_a_card() -> None:
 def test_a_card_without_clocks_cannot_be_described() -> None:
     with pytest.raises(DeviceError, match="the clocks of v100"):
         properties(find("v100"))
+
+
+@needs_cuda_torch
+@needs_compiler
+def test_the_compute_capability_decides_and_other_figures_do_not() -> None:
+    """Of the figures that a catalogue can have wrong: each doubled by itself. Clocks change few answers."""
+    library, told = find_cudnn(ENVIRONMENT), properties(find("h100"))
+    assert library is not None
+    asked = [FORWARD, replace(FORWARD, kind="input gradient"), replace(FORWARD, kind="weight gradient")]
+
+    def plans(**changed: int) -> list[object]:
+        return [answer for _, answer in ask_worker(library, told | changed, asked)]
+
+    given = plans()
+    assert len(given) == 3
+    assert given != plans(deviceVer=800, smVersion=800)
+    for name in (
+        "multiProcessorCount",
+        "l2CacheSize",
+        "maxSharedMemoryPerBlockOptin",
+        "memoryBusWidth",
+        "totalGlobalMem",
+    ):
+        assert plans(**{name: 2 * told[name]}) == given, name

@@ -90,7 +90,7 @@ def test_every_allocation_has_the_size_that_torch_asked_for(name: str, card: str
     """In the same order. Releases of torch differ in two: a workspace of cuBLASLt, and where counters of Adam lie."""
     golden = next(g for g in map(golden_file.read, FILES) if g.name == name and find_card(g.gpu).name == card)
     step = steps.subjects()[0][name]
-    with accuracy._environment(golden.environment):
+    with accuracy.environment(golden.environment):
         trace = memplan.record(steps.on_card(step.build), device=card, steps=step.steps)
     born = sorted((storage for storage in trace.counted if storage.bytes), key=lambda storage: storage.born)
     same = golden.torch.split(".")[:2] == torch.__version__.split(".")[:2]

@@ -14,6 +14,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import InputError
 from memplan.reports.chart import check_drawable, picture
 from memplan.reports.sweep import draw, print_sweep
+from memplan.studies.sweeps.engine_changes import EngineChange
 from memplan.studies.sweeps.sweep import Sweep
 
 
@@ -66,6 +67,16 @@ def test_an_interrupted_sweep_says_so(swept: Sweep) -> None:
     assert "Interrupted: 4 of 6 points were not recorded." in printed(part)
     assert part.interrupted
     assert not swept.interrupted
+
+
+def test_where_cudnn_plans_another_engine_has_a_section_of_its_own(swept: Sweep) -> None:
+    change = EngineChange("batch", {"0.in_channels": 3}, (1, 2), "conv2d of 0", ("eng0", "eng28"), (3 << 20, 0))
+    assert "Engines" not in printed(swept)
+    text = " ".join(printed(dataclasses.replace(swept, engine_changes=(change,))).split())
+    assert (
+        "Engines - batch (0.in_channels 3): at 2 cuDNN plans eng28 with 0 B of workspace for conv2d of 0, at 1 eng0 "
+        "with 3.0 MiB"
+    ) in text
 
 
 def test_json_is_the_same_text_for_the_same_points(swept: Sweep) -> None:

@@ -25,6 +25,7 @@ PLANS = """
     size = {'forward': 3 << 20, 'input gradient': 5 << 20, 'weight gradient': 7 << 20}[question['kind']]
     say({'plans': [['eng8', size], ['eng9', size + 4096], ['eng3', 100], ['eng4', 200], ['eng1', 0]]})
 """
+DESCRIBED = "for a described card; a real one can choose others, mostly for weight gradients and kernels of 1"
 ENGINES = (ExecutionPlan("eng8", 3 << 20), ExecutionPlan("eng3", 100), ExecutionPlan("eng1", 0))
 
 
@@ -67,9 +68,7 @@ def test_the_first_plan_of_each_is_taken_and_lies_beside_its_result(recorded: Re
     assert alive == [data, weight, 64], "what else was made is freed by the end of the op"
     low, high = (memplan.simulate(trace, workspace=case) for case in ("low", "high"))
     assert low.peak_allocated == high.peak_allocated == memplan.simulate(trace, workspace="measured").peak_allocated
-    assert trace.notes[-1] == (
-        "cuDNN 9.19.0 chose the workspaces of 3 convolutions for a card that was described to it"
-    )
+    assert trace.notes[-1] == f"cuDNN 9.19.0 chose the workspaces of 3 convolutions {DESCRIBED}"
 
 
 def test_a_saved_trace_keeps_the_engines(recorded: Recorded) -> None:
@@ -100,7 +99,7 @@ def test_what_is_not_answered_stays_an_interval_and_is_said(recorded: Recorded) 
     assert found[1][1] == 0 < found[1][0]
     assert found[2] == (7 << 20, None)
     assert trace.notes[-2:] == (
-        "cuDNN 9.19.0 chose the workspaces of 2 convolutions for a card that was described to it",
+        f"cuDNN 9.19.0 chose the workspaces of 2 convolutions {DESCRIBED}",
         "cuDNN 9.19.0 did not answer for 1 of 3 convolutions, whose workspaces stay intervals: its process ended by "
         "SIGSEGV",
     )
@@ -127,19 +126,31 @@ def test_a_depthwise_convolution_is_not_asked_for(recorded: Recorded) -> None:
     assert not any("cuDNN" in note for note in trace.notes)
 
 
+def test_explain_says_how_much_of_a_peak_rests_on_answers(recorded: Recorded) -> None:
+    """After the convolution, which takes 7 MiB at most, a buffer of 64 MiB is the peak, and no workspace lives."""
+
+    def then_more() -> Callable[[], Any]:
+        step = build()
+        return lambda: (step(), torch.ones(16 << 20))
+
+    (note,) = [note for note in memplan.explain(recorded(then_more)).notes if "largest workspace" in note]
+    assert note.endswith("; 0 B of the peak rest on its answers")
+
+
 def test_explain_and_check_have_one_figure_and_name_the_engine(recorded: Recorded) -> None:
     trace = recorded(build)
     explained = memplan.explain(trace)
     assert explained.card is not None
     assert explained.timeline.peak_allocated == explained.card.peak_allocated_high
     assert explained.by_cause["workspace"] == 7 << 20
-    assert "cuDNN's largest workspace is 7.0 MiB: eng8 for conv2d's gradient of Conv2d" in explained.notes
+    largest = "cuDNN's largest workspace is 7.0 MiB: eng8 for conv2d's gradient of Conv2d"
+    assert f"{largest}; 7.0 MiB of the peak rest on its answers" in explained.notes
     assert not any("chooses an algorithm" in note for note in explained.notes)
     (finding,) = [one for one in memplan.check(trace) if one.id == "workspace-surprise"]
     assert finding.bytes == finding.details["high"] - finding.details["low"]
     assert finding.details["high"] == explained.timeline.peak_allocated
     assert finding.details["layers"][0]["engine"] == "eng8"
-    assert finding.message.startswith("cuDNN takes 7.0 MiB of workspace for Conv2d (engine eng8), whose tensors are ")
+    assert finding.message.startswith("cuDNN plans 7.0 MiB of workspace for Conv2d (engine eng8), whose tensors are ")
     assert finding.advice[-1] == "where there is no room for it, torch takes a slower engine, down to eng1, with 0 B"
 
 

@@ -79,12 +79,13 @@ def _words(
     low, high = map(format_bytes, peaks)
     if plans:
         message = (
-            f"cuDNN takes {size} of workspace for {layer} (engine {plans[0].engine}), whose tensors are {own}; the "
+            f"cuDNN plans {size} of workspace for {layer} (engine {plans[0].engine}), whose tensors are {own}; the "
             f"step's peak is {high}, and without such workspaces {low}"
         )
         less = f"{plans[-1].engine}, with {format_bytes(plans[-1].workspace)}"
         room = f"where there is no room for it, torch takes a slower engine, down to {less}"
         return message, (
+            "Measure it on the card, which can choose another engine",
             "Try channels_last, which often leads to engines without workspace",
             *([room] * (len(plans) > 1)),
         )

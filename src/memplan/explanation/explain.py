@@ -26,6 +26,8 @@ from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
 
+LARGEST_WORKSPACE = "cuDNN's largest workspace"
+"""How a note begins that differs from point to point of a study."""
 _OUTSIDE_LIBRARIES = ("aten.convolution", "aten.mkldnn_rnn_layer")
 
 
@@ -139,7 +141,7 @@ def explain_trace(
         holders_at(trace, timeline.peak_tick),
         headline(by_cause, weights, timeline.peak_allocated),
         None,
-        (*trace.notes, *_notes(recorded)),
+        (*trace.notes, *_notes(recorded, timeline)),
         trace.assumptions,
         card_use(recorded, timeline, card, settings) if card is not None else None,
     )
@@ -215,12 +217,12 @@ def _peak(trace: Trace, timeline: Timeline) -> PeakRow | None:
     return PeakRow(origin_word(best, trace), best.layer, best.where, best.phase, best.step, timeline.peak_allocated)
 
 
-def _notes(trace: Trace) -> tuple[str, ...]:
+def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
     notes: list[str] = []
     if trace.device == HOST and any(op.name.startswith(_OUTSIDE_LIBRARIES) for op in trace.ops):
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
     if trace.engines:
-        notes.append(_largest_workspace(trace))
+        notes.append(_named_workspaces(trace, timeline))
     if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
         notes.append(
             "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
@@ -234,13 +236,16 @@ def _notes(trace: Trace) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _largest_workspace(trace: Trace) -> str:
-    """Say which engine of cuDNN takes the most."""
+def _named_workspaces(trace: Trace, timeline: Timeline) -> str:
+    """Say which engine of cuDNN takes the most, and how much of the peak rests on cuDNN's answers."""
     found = max(trace.engines, key=lambda one: one.plans[0].workspace)
     plan, op = found.plans[0], trace.ops[trace.storages[found.storage].op or 0]
     of = f" of {op.layer}" if op.layer else ""
+    named = {one.storage for one in trace.engines}
+    held = sum(one.bytes for one in live_at(trace, timeline.peak_tick) if one.id in named)
     return (
-        f"cuDNN's largest workspace is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}"
+        f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}; "
+        f"{format_bytes(held)} of the peak rest on its answers"
     )
 
 

@@ -50,7 +50,12 @@ def parts(sweep: Sweep, page: Page) -> Iterator[RenderableType]:
         yield Text(f"... {len(reasons) - _SHOWN} more reasons, all of them with --json.")
     if any(row["status"] == "ok" and row["peak_high"] != row["peak"] for row in sweep.rows):
         yield Text("Workspaces: from none to the largest that cuDNN's algorithms are known to take; peak: with none.")
-    for title, lines in (("Fixed part and slope", sweep.fits), ("Largest part", sweep.crossings)):
+    sections = (
+        ("Fixed part and slope", sweep.fits),
+        ("Largest part", sweep.crossings),
+        ("Engines", sweep.engine_changes),
+    )
+    for title, lines in sections:
         if lines:
             yield Text(f"\n{title}", "bold")
             yield from (Text(f"- {printable(str(line))}") for line in lines[:_SHOWN])

@@ -13,6 +13,9 @@ from memplan.trace.records import Engines
 from memplan.trace.semantics.kinds import Asked
 from memplan.trace.trace import Trace
 
+_DESCRIBED = "for a described card; a real one can choose others, mostly for weight gradients and kernels of 1"
+"""Source: benchmarks/results/cudnn.md."""
+
 
 def with_workspaces(trace: Trace, asked: Mapping[int, Asked], library: Cudnn, card: Device) -> Trace:
     """Return the step with the bytes of the workspaces that cuDNN was asked for; the others stay intervals.
@@ -35,7 +38,7 @@ def with_workspaces(trace: Trace, asked: Mapping[int, Asked], library: Cudnn, ca
             engines.append(Engines(number, tried))
             change = {"bytes": tried[0].workspace, "low": None}
         storages[number] = dataclasses.replace(storages[number], **change)
-    said = (f"{library.title} chose the workspaces of {answered} convolutions for a card that was described to it",)
+    said = (f"{library.title} chose the workspaces of {answered} convolutions {_DESCRIBED}",)
     notes = (*trace.notes, *(said if answered else ()), *answers.said)
     return dataclasses.replace(trace, storages=tuple(storages), notes=notes, engines=tuple(engines))
 

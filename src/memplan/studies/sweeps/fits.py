@@ -153,7 +153,7 @@ def fits_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Fit]:
     """Return a fit for every axis of numbers and every choice of the others with at least two points."""
     found: list[Fit] = []
     for axis in axes:
-        for at, points in _along(axis, axes, rows):
+        for at, points in along(axis, axes, rows):
             measures = [axis.measure(row[axis.name]) for row in points]
             if len(points) >= 2 and all(measure is not None for measure in measures):
                 found.append(_fit(axis, at, points, numpy.array(measures, dtype=float)))
@@ -164,7 +164,7 @@ def crossings_of(axes: Sequence[Axis], rows: Sequence[Row]) -> list[Crossing]:
     """Find every place along an axis of numbers where another part becomes the largest."""
     found: list[Crossing] = []
     for axis in axes:
-        for at, points in _along(axis, axes, rows):
+        for at, points in along(axis, axes, rows):
             if all(axis.measure(row[axis.name]) is not None for row in points):
                 found += _crossings(axis, at, points)
     return found
@@ -178,7 +178,7 @@ def part_bytes(row: Row) -> dict[str, int]:
     }
 
 
-def _along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
+def along(axis: Axis, axes: Sequence[Axis], rows: Sequence[Row]) -> list[tuple[dict[str, Any], list[Row]]]:
     """Group the rows that differ in this axis alone, in order of its measure, with the values of the other axes."""
     groups = rows_along(axis.name, [one.name for one in axes], rows)
     return [(at, sorted(points, key=lambda row: axis.measure(row[axis.name]) or 0.0)) for at, points in groups]

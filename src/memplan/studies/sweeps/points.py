@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from memplan.errors import InputError, MemplanError
-from memplan.explanation.explain import explain_trace
+from memplan.explanation.explain import LARGEST_WORKSPACE, explain_trace
+from memplan.explanation.layers import origin_word
 from memplan.explanation.model import Answer
+from memplan.simulation.simulate import live_at
 from memplan.studies.axes.sliding_window import aggregation_bytes
 from memplan.studies.axes.subject import Subject
 from memplan.trace.record import record_for
@@ -73,6 +75,17 @@ class Bytes:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedWorkspace:
+    """What cuDNN plans for a convolution, or for one of its gradients."""
+
+    op: str
+    engine: str
+    bytes: int
+    at_peak: bool
+    """Whether it is allocated at the peak."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a point: its bytes, or why there are none."""
@@ -82,6 +95,8 @@ class Outcome:
     notes: tuple[str, ...] = field(default=())
     trace: Trace | None = field(default=None, repr=False)
     """The step, where asked for."""
+    planned: tuple[PlannedWorkspace, ...] = ()
+    """Workspaces that cuDNN was asked for, in order of the step."""
 
 
 def measured(subject: Subject, target: Target, settings: str | None = None, *, keep: bool = False) -> Outcome:
@@ -108,7 +123,9 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
     timeline, low = explanation.timeline, explanation.by_cause["workspace"]
     aggregation = aggregation_bytes(trace) if subject.window is not None else 0
     kept = trace if keep else None
-    notes = (*explanation.notes, *map(_rests_on, loud(trace.assumptions)))
+    same = (note for note in explanation.notes if not note.startswith(LARGEST_WORKSPACE))
+    notes = (*same, *map(_rests_on, loud(trace.assumptions)))
+    planned = _planned(trace, explanation.timeline.peak_tick)
     peak, reserved = timeline.peak_allocated, timeline.peak_reserved
     card = explanation.card
     if card is None:
@@ -121,7 +138,19 @@ def measured(subject: Subject, target: Target, settings: str | None = None, *, k
         peak, card.peak_allocated_high, reserved_low, reserved_high, card.verdict.low, card.verdict.high,
         low, high["workspace"][1], causes, card.verdict.answer, aggregation,
     )  # fmt: skip
-    return Outcome(found, None, notes, kept)
+    return Outcome(found, None, notes, kept, planned)
+
+
+def _planned(trace: Trace, tick: int) -> tuple[PlannedWorkspace, ...]:
+    held = {storage.id for storage in live_at(trace, tick)}
+    ops = [(one, trace.ops[trace.storages[one.storage].op or 0]) for one in trace.engines]
+    return tuple(
+        PlannedWorkspace(
+            origin_word(op, trace) + (f" of {op.layer}" if op.layer else ""),
+            one.plans[0].engine, one.plans[0].workspace, one.storage in held,
+        )
+        for one, op in ops
+    )  # fmt: skip
 
 
 def _rests_on(assumption: Assumption) -> str:

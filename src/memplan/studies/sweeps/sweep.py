@@ -18,6 +18,7 @@ from memplan.explanation.explain import device_of
 from memplan.studies.axes.axes import Axis, axis_of, without_data
 from memplan.studies.axes.ranges import values_of
 from memplan.studies.axes.subject import Subject
+from memplan.studies.sweeps.engine_changes import EngineChange, engine_changes_of
 from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, place_of_all, shown
 from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import Outcome
@@ -74,6 +75,8 @@ class Sweep:
     notes: tuple[str, ...] = ()
     points: int = 0
     """How many there are; more than rows where Ctrl-C ended it."""
+    engine_changes: tuple[EngineChange, ...] = ()
+    """Where cuDNN plans another engine at the peak, with another workspace by a factor."""
 
     @property
     def interrupted(self) -> bool:
@@ -127,7 +130,17 @@ class Sweep:
         """
         file = loads(text, source)
         rows = [dict(row) for row in file.rows]
-        return Sweep(file.title, file.device, file.axes, rows, file.fits, file.crossings, file.notes, file.points)
+        return Sweep(
+            file.title,
+            file.device,
+            file.axes,
+            rows,
+            file.fits,
+            file.crossings,
+            file.notes,
+            file.points,
+            file.engine_changes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -141,6 +154,7 @@ class Sweep:
             "rows": _plain(self.rows),
             "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
             "crossings": _plain(self.crossings),
+            "engine_changes": _plain(self.engine_changes),
             "notes": list(self.notes),
         }
 
@@ -154,7 +168,7 @@ class Sweep:
             + (f"; interrupted, {self.points - len(self.rows)} are left" if self.interrupted else "")
         ]
         lines += [str(fit) for fit in self.fits]
-        lines += [str(crossing) for crossing in self.crossings]
+        lines += [str(one) for one in (*self.crossings, *self.engine_changes)]
         return "\n".join(printable(line) for line in (*lines, *(f"note: {note}" for note in self.notes)))
 
 
@@ -230,7 +244,8 @@ def swept(
     points = [dict(zip(names, point, strict=True)) for point in itertools.product(*(values for _, values in axes))]
     tasks: list[Task] = [(_at(subject, [axis for axis, _ in axes], point), target, settings) for point in points]
     outcomes = run(tasks, jobs, progress or (lambda done, total: None))
-    rows = [_row(point, outcomes[number]) for number, point in enumerate(points) if number in outcomes]
+    numbers = sorted(outcomes)
+    rows = [_row(points[number], outcomes[number]) for number in numbers]
     errors = [outcome.error for _, outcome in sorted(outcomes.items())]
     if all(errors) and len(errors) == len(points):
         raise _all_failed(errors[0], points)
@@ -238,7 +253,8 @@ def swept(
     only = [axis for axis, _ in axes]
     named = {axis.name: values for axis, values in axes}
     fits, crossings = tuple(fits_of(only, rows)), tuple(crossings_of(only, rows))
-    return Sweep(title or subject.title, target.name, named, rows, fits, crossings, tuple(notes), len(points))
+    changes = tuple(engine_changes_of(only, rows, [outcomes[number].planned for number in numbers]))
+    return Sweep(title or subject.title, target.name, named, rows, fits, crossings, tuple(notes), len(points), changes)
 
 
 def again(what: Any) -> Any:

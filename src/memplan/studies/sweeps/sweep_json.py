@@ -9,6 +9,7 @@ from typing import Any
 from memplan import _json
 from memplan._json import Json, Unreadable
 from memplan.errors import InputError
+from memplan.studies.sweeps.engine_changes import EngineChange
 from memplan.studies.sweeps.fits import Crossing, Fit
 from memplan.studies.sweeps.points import KNOWN
 
@@ -37,6 +38,7 @@ class SweepFile:
     fits: tuple[Fit, ...]
     crossings: tuple[Crossing, ...]
     notes: tuple[str, ...]
+    engine_changes: tuple[EngineChange, ...] = ()
 
 
 def loads(text: str, source: str = "The text") -> SweepFile:
