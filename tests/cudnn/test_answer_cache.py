@@ -40,7 +40,15 @@ def test_another_card_version_or_description_has_a_file_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '["memplan.cudnn 0", {}]', '["memplan.cudnn 1", {"a": [["eng1", -1]]}]', '["memplan.cudnn 1", 3]'],
+    [
+        "",
+        "{",
+        "[]",
+        '["memplan.cudnn 0", {}]',
+        '["memplan.cudnn 1", {"a": [["eng1", -1]]}]',
+        '["memplan.cudnn 1", {"a": []}]',
+        '["memplan.cudnn 1", 3]',
+    ],
 )
 def test_a_damaged_file_is_moved_aside_and_said(text: str) -> None:
     cache = AnswerCache("h100", 91900, {})

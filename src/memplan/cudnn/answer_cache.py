@@ -72,6 +72,8 @@ def _read(file: Path) -> dict[str, Plans]:
     content = from_plain(_Content, parse(file.read_text(encoding="utf-8")), "it", rows=True)
     if content.format != _FORMAT:
         raise Unreadable(f"it has the format {content.format!r:.40}")
+    if not all(content.answers.values()):
+        raise Unreadable("an answer has no plan")
     return content.answers
 
 

@@ -17,7 +17,10 @@ OLDEST = 90800
 _FILE = Path("nvidia", "cudnn", "lib", "libcudnn.so.9")
 _NEEDED = ("libnvrtc-builtins.so.*", "libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*")
 _DEFINED = re.compile(r"#define CUDNN_(?:MAJOR|MINOR|PATCHLEVEL) (\d+)")
-_DO = "Install a CUDA build of torch there, or memplan[cudnn] (1.7 GB), or leave it out for an interval"
+_DO = (
+    "Name an environment with a CUDA build of torch, or with memplan[cudnn] (1.7 GB; pip takes another version there: "
+    "nvidia-cudnn-cu13==9.10.2.21); or leave it out for an interval"
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def find_cudnn(environment: str | os.PathLike[str] | bool | None) -> Cudnn | Non
         return next((found for place in places if (found := _in(place)) and found.version >= OLDEST), None)
     if not _runs_here():
         raise DeviceError(f"cuDNN named on {platform.system()}", expected="Linux on x86-64", do="Leave it out")
-    found = packages_of(python_of(Path(environment)), _FILE, own=False)
+    found = packages_of(python_of(environment, _DO), _FILE, own=False)
     library = None if found is None else _in(found)
     if library is None or library.version < OLDEST:
         what = "no cuDNN as pip installs it" if library is None else library.title

@@ -56,7 +56,7 @@ def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
             expected="Linux on x86-64, which the emulated driver is written for",
             do="Run it there, or predict the step: memplan.record(build, device=...)",
         )
-    python = Path(sys.executable) if environment is None else python_of(Path(environment))
+    python = Path(sys.executable) if environment is None else python_of(environment, _DO)
     packages = packages_of(python, Path("torch", "version.py"), own=environment is None)
     where = f"the environment {python.parent.parent}"
     if packages is None:
@@ -72,16 +72,17 @@ def find_torch(environment: str | os.PathLike[str] | None) -> CudaTorch:
     return found
 
 
-def python_of(path: Path) -> Path:
-    """Return the interpreter of an environment. Raises DeviceError: it is none."""
+def python_of(environment: str | os.PathLike[str], do: str) -> Path:
+    """Return the interpreter of an environment. Raises DeviceError: it is none; ``do`` says what to do then."""
+    path = Path(environment).expanduser()
     candidates = [path] if path.is_file() else [path / "bin" / "python", path / "bin" / "python3"]
     for candidate in candidates:
         if candidate.is_file() and os.access(candidate, os.X_OK):
             return candidate.absolute()
     raise DeviceError(
-        f"{path} is no environment of Python",
+        f"{str(environment)!r} is no environment of Python",
         expected="the folder of a virtual environment with a CUDA build of torch, or its python",
-        do=_DO,
+        do=do,
     )
 
 

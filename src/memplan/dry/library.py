@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +70,7 @@ def library_for(torch: CudaTorch) -> Library:
     library = Library(folder / "libdry.so", folder / "libdryml.so", folder / "triton")
     if _is_whole(folder):
         return library
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
+    with _building(folder.parent) as temporary:
         made = Path(temporary) / "made"
         made.mkdir()
         _Build(torch, compiler, Path(temporary)).into(made)
@@ -92,13 +93,30 @@ def built(source: Path, soname: str) -> Path:
     compiler, said = _compiler()
     digest = hashlib.sha256("\0".join((compiler, said, soname)).encode() + source.read_bytes()).hexdigest()[:20]
     library = cache_folder() / f"{source.stem}-{digest}.so"
-    if not library.is_file():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".building-") as folder:
+    whole = library.with_suffix(".sum")
+    if not library.is_file() or not whole.is_file() or whole.read_text(encoding="utf-8") != _sum(library):
+        with _building(library.parent) as folder:
             made = Path(folder) / library.name
             _run(compiler, source.name, "-O1", "-w", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", made, source)
+            whole.write_text(_sum(made), encoding="utf-8")
             made.replace(library)
     return library
+
+
+@contextmanager
+def _building(folder: Path) -> Iterator[str]:
+    """Make a folder of the cache, and one within it for what is being built."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        within = tempfile.TemporaryDirectory(dir=folder, prefix=".building-")
+    except OSError as error:
+        raise DeviceError(
+            f"the cache folder {folder} cannot be made ({error.strerror})",
+            expected="a folder that can be written, for what memplan builds",
+            do="Set XDG_CACHE_HOME to one",
+        ) from None
+    with within as name:
+        yield name
 
 
 def _compiler() -> tuple[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,22 @@ def test_the_command_answers_in_one_line(options: list[str], said: str, file: Pa
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_dry_run_starts_no_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script without a main guard is run again in the other process, up to its own call."""
+    monkeypatch.setenv("MEMPLAN_DRY_CARD", "any")
+    with pytest.raises(UsageError, match='if __name__ == "__main__"'):
+        dry(file, "streams")
+
+
+@needs_cuda_torch
+def test_a_script_without_a_guard_ends(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    end = f'memplan.measure(build, device="h100", dry=True, environment={ENVIRONMENT!r})\n'
+    script.write_text(f"import memplan\n{STEP}\n{end}")
+    found = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    assert 'Put the call under if __name__ == "__main__":' in found.stderr.splitlines()[-1]
 
 
 @needs_cuda_torch

@@ -84,6 +84,12 @@ def run_dry(
         StepError: ``build`` or the step raised, or ended the process.
         UsageError: ``build`` cannot be sent to the process.
     """
+    if CARD in os.environ:
+        raise UsageError(
+            "a dry run within a dry run: the build's file was run again in the other process, and starts one there",
+            expected="a file that starts nothing where it is imported",
+            do='Put the call under if __name__ == "__main__":',
+        )
     if device is None:
         raise DeviceError("a dry run of no card", expected="device, the card to emulate", do="Name one: device='h100'")
     card = find(str(device))
@@ -191,6 +197,15 @@ def _is_library(entry: str, roots: tuple[str, ...]) -> bool:
     return any(entry.startswith(os.path.join(root, "lib") + os.sep) for root in roots)
 
 
+def _on_dry_card(error: StepError) -> StepError:
+    """Return a step's error with what to do where it ran on the emulated card."""
+    if "OutOfMemoryError" in error.found:
+        fewer = "Take fewer samples or a larger card; memplan fit makes a step fit"
+        return StepError(error.found, expected="a step that fits on the card", do=fewer)
+    lacks = "Check the inputs; docs/dry.md says what that card lacks, and memplan.record(build, device=...) needs none"
+    return StepError(error.found, expected="a step that runs on the emulated card", do=lacks)
+
+
 def answer(folder: str) -> None:
     """Answer the request in a folder, and end the process at once: its threads may hold objects of Python."""
     try:
@@ -203,6 +218,7 @@ def answer(folder: str) -> None:
         partial.write_text(trace.to_json(), encoding="utf-8")
         partial.rename(Path(folder, _TRACE))
     except MemplanError as error:
+        error = _on_dry_card(error) if isinstance(error, StepError) else error
         Path(folder, _ERROR).write_bytes(pickle.dumps(error))
     except Exception as error:  # the user's module raised while it was imported
         text = str(error).strip().split("\n")[0]
