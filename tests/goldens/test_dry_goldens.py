@@ -166,12 +166,12 @@ def test_a_miss_is_named_by_how_far_it_is_off(
     assumed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, gelu() | {"format": "memplan-dry-golden", "assumed": assumed})
-    monkeypatch.setattr(accuracy.compare, "__defaults__", (lambda _: prediction(1.25),))
+    monkeypatch.setattr(accuracy, "predict", lambda golden, cudnn: prediction(1.25))
     row = dry.row_of(path)
     assert (row.step, row.card, row.number, row.allocated, row.holds) == ("gelu", "NVIDIA H200", True, 0.25, False)
     assert row.miss.startswith("allocated +25.00% off, reserved +0.00%")
     assert row.miss.endswith("decide what is allocated") is bool(assumed)
-    monkeypatch.setattr(accuracy.compare, "__defaults__", (lambda _: prediction(1),))
+    monkeypatch.setattr(accuracy, "predict", lambda golden, cudnn: prediction(1))
     assert (dry.row_of(path).holds, dry.row_of(path).miss) == (True, "")
 
 
@@ -207,6 +207,8 @@ def test_the_stored_results_are_of_the_files_that_are_here() -> None:
     stored = [dry.Row(**row) for row in rows]
     beside = [dry.Pair(**row) for row in results()["beside"]]
     assert (dry.RESULTS / "dry.md").read_text(encoding="utf-8") == dry.table(stored)
+    asked = dry.stored()[1].rows
+    assert {(row.card, row.step) for row in asked} == {(row.card, row.step) for row in stored}
     text = (dry.RESULTS / "dry_short.md").read_text(encoding="utf-8")
     assert text == dry.short(stored, beside, dry.stored()[1])
     assert beside == dry.pairs()
