@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import memplan
 from memplan.trace.both_ways import most_at_once
+from memplan.trace.records import loud
 
 
 def branching(yes: Callable[[Tensor], Tensor], no: Callable[[Tensor], Tensor], really: float) -> Any:
@@ -104,6 +105,111 @@ def test_more_branches_than_are_followed_are_told() -> None:
 
     kinds = [one.kind for one in memplan.record(build).assumptions if "branch" in one.text.lower()]
     assert sorted(kinds) == ["branch", *["scalar"] * 4]
+
+
+Body = Callable[[Tensor, Any], Tensor]
+
+
+def by_number(body: Body, count: int, only: int | None = None) -> Any:
+    """A step of a number that is drawn, from 0 to ``count``; ``only``: which it really is."""
+
+    def build() -> Callable[[], None]:
+        x, low, high = torch.ones(32, 64, requires_grad=True), only or 0, count if only is None else only + 1
+
+        def step() -> None:
+            body(x, torch.randint(low, high, ()).item()).relu().sum().backward()
+            x.grad = None
+
+        return step
+
+    return build
+
+
+def peaks_of(body: Body, count: int) -> list[int]:
+    """What is measured of each number."""
+    return [measured_peak(by_number(body, count, only)) for only in range(count)]
+
+
+def elif_large(x: Tensor, number: int) -> Tensor:
+    if number == 0:
+        repeats = 2
+    elif number == 1:
+        repeats = 400
+    else:
+        repeats = 1
+    return x.repeat(1, repeats) * 2
+
+
+def elif_small(x: Tensor, number: int) -> Tensor:
+    if number == 0:
+        repeats = 1
+    elif number == 1:
+        repeats = 400
+    else:
+        repeats = 2
+    return x.repeat(1, repeats) * 2
+
+
+def match_large(x: Tensor, number: int) -> Tensor:
+    match number:
+        case 0:
+            repeats = 2
+        case 1:
+            repeats = 400
+        case _:
+            repeats = 1
+    return x.repeat(1, repeats) * 2
+
+
+def elif_of_many(x: Tensor, number: int) -> Tensor:
+    if number == 0:
+        repeats = 2
+    elif number == 1:
+        repeats = 1
+    elif number == 2:
+        repeats = 2
+    elif number == 3:
+        repeats = 1
+    elif number == 4:
+        repeats = 400
+    else:
+        repeats = 1
+    return x.repeat(1, repeats) * 2
+
+
+@pytest.mark.parametrize("body", [elif_large, elif_small, match_large])
+def test_a_branch_that_another_one_leaves_out_is_bounded(body: Body) -> None:
+    trace, peaks = memplan.record(by_number(body, 3)), peaks_of(body, 3)
+    assert memplan.simulate(trace).peak_allocated == max(peaks)
+    shown = [one.text for one in trace.assumptions if one.kind == "branch"]
+    assert any(f"{max(peaks) / 2**20:.1f} MiB" in one for one in shown)
+
+
+def test_a_branch_that_is_not_followed_is_told_where_the_way_shown_leaves_it_out() -> None:
+    trace, peaks = memplan.record(by_number(elif_of_many, 6)), peaks_of(elif_of_many, 6)
+    assert memplan.simulate(trace).peak_allocated < max(peaks)
+    shown = [one for one in trace.assumptions if "IS NOT BOUNDED" in one.text]
+    assert len(shown) == 1
+    assert loud(shown)
+
+
+def test_a_branch_that_is_no_longer_reached_is_not_the_same_either_way() -> None:
+    """What decides is there in the first recording only."""
+    built = list[int]()
+
+    def build() -> Callable[[], None]:
+        built.append(0)
+        x, decides, times = torch.randn(32, 64), torch.rand(1), len(built)
+
+        def step() -> None:
+            if times == 1 and decides.item() > 0.5:
+                small(x)
+
+        return step
+
+    trace = memplan.record(build)
+    assert not any("the same either way" in one.text for one in trace.assumptions)
+    assert any("IS NOT BOUNDED" in one.text for one in trace.assumptions if one.kind == "branch")
 
 
 def test_most_at_once_is_the_simulated_peak_on_the_cpu() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from textwrap import shorten
 
@@ -13,8 +13,10 @@ from memplan.trace.recording.values.largest import Choice, Site
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
-Again = Callable[[frozenset[Choice]], tuple[Trace | RecordingError | None, Sequence[Choice]]]
-"""Records the step once more, with these choices taken the other way; what comes of it, and its choices."""
+Way = frozenset[Choice]
+Again = Callable[[Way], tuple[Trace | RecordingError | None, Sequence[Choice], Collection[Choice]]]
+"""Records the step once more, with these choices taken the other way; what comes of it, its choices, and which of those
+taken the other way it reached."""
 
 _MOST = 4
 """Branches at most that are recorded both ways, as many reads of numbers, and as many of both that only another way
@@ -32,33 +34,47 @@ def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Tra
             taken at their largest, in order.
         again: records the step the other way.
     """
-    taken = frozenset[Choice]()
-    found: dict[str | None, Assumption] = {}
-    ends: dict[Site, Assumption | None] = {}
+    straight, taken = most_at_once(trace), Way()
+    found: dict[Choice, tuple[int, Assumption | None]] = {}
     first = [one for sites in (False, True) for one in [x for x in choices if isinstance(x, Site) == sites][:_MOST]]
-    queue: list[tuple[Choice, frozenset[Choice] | None, int]] = [(one, None, 0) for one in first]
-    seen, more = set(choices), _MOST
+    queue: list[tuple[Choice, Way | None, int]] = [(one, None, 0) for one in first]
+    seen, more = dict.fromkeys(choices), _MOST
     while queue:
         choice, way, peak = queue.pop(0)
-        if way is None:  # a choice of the way that is shown
+        if way is None:  # a choice of the first way: beside those already taken the other way, then alone
+            queue = [(choice, Way(), straight), *queue] if taken else queue
             way, peak = taken, most_at_once(trace)
-        other, below = again(way | {choice})
-        if isinstance(choice, Site):
-            ends[choice] = _of_ends(choice, peak, other)
-        elif (row := _of_branch(format_frame(choice), peak, other)) is not None:
-            found[row.where] = _with_rounds(row, trace)
+        other, below, reached = again(way | {choice})
+        weight = max(peak, most_at_once(other)) if isinstance(other, Trace) and choice in reached else 0
+        if choice not in found or weight >= found[choice][0]:
+            found[choice] = weight, _of_choice(choice, peak, other, trace, reached=choice in reached)
         if not isinstance(other, Trace):
             continue
         new = [one for one in below if one not in seen][:more]
-        seen, more = seen.union(below), more - len(new)
+        seen, more = seen | dict.fromkeys(below), more - len(new)
         queue = [(one, way | {choice}, most_at_once(other)) for one in new] + queue
         if most_at_once(other) > most_at_once(trace):
             trace, taken = other, way | {choice}
-    left = {one: _not_tried(one) for one in seen if isinstance(one, Site) and one not in ends}
-    rows = {row: None for row in (ends | left).values() if row is not None}
-    kept = [one for one in trace.assumptions if one.where not in found or not _is_of_branch(one)]
-    every = [*found.values(), *rows, *kept]
-    return replace(trace, assumptions=tuple(sorted(every, key=lambda row: row.kind not in ("branch", "bound"))))
+    said = {choice: row for choice, (_, row) in found.items() if row is not None or isinstance(choice, Site)}
+    left = {one: _not_tried(one) for one in seen if one not in said}
+    rows = dict.fromkeys(row for row in (said | left).values() if row is not None)
+    places = {format_frame(one) for one in seen if not isinstance(one, Site)}
+    kept = [one for one in trace.assumptions if one.where not in places or not _is_of_branch(one)]
+    return replace(
+        trace, assumptions=tuple(sorted((*rows, *kept), key=lambda row: row.kind not in ("branch", "bound")))
+    )
+
+
+def _of_choice(
+    choice: Choice, peak: int, other: Trace | RecordingError | None, shown: Trace, *, reached: bool
+) -> Assumption | None:
+    """Return what has to be said of a choice, recorded the other way; None where there is nothing."""
+    if isinstance(other, Trace) and not reached:
+        return _not_tried(choice)
+    if isinstance(choice, Site):
+        return _of_ends(choice, peak, other)
+    row = _of_branch(format_frame(choice), peak, other)
+    return None if row is None else _with_rounds(row, shown)
 
 
 def _of_branch(where: str | None, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
@@ -90,8 +106,10 @@ def _of_ends(site: Site, peak: int, other: Trace | RecordingError | None) -> Ass
     return Assumption("bound", _NO_SMALLEST.format(end=site.ends[0], other=site.ends[1], how=how), where)
 
 
-def _not_tried(site: Site) -> Assumption:
-    return Assumption("bound", _UNTRIED.format(end=site.ends[0]), format_frame(site.line))
+def _not_tried(choice: Choice) -> Assumption:
+    if isinstance(choice, Site):
+        return Assumption("bound", _UNTRIED.format(end=choice.ends[0]), format_frame(choice.line))
+    return Assumption("branch", _ONE_WAY, format_frame(choice))
 
 
 def _compared(where: str | None, one: int, two: int) -> Assumption:
@@ -106,6 +124,7 @@ _SAME_PEAK = "a value decides a branch: the peak is the same either way ({peak})
 _END = "a value that is read DECIDES SIZES: taken {end}, the step takes {most}, {other} {less}"
 _NO_SMALLEST = "a value that is read is taken {end}, and what shrinks as it grows IS NOT BOUNDED: {other}, {how}"
 _UNTRIED = "a value that is read is taken {end}: what shrinks as it grows IS NOT BOUNDED"
+_ONE_WAY = "a value DECIDES A BRANCH, which was recorded one way only: what the other way takes IS NOT BOUNDED"
 _ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
 _DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other way {least}; what takes more is shown"
 

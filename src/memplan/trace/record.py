@@ -101,11 +101,13 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
     """
     recording, trace = _placed(target, known, build, steps)
 
-    def again(other: frozenset[Choice]) -> tuple[Trace | RecordingError | None, tuple[Choice, ...]]:
+    def again(
+        other: frozenset[Choice],
+    ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Collection[Choice]]:
         way, found = _recorded(
             target, recording.on_card, known, build, steps, recording.other | other, recording.counts
         )
-        return found, way.choices
+        return found, way.choices, way.turned
 
     return with_both_ways(trace, recording.choices, again)
 
@@ -270,6 +272,11 @@ class _Recording:
     def choices(self) -> tuple[Choice, ...]:
         """Return the lines at which a value that is not known decided a branch, and where one became a plain number."""
         return (*self._standins.branches, *self._standins.largest.sites)
+
+    @property
+    def turned(self) -> Collection[Choice]:
+        """Return the choices that were taken the other way where the step reached them."""
+        return self.other & {*self._standins.turned, *self._standins.largest.sites}
 
     @property
     def last_bound(self) -> Line | None:

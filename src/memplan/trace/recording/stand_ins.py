@@ -86,6 +86,8 @@ class Standins:
         """How many elements were taken to be selected there."""
         self.branches: dict[Line, None] = {}
         """Lines at which a value decided a branch, in order, which can be taken the other way."""
+        self.turned = set[Line]()
+        """Lines at which a value decided a branch that was taken the other way."""
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
         """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
@@ -152,7 +154,8 @@ class Standins:
             stack.enter_context(_torch.modules_converted_as_real())
             stack.enter_context(_torch.lazy_as_fake(self._mode, self._mode.within))
             stack.enter_context(_torch.rejections_counted(self._redrawing))
-            stack.enter_context(slices_by_value(self._sliced, self.largest.of, self._observer.ranges.origin))
+            sliced = lambda values: self.becomes_size(values[0], values[1], user_frame())  # noqa: E731
+            stack.enter_context(slices_by_value(sliced, self.largest.of, self._observer.ranges.origin))
             tell = partial(self.assumed.add, "bound")
             stack.enter_context(splits_by_value(tell, self._observer.ranges.of, self.largest.other_way))
             stack.enter_context(_torch.lengths_as_tensors())
@@ -265,7 +268,8 @@ class Standins:
             self.assumed.add("scalar", ITERATES)
             return iterates
         self.last_decision = frame = user_frame()
-        if frame in self._other:
+        if frame is not None and frame in self._other:
+            self.turned.add(frame)
             self.assumed.add("scalar", _OTHER_WAY)
             return not answer
         if frame is not None:
@@ -292,9 +296,6 @@ class Standins:
         if size:
             self.becomes_size(low, taken, line)
         return taken
-
-    def _sliced(self, values: Range) -> None:
-        self.becomes_size(values[0], values[1], user_frame())
 
     def is_size(self) -> None:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""

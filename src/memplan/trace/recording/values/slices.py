@@ -53,14 +53,14 @@ class Slices:
         if isinstance(key, tuple):
             return tuple(map(self.key, key))
         if isinstance(key, slice):
-            return self._slice(key) if self._is_unknown(key.start) or self._is_unknown(key.stop) else key
+            return self._slice(key) if any(map(self._is_unknown, (key.start, key.stop, key.step))) else key
         return key.low if is_standin(key) and key.low is not None else key
 
     def _slice(self, key: slice) -> slice:
-        first, last = self._range(key.start), self._range(key.stop)
+        first, last, step = self._range(key.start), self._range(key.stop), self._step(key.step)
         if first is not None and self._length(key) is not None and (first[0] >= 0 or first[1] < 0):
             start, stop = first[0], first[0] + (self._length(key) or 0)
-            return slice(start, stop if (stop < 0) == (start < 0) else None, key.step)
+            return slice(start, stop if (stop < 0) == (start < 0) else None, step)
         for end, values in ((key.start, first), (key.stop, last)):
             if values is not None and self._is_unknown(end):
                 becomes_size(end) if is_standin(end) else self._tell(values)
@@ -69,7 +69,16 @@ class Slices:
             start = first[0] if first[0] >= 0 or first[1] < 0 else 0
         if last is not None and self._is_unknown(stop):  # x[:-0] is empty, x[:-1] is not
             stop = last[1] if last[0] >= 0 or last[1] < 0 else None
-        return slice(start, stop, key.step)
+        return slice(start, stop, step)
+
+    def _step(self, step: Any) -> Any:
+        """Return the smallest step that this one can be, which selects most; it is at least 1."""
+        values = self._range(step)
+        if not self._is_unknown(step) or values is None:
+            return step
+        least = max(values[0], 1)
+        step.reader.becomes_size(least, least, step.line) if is_standin(step) else self._tell((least, least))
+        return least
 
     def _length(self, key: slice) -> int | None:
         """Return how many elements lie between two ends that differ by a known number: `x[i : i + 8]`."""
