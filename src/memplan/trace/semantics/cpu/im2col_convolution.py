@@ -1,7 +1,8 @@
 """Temporaries of convolutions that oneDNN does not take: PyTorch's own im2col kernels.
 
 ATen/native/ConvolutionMM2d.cpp, ConvolutionMM3d.cpp, NaiveDilatedConvolution.cpp,
-NaiveConvolutionTranspose2d.cpp, NaiveConvolutionTranspose3d.cpp; Convolution.cpp calls them once a group.
+NaiveConvolutionTranspose2d.cpp, NaiveConvolutionTranspose3d.cpp; Convolution.cpp calls them once a group, save that of
+volumes, which takes all groups at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ def _skips_columns(
     return prod(weight.shape[2:]) == 1 and all(s == 1 for s in steps) and not any(padding)
 
 
+def _takes_groups(x: torch.Tensor, transposed: bool, dilation: Sequence[int]) -> bool:
+    """Return whether one call has the columns of all groups: ConvolutionMM3d.cpp, ``slow_conv3d_forward_out_cpu``."""
+    return x.dim() == 5 and not transposed and all(d == 1 for d in dilation)
+
+
 def forward(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -46,6 +52,8 @@ def forward(
     """Return the columns; with groups also the slices of input and output, which are put together at the end; those of
     one image are views."""
     batch, size = x.shape[0], x.element_size()
+    if _takes_groups(x, transposed, dilation):
+        groups = 1
     copies = _copied(x, weight)
     if transposed:
         columns = _columns(y.shape[1] // groups, weight, space(x.shape), size)
@@ -78,6 +86,8 @@ def backward(
     """Return the bytes of columns, which are live while the last result is computed; the results of a group are
     slices first."""
     batch, size = x.shape[0], x.element_size()
+    if _takes_groups(x, transposed, dilation):
+        groups = 1
     copies = _copied(x, weight, gradient)
     turned = copied_to(x, False) if x.dim() == 5 else 0  # of volumes, and for the weight's gradient alone
     copies -= turned

@@ -18,7 +18,7 @@ from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.norms import copies_of
 from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
 from memplan.trace.semantics.kinds import Extra
-from memplan.trace.semantics.layout import bytes_of, copied_to, suggests_channels_last
+from memplan.trace.semantics.layout import bytes_of, copied, copied_to, suggests_channels_last
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
 
@@ -95,6 +95,19 @@ def where(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
     return _taken(*(t.numel() * result.element_size() for t in cast))
 
 
+def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Im2Col.cu and Col2Im.cu: a copy of the operand; a result of its size is made first, and resized."""
+    x = args[0]
+    return _taken(copied(x), bytes_of(x) if result.numel() > x.numel() else 0)
+
+
+def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """TensorTransformations.cu, roll_cuda: a copy of the operand; each dimension but the last leaves its own result."""
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    between = (bytes_of(result),) * (len(dims) - 1)
+    return between or _taken(copied(args[0]))
+
+
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """ReduceOps.cpp, logsumexp_out_impl: the exponentials, and the greatest element of each row."""
     return _taken(bytes_of(args[0]), bytes_of(result))
@@ -112,6 +125,11 @@ _CONTIGUOUS = (
     *("reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "nll_loss_forward"),
     *("nll_loss2d_forward", "upsample_nearest3d_backward", "upsample_trilinear3d_backward", "log_sigmoid_forward"),
     *("upsample_bicubic2d_backward", "avg_pool3d_backward", "_adaptive_avg_pool3d_backward", "max", "min"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+    *("upsample_nearest1d_backward", "upsample_linear1d_backward", "_upsample_nearest_exact1d_backward"),
+    *("_upsample_nearest_exact3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward"),
+    *("reflection_pad1d_backward", "reflection_pad2d_backward", "adaptive_max_pool3d_backward"),
+    *("fractional_max_pool2d_backward", "multi_margin_loss_backward", "multilabel_margin_loss_backward"),
 )
 _POOL_BACKWARD = (
     *("max_pool2d_with_indices_backward", "avg_pool2d_backward", "_adaptive_avg_pool2d_backward"),
@@ -129,7 +147,9 @@ FORMULAS: dict[str, Formula] = {
     "aten.logsumexp.default": logsumexp,
     **{f"aten.{name}.default": copies_by_format(0) for name in _BY_FORMAT},
     **{f"aten.{name}.default": copies_of(0) for name in _CONTIGUOUS},
-    "aten.nll_loss_backward.default": copies_of(1),
+    **{f"aten.{name}.default": columns for name in ("im2col", "col2im")},
+    "aten.roll.default": roll,
+    "aten.nll_loss_backward.default": copies_of(0, 1),
     "aten.nll_loss2d_backward.default": copies_of(1),
     **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
     **cublas.FORMULAS,

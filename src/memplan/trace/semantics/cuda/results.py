@@ -76,6 +76,8 @@ RESULTS: dict[str, Result] = {
             "aten.smooth_l1_loss.default",
             "aten.soft_margin_loss.default",
             "aten.binary_cross_entropy.default",
+            "aten.col2im.default",
+            "aten.im2col.default",
         )
     },
     "aten.native_layer_norm.default": then(STRIDES["aten.native_layer_norm.default"], wide_statistics),
