@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from memplan.errors import DataDependentError
 from memplan.trace.recording.place import Line, format_frame, user_frame
+from memplan.trace.recording.values.intervals import Number
 from memplan.trace.records import Assumption
 
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
+
+
+_CHOOSES = (
+    "a value that is read, from {low} to {high}, is written as text, looked up or kept, and MAY CHOOSE by it: "
+    "it is taken as one of these, and what the others choose IS NOT BOUNDED"
+)
 
 
 class Assumed:
@@ -43,6 +50,10 @@ class Assumed:
     def chosen(self, op: str, reason: str) -> None:
         """Note that an op takes one of several kernels on the card, for a reason."""
         self.add("kernel", f"{op}: {reason}")
+
+    def chooses(self, low: Number, high: Number, line: Line | None) -> None:
+        """Note that a value read at a line may choose by its text, by its hash or in a table, which is not followed."""
+        self.add("bound", _CHOOSES.format(low=low, high=high), line)
 
     def granted(self, text: str) -> None:
         """Note what was taken for granted of a result that depends on values."""

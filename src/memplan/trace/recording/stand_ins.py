@@ -71,7 +71,7 @@ class Standins:
         """Range of the last value read; None where it is not known."""
         self._by_python = False
         self.largest = Largest(observer.ranges.of, other)
-        self.in_turn = self.largest.in_turn
+        self.in_turn, self.chooses = self.largest.in_turn, self.assumed.chooses
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
@@ -170,6 +170,7 @@ class Standins:
                 yield
             finally:
                 self._installed = None
+                self.largest.end()
                 self.calls.end()
 
     @contextmanager
@@ -192,7 +193,7 @@ class Standins:
             self._installed.enter_context(math_seen())
             self._installed = None
         low = None if self._last is None else self._last[0]
-        return standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor))
+        return self.largest.given(standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor)))
 
     def _tolist(self, tensor: Any) -> Any:
         if tensor.constant is not None:

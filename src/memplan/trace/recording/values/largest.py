@@ -6,11 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from memplan.trace.recording.place import Line, is_users, user_frame
 from memplan.trace.recording.values.intervals import Number, Range
+from memplan.trace.recording.values.numbers import StandinInt, may_choose
 
 _LARGEST = 1 << 24
 """Beyond it, nothing is said of a value, though it is known what it is at most: a loop so long would not end."""
@@ -50,6 +52,7 @@ class Largest:
         self.sites: dict[Site, None] = {}
         """Reads of plain numbers and splits, in order: what is computed of these is not followed, and may grow as they
         shrink."""
+        self._given = list[Any]()
         self.share: Callable[[Line | None], float] = lambda line: 1.0
         """Which share of the most that can be is taken at a line."""
 
@@ -86,6 +89,18 @@ class Largest:
         line = user_frame()
         self._turns[line] = self._turns.get(line, -1) + 1
         return high - self._turns[line] % (high - low + 1)
+
+    def given(self, number: Any) -> Any:
+        """Return a number that is handed to the user's code, which `end` looks at again."""
+        if isinstance(number, StandinInt):
+            self._given.append(number)
+        return number
+
+    def end(self) -> None:
+        """Note of each number with which nothing was done that shows that it may have chosen something."""
+        for number in self._given:
+            if not number.seen:
+                may_choose(number)
 
     def why(self, line: Line | None, *, smallest: bool = False) -> str:
         """Return why a value that was read at a line is taken as it is."""

@@ -30,6 +30,10 @@ class Reader(Protocol):
         """Note that something is made of it that is not followed, but is hardly a size."""
         ...
 
+    def chooses(self, low: Number, high: Number, line: Line | None) -> None:
+        """Note that it may choose something by its text, by its hash or in a table, which is not followed."""
+        ...
+
     def in_turn(self, low: Number | None, high: Number) -> Number:
         """Return what it is taken as where its text chooses: in a loop, one value of its range after the other."""
         ...
@@ -41,6 +45,8 @@ class Reader(Protocol):
 
 
 AS_TEXT = "is written as text or copied, of which nothing is followed"
+_FEW = 16
+"""Values at most of a number that is taken to choose something where nobody sees it: by a name, in a table."""
 _BY_FLOAT = "is an operand to the right of a float, whose result is not followed"
 _CHOSEN = "is compared by min or max, whose answer is not followed"
 Origin = tuple[Any, int]
@@ -50,7 +56,7 @@ Origin = tuple[Any, int]
 class StandinFloat(float):
     """A number that was never computed; says so when it decides a branch."""
 
-    __slots__ = ("line", "low", "origin", "reader")
+    __slots__ = ("line", "low", "origin", "reader", "seen")
     reader: Reader
     low: Number | None
     """Smallest that it can be, where it is itself the largest; None where nothing is known."""
@@ -63,10 +69,22 @@ class StandinFloat(float):
 class StandinInt(int):
     """Like `StandinFloat`, for integers."""
 
-    reader: Reader
+    _reader: Reader
+    seen = False
+    """Whether anything was done with it that shows: C code that reads it, as a list does its index, does not."""
     low: Number | None
     line: Line | None
     origin: Origin
+
+    @property
+    def reader(self) -> Reader:
+        """Return what is told what it decides; who asks has seen it."""
+        self.seen = True
+        return self._reader
+
+    @reader.setter
+    def reader(self, reader: Reader) -> None:
+        self._reader = reader
 
 
 def standin(
@@ -204,10 +222,27 @@ def _telling(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.reader.used(AS_TEXT)
+        if not may_choose(self):
+            self.reader.used(AS_TEXT)
         return method(self.reader.in_turn(self.low, plain(self)), *args, **kwargs)
 
     return tell
+
+
+def may_choose(number: Any) -> bool:
+    """Return whether a number can be one of few alone, and note that it may choose something by that."""
+    if not isinstance(number, StandinInt) or number.low is None or not 0 < plain(number) - number.low < _FEW:
+        return False
+    number.reader.chooses(number.low, plain(number), number.line)
+    return True
+
+
+def _hashing(base: Any) -> Callable[[Any], int]:
+    def find(self: Any) -> int:
+        may_choose(self)
+        return base.__hash__(self)
+
+    return find
 
 
 def _deciding(base: type, name: str) -> Callable[..., Any]:
@@ -287,5 +322,5 @@ for _class, _base in ((StandinFloat, float), (StandinInt, int)):
     for _name in ("__divmod__", "__rdivmod__"):
         setattr(_class, _name, _dividing(_name))
     # a class that defines __eq__ loses its hash
-    for _name, _value in (("__deepcopy__", _itself), ("__reduce_ex__", _reduced), ("__hash__", _base.__hash__)):
+    for _name, _value in (("__deepcopy__", _itself), ("__reduce_ex__", _reduced), ("__hash__", _hashing(_base))):
         setattr(_class, _name, _value)

@@ -53,8 +53,11 @@ class SizesByValue:
 
     def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch; say of the numbers among its arguments which become sizes."""
-        if not any(map(is_standin, _leaves((args, tuple(kwargs.values()))))):
+        numbers = [one for one in _leaves((args, tuple(kwargs.values()))) if is_standin(one)]
+        if not numbers:
             return func(*args, **kwargs)
+        for one in numbers:
+            one.seen = True
         name = _torch.function_name(func)
         if name in _VALUES:
             result = func(*args, **kwargs)

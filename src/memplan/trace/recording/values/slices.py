@@ -10,7 +10,8 @@ import torch
 
 from memplan import _torch
 from memplan.trace.recording.values.intervals import Range
-from memplan.trace.recording.values.numbers import Origin, becomes_size, is_standin, range_of
+from memplan.trace.recording.values.largest import is_whole
+from memplan.trace.recording.values.numbers import Origin, becomes_size, is_standin, may_choose, range_of
 
 RangeOf = Callable[[torch.Tensor], Range | None]
 OriginOf = Callable[[torch.Tensor], Origin | None]
@@ -31,7 +32,7 @@ def slices_by_value(tell: Tell, range_of_tensor: RangeOf, origin_of: OriginOf) -
     slices = Slices(tell, range_of_tensor, origin_of)
 
     def get(tensor: Any, key: Any) -> Any:
-        return torch.Tensor.__getitem__(tensor, slices.key(key))
+        return torch.Tensor.__getitem__(tensor, slices.key(key, known=tensor.constant is not None))
 
     def put(tensor: Any, key: Any, value: Any) -> None:
         torch.Tensor.__setitem__(tensor, slices.key(key), value)
@@ -48,13 +49,24 @@ class Slices:
         self._range_of_tensor = range_of_tensor
         self._origin_of = origin_of
 
-    def key(self, key: Any) -> Any:
-        """Return an index that selects the most that this one can; of single elements the first it can be."""
+    def key(self, key: Any, *, known: bool = False) -> Any:
+        """Return an index that selects the most that this one can; of single elements the first it can be.
+
+        ``known``: whether what is selected from is known, so that the element is known, too, but not that it may be
+        another.
+        """
         if isinstance(key, tuple):
-            return tuple(map(self.key, key))
+            return tuple(self.key(one, known=known) for one in key)
         if isinstance(key, slice):
             return self._slice(key) if any(map(self._is_unknown, (key.start, key.stop, key.step))) else key
-        return key.low if is_standin(key) and key.low is not None else key
+        if known and self._is_unknown(key) and not is_standin(key) and key.dim() == 0 and is_whole(key):
+            self.key(key.item(), known=True)
+        if not is_standin(key) or key.low is None:
+            return key
+        key.seen = True
+        if known:
+            may_choose(key)
+        return key.low
 
     def _slice(self, key: slice) -> slice:
         first, last, step = self._range(key.start), self._range(key.stop), self._step(key.step)
