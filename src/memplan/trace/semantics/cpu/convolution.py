@@ -138,6 +138,10 @@ def _sums_of_pixels(s: Shape, channels: int) -> int:
     return booked(torch.get_num_threads() * padded(channels, simd()) * prod(s.narrow_space) * 4)
 
 
+_MANY_TAPS = 160
+"""Positions of a kernel from which on one channel is taken in shorter vectors."""
+
+
 def _strided_block(s: Shape) -> int:
     """Return the block of the input's channels in brgemm's strided data gradient, which takes groups of many channels
     alone; 0 where no such kernel does. Of AVX-512's two the one of shorter vectors comes last."""
@@ -145,6 +149,8 @@ def _strided_block(s: Shape) -> int:
     taps = prod(s.kernel)
     if not s.bf16 and s.volumetric and wide == 1 and (taps > 64 or (taps == 64 and narrow < 8)):
         return 0  # measured: where its own estimate of what it does in a second is too small
+    if not s.bf16 and not s.volumetric and s.wide == 1 and taps >= _MANY_TAPS:
+        return 8  # measured, for the same reason; from some 400 taps on a matrix product can take its place
     filled = padded(wide, simd())
     large = prod(s.narrow_space) > 81 * s.steps
     block = simd() if filled == simd() or (filled % 48 == 0 and large) else 2 * simd()

@@ -103,9 +103,8 @@ def columns(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Ar
 
 def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """TensorTransformations.cu, roll_cuda: a copy of the operand; each dimension but the last leaves its own result."""
-    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
-    between = (bytes_of(result),) * (len(dims) - 1)
-    return between or _taken(copied(args[0]))
+    x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dims", ())
+    return (bytes_of(result),) * (len(dims) - 1) or _taken(copied(x))
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
