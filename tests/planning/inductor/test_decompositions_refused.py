@@ -62,4 +62,4 @@ def test_each_is_torchs_own() -> None:
     for torchs, ours in corrected.items():
         given = arguments[torchs._schema.name]
         for one, other in zip(_torch.tree_leaves(ours(*given)), _torch.tree_leaves(torchs(*given)), strict=True):
-            assert torch.equal(one, other)
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # LAPACK's bits follow addresses

@@ -154,7 +154,7 @@ class Sweep:
             "rows": _plain(self.rows),
             "fits": [_plain(fit) | {"holds": fit.holds} for fit in self.fits],
             "crossings": _plain(self.crossings),
-            "engine_changes": _plain(self.engine_changes),
+            **({"engine_changes": _plain(self.engine_changes)} if self.engine_changes else {}),
             "notes": list(self.notes),
         }
 
