@@ -121,7 +121,8 @@ def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], Non
     plans = Plans(request_.step, request_.settings, budget, lambda _: None)
     plans.expect(planned)
     install(request_.step, plans)
-    row: Row = {"eager": eager, "budget": budget, "predicted": planned.plan.peak, "reserved": [], "allocated": []}
+    row: Row = {"eager": eager, "budget": budget, "predicted": planned.plan.peak}
+    Path(out).write_text(json.dumps(row), encoding="utf-8")
 
     def run() -> None:
         torch.cuda.synchronize()
@@ -129,10 +130,7 @@ def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], Non
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         request_.step(*inputs, *targets).backward()
-        row["reserved"].append(torch.cuda.max_memory_reserved())
-        row["allocated"].append(torch.cuda.max_memory_allocated())
         request_.step.zero_grad(set_to_none=True)
-        Path(out).write_text(json.dumps(row), encoding="utf-8")
 
     return run
 
@@ -151,8 +149,9 @@ def cell(step: str, engine: Engine, share: float, card: str, environment: str) -
         except MemplanError as error:
             return head | {"error": f"{type(error).__name__}: {error}"}
         row = json.loads(Path(out).read_text(encoding="utf-8"))
-    most = max(row.pop("reserved")[-2:])  # the last of the plain run's and of the one under a mode's
-    row |= {"reserved": most, "allocated": max(row["allocated"][-2:]), "torch": trace.torch}
+    counted = trace.counters[1:]  # of the run that nothing but torch watches: since each step's own reset
+    row |= {name: max(getattr(one, name) for one in counted) for name in ("reserved", "allocated")}
+    row["torch"] = trace.torch
     return head | row
 
 

@@ -470,3 +470,10 @@ def test_described_inputs_and_a_callable_that_makes_the_model() -> None:
     fitted = fit(SmallResNet, "6x3x24x24", targets="6:int64<5", loss=F.cross_entropy, budget=SMALL, pairs=0)
     assert isinstance(fitted.model, SmallResNet)
     assert fitted.proof.ok
+
+
+def test_on_an_emulated_card_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that no kernel computed would be compared, and be the same or not by chance."""
+    monkeypatch.setenv("MEMPLAN_DRY_CARD", "any")
+    with pytest.raises(UsageError, match="emulated card"):
+        fit(nn.Linear(4, 4), torch.randn(2, 4), budget="1 GiB")

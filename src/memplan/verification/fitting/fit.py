@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,8 @@ import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.errors import BudgetError, RecordingError, VerificationError
+from memplan.dry.card import CARD
+from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.graph.precision import EXACT
 from memplan.planning.levers.lever import GradientUse
@@ -89,12 +91,22 @@ def fit(
     Example:
         >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
     """
+    _check_provable()
     options = PlanOptions(
         budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
     )  # fmt: skip
     asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
     return _Fitting(asked, pairs).run()
+
+
+def _check_provable() -> None:
+    if CARD in os.environ:
+        raise UsageError(
+            "fit on an emulated card, whose kernels compute nothing that could be compared",
+            expected="a machine that the step really runs on",
+            do="Plan without a proof: memplan.plan, or torch.compile with the backend 'memplan'",
+        )
 
 
 @dataclass
