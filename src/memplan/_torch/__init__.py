@@ -15,6 +15,7 @@ from memplan._torch.cuda import (
 )
 from memplan._torch.dry_card import HistoryEvent, HostValues, dump_history, history, record_history
 from memplan._torch.eager import (
+    END_MARK,
     Call,
     Dispatch,
     EagerMode,
@@ -153,6 +154,7 @@ from memplan._torch.values import Condition
 
 __all__ = [
     "DATA_DEPENDENT",
+    "END_MARK",
     "IN_PLACE_IN_FORMULAS",
     "IN_PLACE_ON_ZEROS",
     "OPAQUE",

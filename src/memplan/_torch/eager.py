@@ -20,6 +20,8 @@ Run = Callable[[Any], Any]
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
 
 MARK = "memplan#"
+END_MARK = "end"
+"""Marker at which what the profiler sees no longer counts."""
 _MODE = "PythonDispatchMode"
 """A range of the profiler around what a dispatch mode does, in torch 2.13."""
 
@@ -131,7 +133,7 @@ class Profile:
 
     @classmethod
     def of(cls, profile: Any, device: str = "cpu") -> Profile:
-        """Read a profiler that has stopped; of memory, what was allocated on a type of device."""
+        """Read a profiler that has stopped; of memory, what was allocated on a type of device before `END_MARK`."""
         events, calls, ranges = list[MemoryEvent](), list[Call](), dict[str, tuple[int, int]]()
         roots = sorted(profile.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
         stack = [(event, "", -1, False) for event in reversed(roots)]
@@ -150,7 +152,8 @@ class Profile:
                 calls.append(Call(event.name, start, event.end_time_ns, call, mark, at_mark))
                 call, at_mark = len(calls) - 1, False
             stack.extend((child, mark, call, at_mark) for child in reversed(event.children))
-        return cls(sorted(events, key=lambda event: event.time), calls, ranges)
+        end = ranges.get(END_MARK, (float("inf"), 0))[0]
+        return cls(sorted((one for one in events if one.time < end), key=lambda event: event.time), calls, ranges)
 
 
 def _is_users(event: Any) -> bool:

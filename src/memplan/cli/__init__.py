@@ -19,6 +19,7 @@ from memplan._text import printable
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
+    "run": "Say what a training script needs, as it is, before it trains.",
     "explain": "Say where the memory of a step goes, before it runs.",
     "check": "Find where a step wastes memory, or saves it the wrong way.",
     "sweep": "Say what grows with batch, size, or any argument, and what is fixed.",

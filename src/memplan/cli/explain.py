@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, is_trace, write
+from memplan.cli.files import is_trace
 from memplan.cli.options import (
     Described,
     StepArguments,
@@ -17,9 +17,10 @@ from memplan.cli.options import (
     step_options,
     top_option,
 )
+from memplan.cli.outputs import Outputs, snapshot_option, trace_option
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
-from memplan.errors import DataDependentError, InputError, MemplanError, StepError
+from memplan.errors import DataDependentError, MemplanError, StepError
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
@@ -62,11 +63,8 @@ a recording does not have.
     "--activations", type=click.Choice(("int8",)), help="With --weights: the inputs of quantized layers, too."
 )
 @json_option("the explanation")
-@click.option("--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later.")
-@click.option(
-    "--snapshot", "snapshot_file", metavar="FILE",
-    help="Write what the allocator does, too, as a snapshot that pytorch.org/memory_viz opens.",
-)  # fmt: skip
+@trace_option
+@snapshot_option
 def command(
     really: bool,
     top: int,
@@ -83,40 +81,23 @@ def command(
         from memplan.cli.quantize import quantize
 
         return quantize(arguments, weights, activations, json_file, top, others=(trace_file, snapshot_file))
-    if json_file == trace_file == "-":
-        raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
-    if snapshot_file == "-":
-        raise InputError("--snapshot -", expected="a file: a snapshot is no text", do="Name one")
-    written = [path for path in (json_file, trace_file, snapshot_file) if path not in (None, "-")]
-    if len(set(written)) < len(written):
-        raise InputError("one file for several outputs", expected="a file for each", do="Name another")
-    for option, path in (("--json", json_file), ("--trace", trace_file), ("--snapshot", snapshot_file)):
-        check_writable(path, option)
+    outputs = Outputs(json_file, trace_file, snapshot_file).checked()
     trace, explanation = _explain(arguments, really)
     from memplan.reports.explain import dumps, print_explanation
 
-    if trace_file is not None:
-        write(trace_file, trace.to_json())
-    if json_file is not None:
-        write(json_file, dumps(explanation))
-    if snapshot_file is not None:
-        _write_snapshot(snapshot_file, trace, explanation, arguments.settings)
-    if "-" not in (json_file, trace_file):
+    outputs.write(trace, explanation, dumps, arguments.settings)
+    if not outputs.takes_stdout:
         print_explanation(explanation, top=top)
-    return _warn_of_branches(explanation) or int(_does_not_fit(explanation))
+    return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
 def _does_not_fit(explanation: Explanation) -> bool:
     return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
 
 
-def _write_snapshot(path: str, trace: Trace, explanation: Explanation, settings: str | None) -> None:
-    from memplan.simulation.allocator.settings import parse_settings
-    from memplan.simulation.snapshots.write import frames_of, write_snapshot
-
-    causes = {storage.id: storage.cause for storage in trace.counted}
-    used = parse_settings(settings or "")
-    write_snapshot(path, explanation.timeline, frames_of(trace), trace=trace, settings=used, causes=causes)
+def does_not_fit(explanation: Explanation) -> bool:
+    """Return whether a step does not fit on its card."""
+    return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
 
 
 def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:
@@ -165,7 +146,7 @@ def _explain_file(given: StepArguments, really: bool) -> tuple[Trace, Explanatio
     return trace, explain_trace(trace, title=given.target, train=trains, settings=given.settings)
 
 
-def _warn_of_branches(explanation: Explanation) -> int:
+def warn_of_branches(explanation: Explanation) -> int:
     """Warn where a value that no recording has decided which way the step went, and return 2; else 0."""
     branches = [assumption for assumption in explanation.assumptions if assumption.kind == "branch"]
     if not branches:

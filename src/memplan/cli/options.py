@@ -18,7 +18,7 @@ from memplan.studies.axes.ranges import literal
 if TYPE_CHECKING:
     import torch
 
-    from memplan.trace.recording.session import Build
+    from memplan.trace.recording.boundaries import Build
     from memplan.trace.step import StepOptions
     from memplan.trace.trace import Trace
 

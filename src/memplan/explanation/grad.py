@@ -10,7 +10,8 @@ from memplan.explanation.layers import fullest
 from memplan.explanation.model import Explanation
 from memplan.simulation.simulate import live_at
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import Build, Target
+from memplan.trace.recording.boundaries import Build
+from memplan.trace.recording.session import Target
 from memplan.trace.trace import Trace, at_least
 
 

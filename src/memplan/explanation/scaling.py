@@ -11,7 +11,8 @@ from memplan.explanation.model import Explanation, Line, Scaling
 from memplan.simulation.simulate import simulate
 from memplan.simulation.timeline import Timeline
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import Build, Target
+from memplan.trace.recording.boundaries import Build
+from memplan.trace.recording.session import Target
 
 _LARGE = 20_000
 """Events from which on the second recording runs one step, to halve its time."""

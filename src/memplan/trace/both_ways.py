@@ -34,6 +34,7 @@ def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Tra
             taken at their largest, in order.
         again: records the step the other way.
     """
+    # a program that makes fewer steps another way is not the same but for that, and wins only by what is told
     straight, taken = most_at_once(trace), Way()
     found: dict[Choice, tuple[int, Assumption | None]] = {}
     first = [one for sites in (False, True) for one in [x for x in choices if isinstance(x, Site) == sites][:_MOST]]
@@ -53,7 +54,7 @@ def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Tra
         new = [one for one in below if one not in seen][:more]
         seen, more = seen | dict.fromkeys(below), more - len(new)
         queue = [(one, way | {choice}, most_at_once(other)) for one in new] + queue
-        if most_at_once(other) > most_at_once(trace):
+        if most_at_once(other) > most_at_once(trace) * (_SAME if len(other.steps) < len(trace.steps) else 1):
             trace, taken = other, way | {choice}
     said = {choice: row for choice, (_, row) in found.items() if row is not None or isinstance(choice, Site)}
     left = {one: _not_tried(one) for one in seen if one not in said}

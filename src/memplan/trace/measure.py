@@ -10,17 +10,25 @@ from memplan import _torch
 from memplan._bytes import format_bytes
 from memplan.errors import DeviceError, UsageError
 from memplan.trace.dry_run.process import run_dry
-from memplan.trace.measure_run import named_run, run_in_ranges
+from memplan.trace.measure_run import StepMarks, named_run
+from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import CUDA_DIFFERS, Build, check_steps, of_outside, random_kept, undisturbed
+from memplan.trace.recording.session import (
+    CUDA_DIFFERS,
+    check_steps,
+    of_outside,
+    random_kept,
+    run_steps,
+    undisturbed,
+)
 from memplan.trace.records import HOST
 from memplan.trace.trace import Trace
 
 
 def measure(
-    build: Build,
+    build: Runs,
     *,
     device: str | None = None,
     steps: int = 2,
@@ -65,7 +73,7 @@ def measure(
         with random_kept():
             named = named_run(build, steps)
         plain, unended = _plain(build, steps)
-    joined = join(named.parts, named.observer.ledger.entries, named.record, plain, steps)
+    joined = join(named.parts, named.observer.ledger.entries, named.record, plain)
     notes += named.notes + unended + of_outside(joined.outside)
     if joined.apart:
         notes += (
@@ -83,7 +91,7 @@ def measure(
 _UNENDED = "a thread that the step started is still running: what it allocates is not measured"
 
 
-def _plain(build: Build, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
+def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
     """Run the step as it is, seen by the profiler alone, with the threads that it starts.
 
     Returns:
@@ -91,7 +99,8 @@ def _plain(build: Build, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
     """
     profile = _torch.memory_profile()
     with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
-        run_in_ranges(build, steps, Observer(Place(), real=True))
+        observer = Observer(Place(), real=True)
+        run_steps(build, steps, observer, StepMarks(observer))
     unended = (_UNENDED,) if len(threads.started) > len(threads.ended) else ()
     return _torch.with_threads(_torch.Profile.of(profile), threads), unended
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan import _torch
+from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.causes import Finished, finish
+from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.put_back import Outside
-from memplan.trace.recording.session import Build, Step, located, run_build
+from memplan.trace.recording.session import run_steps
 from memplan.trace.records import HOST
 
 _COMPILED = (
@@ -32,7 +34,7 @@ class Named:
     notes: tuple[str, ...]
 
 
-def named_run(build: Build, steps: int, device: str = HOST) -> Named:
+def named_run(build: Runs, steps: int, device: str = HOST) -> Named:
     """Run the step under a dispatch mode, and put back what it changed; of memory, see that of a type of device."""
     place = Place()
     observer = Observer(place, real=True, on_card=device != HOST)
@@ -40,48 +42,68 @@ def named_run(build: Build, steps: int, device: str = HOST) -> Named:
     profile = _torch.memory_profile()
     mode = _torch.EagerMode(_marked(observer, outside))
     compiled: list[str] = []
+    finished: list[Finished] = []
     with ExitStack() as stack:
         with mode:
             observer.calibrate()
         stack.enter_context(place.following())
         stack.enter_context(_torch.eager_instead_of_compiled(lambda: compiled.append(_COMPILED)))
+        marks = StepMarks(observer)
+
+        def ended() -> None:
+            observer.ledger.close()
+            finished.append(finish(observer, marks.first))
+
+        marks.last = ended
         with profile, mode:
-            built, step = run_in_ranges(build, steps, observer)
-        observer.ledger.close()
-        parts = finish(observer, built)
-        del step
+            run_steps(build, steps, observer, marks)
     if outside is not None:  # else it is the last run of its process
         outside.put_back()
-    return Named(observer, parts, _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
+    return Named(observer, finished[0], _torch.Profile.of(profile, device), tuple(dict.fromkeys(compiled)))
 
 
-def _nothing(number: int) -> None:
+def _nothing() -> None:
     return None
 
 
-def run_in_ranges(
-    build: Build, steps: int, observer: Observer, after: Callable[[int], None] = _nothing
-) -> tuple[int, Step]:
-    """Build and run the step, each within a range of the profiler; return the tick when it was built, and the step.
+class StepMarks:
+    """Marks in the profiler's record where the parts of a run begin, and the end of the last.
 
-    ``after`` is called with -1 when it was built, and with each step's number when that ended.
+    Marks are empty ranges: a program's steps begin and end within ranges of its own.
     """
-    with _torch.marker("build"):
-        step = run_build(build, observer)
-        observer.place.building = False
-        observer.marks.mark_modules()
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self.first = 0
+        """The ledger's tick at which the first step began."""
+        self.after: Callable[[], None] = _nothing
+        """Called after building and after each step."""
+        self.last: Callable[[], None] = _nothing
+        """Called at the end."""
+
+    def built(self) -> None:
+        """See what building made."""
+        self._observer.place.building = False
+        self._observer.marks.mark_modules()
+        self._end_part()
+        self.first = self._observer.ledger.clock
+
+    def stepped(self) -> None:
+        """See what a step leaves."""
+        self._observer.end_step()
+        self._end_part()
+
+    def _end_part(self) -> None:
         gc.collect()
-    after(-1)
-    built = observer.ledger.clock
-    for number in range(steps):
-        observer.place.step = number
-        with _torch.marker(f"step{number}"):
-            with located(observer, f"step {number + 1}"):
-                step()
-            observer.end_step()
-            gc.collect()
-        after(number)
-    return built, step
+        self.after()
+        self._observer.place.step += 1
+        with _torch.marker(f"{STEP}{self._observer.place.step}"):
+            pass
+
+    def ended(self) -> None:
+        """Do what is to be done last, while what the run made is alive."""
+        with _torch.marker(_torch.END_MARK):
+            self.last()
 
 
 def _marked(observer: Observer, outside: Outside | None) -> _torch.Dispatch:

@@ -15,18 +15,17 @@ from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
 from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
-from memplan.trace.recording.causes import finish
+from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
-    Build,
     Environment,
     Target,
     check_steps,
     choose_target,
-    located,
     of_outside,
-    run_build,
+    run_steps,
     undisturbed,
 )
 from memplan.trace.recording.stand_ins import Standins, reached
@@ -45,7 +44,7 @@ Known = Callable[[Semantics], Semantics]
 
 
 def record(
-    build: Build,
+    build: Runs,
     *,
     device: str | None = None,
     steps: int = 2,
@@ -88,7 +87,7 @@ def record(
     return record_for(build, choose_target(device, assume, cudnn), steps)
 
 
-def record_for(build: Build, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
+def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
     """Record a step as `record` does, for a target that is chosen.
 
     Where a value decides a branch that the recording does not know, the step is recorded both ways.
@@ -112,7 +111,7 @@ def record_for(build: Build, target: Target, steps: int = 2, known: Known = lamb
     return with_both_ways(trace, recording.choices, again)
 
 
-def _placed(target: Target, known: Known, build: Build, steps: int) -> tuple[_Recording, Trace]:
+def _placed(target: Target, known: Known, build: Runs, steps: int) -> tuple[_Recording, Trace]:
     """Record a step, once more where it is known only afterwards which storages lie on the card."""
     first, trace = _recorded(target, "unknown", known, build, steps)
     if isinstance(trace, RecordingError):
@@ -141,7 +140,7 @@ def _recorded(
     target: Target,
     on_card: OnCard,
     known: Known,
-    build: Build,
+    build: Runs,
     steps: int,
     other: frozenset[Choice] = frozenset(),
     counts: Mapping[Execution, int] | None = None,
@@ -247,6 +246,9 @@ class _Recording:
         self._observer.foreign_kernel = self._standins.assumed.foreign
         self._card: Card | None = None
         self._differing: set[tuple[int, int]] = set()
+        self._bounds_of_steps: list[int] = []
+        """Ticks at which the first step began and each step ended."""
+        self._parts: Finished | None = None
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
@@ -299,7 +301,7 @@ class _Recording:
         with self._mode.in_thread(), self._standins.calls.in_thread():
             yield
 
-    def run(self, build: Build, steps: int) -> Trace | None:
+    def run(self, build: Runs, steps: int) -> Trace | None:
         """Build and run the step.
 
         Returns:
@@ -318,24 +320,13 @@ class _Recording:
             stack.enter_context(_torch.around_started_threads(self._in_thread, self._standins.calls.begin))
             observer.calibrate()
             stack.enter_context(place.following())
-            step = run_build(build, observer)
-            place.building = False
-            if self._card is not None:
-                if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
-                    return None
-                self._card.end_build()
-            observer.marks.mark_modules()
-            bounds = [_boundary(observer)]
-            for number in range(steps):
-                place.step = number
-                with located(observer, f"step {number + 1}"):
-                    step()
-                observer.end_step()
-                bounds.append(_boundary(observer))
-            observer.ledger.close()
+            try:
+                run_steps(build, steps, observer, self)
+            except _Unsettled:
+                return None
             benchmark = (_BENCHMARK,) if torch.backends.cudnn.benchmark else ()
-            parts = finish(observer, bounds[0])
-            del step
+        parts, bounds = self._parts, self._bounds_of_steps
+        assert parts is not None, "the run has ended"
         calls = tuple(self._card.calls) if self._card is not None else ()
         notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused
         notes += (*_environment(), *benchmark) if self._card is not None else ()
@@ -350,6 +341,40 @@ class _Recording:
             return trace
         return with_workspaces(trace, asked, self._target.cudnn, self._target.card)
 
+    def built(self) -> None:
+        """See what building made.
+
+        Raises:
+            _Unsettled: building has to be recorded as on a card.
+        """
+        place, observer = self._place, self._observer
+        place.building = False
+        if self._card is not None:
+            if not self._card.settled and any(cuda.is_own(note.name) for note in observer.notes):
+                raise _Unsettled
+            self._card.end_build()
+        observer.marks.mark_modules()
+        self._end_part()
+
+    def stepped(self) -> None:
+        """See what a step leaves."""
+        self._observer.end_step()
+        self._end_part()
+
+    def _end_part(self) -> None:
+        gc.collect()
+        self._bounds_of_steps.append(self._observer.ledger.clock)
+        self._place.step += 1
+
+    def ended(self) -> None:
+        """Make the parts of the trace, while the modules that name its layers are alive."""
+        self._observer.ledger.close()
+        self._parts = finish(self._observer, self._bounds_of_steps[0])
+
+
+class _Unsettled(BaseException):
+    """Building named CUDA nowhere and ran kernels of the CPU. Not an Exception: it goes through the user's code."""
+
 
 def _environment() -> tuple[str, ...]:
     """Return what of the environment decides how much is taken on a card, and is easily overlooked."""
@@ -357,8 +382,3 @@ def _environment() -> tuple[str, ...]:
     if not config:
         return ()
     return (f"CUBLAS_WORKSPACE_CONFIG={config} is set here (importing MONAI does so) and sizes cuBLAS's workspaces",)
-
-
-def _boundary(observer: Observer) -> int:
-    gc.collect()
-    return observer.ledger.clock

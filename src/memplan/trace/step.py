@@ -15,7 +15,7 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, InputError, MemplanError, TargetError
-from memplan.trace.recording.session import Build, Step
+from memplan.trace.recording.boundaries import Build, Step
 from memplan.trace.records import HOST
 from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from memplan import _torch
 from memplan.errors import InputError
-from memplan.trace.recording.session import Build
+from memplan.trace.recording.boundaries import Build
 from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace

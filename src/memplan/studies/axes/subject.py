@@ -12,7 +12,7 @@ from torch import nn
 from memplan.errors import InputError
 from memplan.studies.axes.changed_layers import LayerChange, change_layers
 from memplan.studies.axes.sliding_window import Window, windowed
-from memplan.trace.recording.session import Build
+from memplan.trace.recording.boundaries import Build
 from memplan.trace.step import StepOptions, build_of, copy_module
 
 

@@ -17,8 +17,9 @@ from memplan import _torch
 from memplan.errors import MemplanError, StepError
 from memplan.studies.comparisons.comparison import Apart
 from memplan.studies.comparisons.pruned_weights import ORIGINAL
+from memplan.trace.recording.boundaries import Step
 from memplan.trace.recording.place import format_frame, frame_of_error
-from memplan.trace.recording.session import Step, undisturbed
+from memplan.trace.recording.session import undisturbed
 from memplan.trace.spec import Spec
 from memplan.trace.step import StepOptions, build_of, copy_module
 from memplan.verification.proof.differences import named_outputs

@@ -18,11 +18,12 @@ from memplan.errors import DeviceError
 from memplan.trace.dry_run.history import Events, events_of, on_card
 from memplan.trace.dry_run.reads import Reads
 from memplan.trace.dry_run.residence import everything_on_card
-from memplan.trace.measure_run import Named, named_run, run_in_ranges
+from memplan.trace.measure_run import Named, StepMarks, named_run
+from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.recording.session import Build, random_kept, undisturbed
+from memplan.trace.recording.session import random_kept, run_steps, undisturbed
 from memplan.trace.records import Assumption, Counters
 from memplan.trace.trace import Trace
 
@@ -43,11 +44,11 @@ class _Plain:
     counters: list[Counters] = field(default_factory=list[Counters])
 
 
-class _Nothing(Exception):
-    """Building put nothing on the card."""
+class _Nothing(BaseException):
+    """Building put nothing on the card. Not an Exception: it goes through the user's code."""
 
 
-def observe(build: Build, card: Device, steps: int, snapshot: str | None) -> Trace:
+def observe(build: Runs, card: Device, steps: int, snapshot: str | None) -> Trace:
     """Run a step on the card of this process and return what torch's allocator did.
 
     Args:
@@ -77,13 +78,11 @@ def observe(build: Build, card: Device, steps: int, snapshot: str | None) -> Tra
         before = len(_torch.history())
         named = named_run(build, steps, device="cuda")
     requested = events_of(_torch.history()[before:], named.record).profile
-    return _joined(named, requested, plain, card, steps, notes, reads)
+    return _joined(named, requested, plain, card, notes, reads)
 
 
-def _joined(
-    named: Named, seen: _torch.Profile, plain: _Plain, card: Device, steps: int, notes: list[str], reads: Reads
-) -> Trace:
-    joined = join(named.parts, named.observer.ledger.entries, seen, plain.events.profile, steps, _is_librarys)
+def _joined(named: Named, seen: _torch.Profile, plain: _Plain, card: Device, notes: list[str], reads: Reads) -> Trace:
+    joined = join(named.parts, named.observer.ledger.entries, seen, plain.events.profile, _is_librarys)
     found = on_card(joined, plain.events)
     if joined.lost:
         size = format_bytes(joined.lost)
@@ -129,29 +128,33 @@ def _architectures(names: Sequence[str]) -> list[str]:
     return [name for name in names if name.startswith("sm_") and name[3:].isdigit()]
 
 
-def _plain(build: Build, steps: int, snapshot: str | None, reads: Reads, *, elsewhere: bool) -> _Plain:
+def _plain(build: Runs, steps: int, snapshot: str | None, reads: Reads, *, elsewhere: bool) -> _Plain:
     """Run the step as it is.
 
     Raises:
         _Nothing: building put nothing on the card, and ``elsewhere`` says that it may have been meant for the CPU.
     """
-    profile, counters = _torch.memory_profile(), list[Counters]()
+    profile, counters, history = _torch.memory_profile(), list[Counters](), list[_torch.HistoryEvent]()
+    observer = Observer(Place(), real=True)
+    marks = StepMarks(observer)
 
-    def counted(number: int) -> None:
+    def counted() -> None:
         torch.cuda.synchronize()
         counters.append(Counters(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
-        if number < 0 and elsewhere and not counters[-1].reserved:
+        if len(counters) == 1 and elsewhere and not counters[0].reserved:
             raise _Nothing
         torch.cuda.reset_peak_memory_stats()
 
+    def ended() -> None:
+        if snapshot is not None:
+            _torch.dump_history(snapshot)
+        history.extend(_torch.history())
+
+    marks.after, marks.last = counted, ended
     torch.cuda.init()
     _torch.record_history(stacks=snapshot is not None)
     with reads.noted(), profile:
-        held = run_in_ranges(build, steps, Observer(Place(), real=True), counted)
-    if snapshot is not None:
-        _torch.dump_history(snapshot)
-    history = _torch.history()
-    del held  # the profiler sees no release any more, so the history has to end before these
+        run_steps(build, steps, observer, marks)
     record = _torch.Profile.of(profile, "cuda")
     return _Plain(events_of(history, record), record, counters)
 

@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from memplan import errors
 from memplan.devices import Device, find
@@ -22,6 +21,7 @@ from memplan.dry.cuda_torch import NEWEST, OLDEST, CudaTorch, find_torch
 from memplan.dry.library import Library, library_for
 from memplan.errors import DeviceError, MemplanError, StepError, UsageError
 from memplan.trace.dry_run.builds import Packed, packed, unpacked
+from memplan.trace.recording.boundaries import Runs
 from memplan.trace.trace import Trace
 
 _REQUEST, _TRACE, _ERROR, _LOG, _SAID = "request", "trace.json", "error", "log", "stderr"
@@ -63,7 +63,7 @@ class Request:
 
 
 def run_dry(
-    build: Callable[[], Any] | Packed,
+    build: Runs | Packed,
     *,
     device: str | None,
     steps: int,

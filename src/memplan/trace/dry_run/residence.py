@@ -9,14 +9,17 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.trace.recording.session import Build
+from memplan.trace.recording.boundaries import Boundaries, Program, Runs
 
 
-def everything_on_card(build: Build) -> Build:
+def everything_on_card(build: Runs) -> Runs:
     """Return a build whose tensors are all made on the card, as are those that its step makes.
 
     ``torch.autocast("cpu")`` in it means the card's.
     """
+
+    if isinstance(build, Program):
+        return _ProgramOnCard(build)
 
     def build_on_card() -> Callable[[], Any]:
         with _card_is_default():
@@ -31,6 +34,18 @@ def everything_on_card(build: Build) -> Build:
         return step_on_card
 
     return build_on_card
+
+
+class _ProgramOnCard:
+    """A program whose tensors are all made on the card."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.title = program.title
+
+    def run_steps(self, steps: int, boundaries: Boundaries) -> None:
+        with _card_is_default():
+            self._program.run_steps(steps, boundaries)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 from memplan import _torch
 from memplan.trace.recording.align_runs import aligned, matched_calls, without_mode
@@ -41,7 +42,6 @@ def join(
     entries: list[Entry],
     named: _torch.Profile,
     plain: _torch.Profile,
-    steps: int,
     libraries: Callable[[str], bool] = lambda call: False,
 ) -> Joined:
     """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
@@ -58,7 +58,7 @@ def join(
     number_of = {entry: same[number] for entry, number in in_seen.items() if number in same}
     ops = _on_clock(parts.ops, events, _ranges(named, plain, calls))
     op_of = _ops_of_calls(named, plain, calls)
-    tick = [events.tick(plain.ranges[f"step{number}"][0]) for number in range(steps)]
+    tick = [events.tick(start) for start in _starts_of_steps(plain)]
     known = {number: parts.storages[entry] for entry, number in reversed(number_of.items())}
     paired, read = set(same.values()), {operand.storage for op in parts.ops for operand in op.reads}
     starts = [op.start for op in ops]
@@ -91,6 +91,16 @@ def join(
         tuple(_form(form, number_of) for form in parts.forms),
         tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
     )
+
+
+STEP = "step"
+"""Mark where a step begins, with its number behind it."""
+
+
+def _starts_of_steps(plain: _torch.Profile) -> list[int]:
+    """Return when each step began, in ns."""
+    names = takewhile(plain.ranges.__contains__, (f"{STEP}{number}" for number in count()))
+    return [plain.ranges[name][0] for name in names][:-1]  # behind the last step another seems to begin
 
 
 def _measured(storage: Storage, number: int, allocation: _Allocation, first_step: int) -> Storage:

@@ -24,14 +24,12 @@ from memplan._bytes import format_bytes
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
+from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
-
-Step = Callable[[], Any]
-Build = Callable[[], Step]
 
 # what torch says where a build without CUDA is asked for it, or a machine without a GPU
 _CUDA = re.compile(
@@ -268,7 +266,32 @@ def _numpy_state() -> Any:
     return numpy.random.get_state()
 
 
-def run_build(build: Build, observer: Observer) -> Step:
+def run_steps(build: Runs, steps: int, observer: Observer, boundaries: Boundaries) -> None:
+    """Build a step and run it ``steps`` times, or run a program with as many steps at most.
+
+    Args:
+        build: as for `record`.
+        steps: how often the step runs.
+        observer: knows where a step failed.
+        boundaries: called where the parts begin and end.
+
+    Raises:
+        StepError: building or a step raised, or ``build`` did not return a step.
+    """
+    if isinstance(build, Program):
+        with located(observer, build.title):
+            build.run_steps(steps, boundaries)
+        return
+    step = _built(build, observer)
+    boundaries.built()
+    for number in range(steps):
+        with located(observer, f"step {number + 1}"):
+            step()
+        boundaries.stepped()
+    boundaries.ended()
+
+
+def _built(build: Callable[[], Step], observer: Observer) -> Step:
     """Call ``build`` and see that it returns a step.
 
     Raises:

@@ -1,0 +1,117 @@
+"""`memplan run`: what a script needs, as it is."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.explain import does_not_fit, warn_of_branches
+from memplan.cli.options import StepArguments, debug_option, json_option, top_option
+from memplan.cli.outputs import Outputs, snapshot_option, trace_option
+from memplan.cli.progress import progress
+from memplan.errors import InputError
+
+if TYPE_CHECKING:
+    from memplan.integrations.scripts.request import Ran, Request
+
+HELP = """Say what a training script needs, as it is, before it trains.
+
+SCRIPT and its arguments are what python would be given. The script runs unchanged in a process of its own on tensors
+without values, until its optimizers have made two updates. Nothing is trained, no GPU is needed, and what it
+would write, save, send or start is held back and listed.
+
+\b
+  memplan run examples/train.py --batch-size 64
+  memplan run --device rtx4090 examples/train.py --batch-size 64
+  memplan run --device h100 --input 64x3x32x32 --input "64:int64<10" examples/train.py
+  memplan run -m package.train --epochs 3
+
+memplan's own options come before the script. --input describes the batch where the data are not on this machine.
+memplan check, largest and fit take a script, too: memplan largest --script examples/train.py --device rtx4090.
+
+\b
+Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
+usage, a script that fails or calls no model, or one whose path depends on
+a value that a recording does not have.
+"""
+
+
+@click.command("run", help=HELP, context_settings={"allow_interspersed_args": False})
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as after python -m.")
+@click.option("--device", metavar="NAME", help="cpu, or a card such as h100 (memplan devices lists them).")
+@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Updates to see.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="SPEC", help="A tensor of the batch, instead of the loader's."
+)
+@click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="The same of a batch that is a dict.")
+@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Samples in a batch, instead of the loader's.")
+@click.option("--measure", "really", is_flag=True, help="Run it for real, here, instead of recording it.")
+@click.option("--allow-writes", "writes", is_flag=True, help="Let it write files, connect and start programs.")
+@click.option("--show-output", "shows", is_flag=True, help="Show what it prints.")
+@click.option(
+    "--limit", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
+    help="End it after this time.",
+)  # fmt: skip
+@click.option("--settings", metavar="CONF", help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF.")
+@click.option("--assume", multiple=True, metavar="FILE:LINE=SHARE", help="How much is selected by value at a line.")
+@click.option("--cudnn", metavar="PATH", help="Environment whose cuDNN is asked for workspaces on a card; off: none.")
+@debug_option
+@top_option(12, "Layers")
+@json_option("the explanation")
+@trace_option
+@snapshot_option
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    top: int,
+    settings: str | None,
+    json_file: str | None,
+    trace_file: str | None,
+    snapshot_file: str | None,
+    **given: Any,
+) -> int:
+    """Run the command and return its exit code."""
+    from memplan.explanation.explain import explain_trace
+    from memplan.reports.run import dumps, print_run
+
+    outputs = Outputs(json_file, trace_file, snapshot_file).checked()
+    ran = run(request_of(given))
+    explanation = explain_trace(ran.trace, title=ran.command.name, settings=settings)
+    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts), settings)
+    if not outputs.takes_stdout:
+        print_run(str(ran.command), ran.facts, explanation, top=top)
+    return warn_of_branches(explanation) or int(does_not_fit(explanation))
+
+
+def request_of(given: dict[str, Any]) -> Request:
+    """Return the request that options describe, by their names.
+
+    Raises:
+        InputError: an option that does not describe what it should.
+    """
+    from memplan.cli.parsing import named
+    from memplan.integrations.scripts.command import Command
+    from memplan.integrations.scripts.loaders import Rules
+    from memplan.integrations.scripts.request import Request
+    from memplan.trace.spec import spec
+
+    typed = StepArguments("", assume=given["assume"], cudnn=given["cudnn"])
+    if given["inputs"] and given["kwargs"]:
+        raise InputError("--input and --kwarg", expected="a batch that is a list, or a dict", do="Leave one out")
+    kwargs = {name: spec(text) for name, text in named(given["kwargs"], "--kwarg").items()}
+    rules = Rules(tuple(spec(text) for text in given["inputs"]), kwargs, given["batch"])
+    command = Command(given["script"], tuple(given["arguments"]), given["is_module"]).checked()
+    return Request(
+        command, given["device"], given["steps"], given["really"], rules, given["writes"], given["shows"],
+        given["limit"], tuple(typed.assumed.items()), typed.environment,
+    )  # fmt: skip
+
+
+def run(request: Request) -> Ran:
+    """Run a script, with a line on the terminal while it lasts."""
+    from memplan.integrations.scripts.process import run_script
+
+    with progress(f"{'running' if request.really else 'recording'} {request.command.name}"):
+        return run_script(request)

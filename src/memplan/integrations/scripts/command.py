@@ -1,0 +1,71 @@
+"""What is run: a script or a module with its arguments, as after ``python``."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from memplan.errors import InputError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script or a module, and its arguments."""
+
+    place: str
+    """Path of a script, or the dotted name of a module."""
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    def __str__(self) -> str:
+        return " ".join((f"-m {self.place}" if self.is_module else self.place, *self.arguments))
+
+    @property
+    def name(self) -> str:
+        """Return the script's file name, or the module's name."""
+        return self.place if self.is_module else os.path.basename(self.place.rstrip("/"))
+
+    def checked(self) -> Command:
+        """Return the same, after a look whether the script is there.
+
+        Raises:
+            InputError: there is no such file.
+        """
+        if not self.is_module and not os.path.exists(self.place):
+            folder = Path(self.place).parent
+            near = sorted(str(path) for path in folder.glob("*.py")) if folder.is_dir() else []
+            raise InputError(
+                f"there is no file {self.place}",
+                expected="a script, as after python, or -m and a module",
+                do=f"Name one, such as {near[0]}" if near else "Check the path and the working directory",
+            )
+        return self
+
+    def execute(self) -> None:
+        """Run it as ``python`` would, as ``__main__``. Whatever it raises goes on."""
+        with _surroundings(self):
+            if self.is_module:
+                runpy.run_module(self.place, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.place, run_name="__main__")
+
+
+@contextmanager
+def _surroundings(command: Command) -> Iterator[None]:
+    """Give a script the arguments and the import path that it has under ``python``; put back what it changed."""
+    arguments, path, folder, variables = sys.argv, sys.path[:], os.getcwd(), dict(os.environ)
+    sys.argv = [command.place, *command.arguments]
+    first = folder if command.is_module else os.path.dirname(os.path.abspath(command.place))
+    sys.path[:] = [first, *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = arguments, path
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(variables)

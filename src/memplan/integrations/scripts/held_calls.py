@@ -1,0 +1,150 @@
+"""What a script does beyond files, held back: checkpoints, connections, other processes."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import socket
+import subprocess
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import StepError
+from memplan.integrations.scripts.held_files import HeldFiles
+from memplan.trace.program_facts import Held, HeldKind
+from memplan.trace.recording.place import format_frame, user_frame
+
+OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+"""Switches of libraries that would try the network again and again."""
+_HERE = ("127.", "localhost", "::1", "0.0.0.0")
+
+
+class HeldCalls:
+    """Keeps a script from writing files, saving checkpoints, connecting and starting processes, and notes each.
+
+    Args:
+        folder: an empty one, for what it writes.
+        writes: whether files, connections and processes are its own after all.
+        values: whether its tensors have values; without, a checkpoint is never written.
+    """
+
+    def __init__(self, folder: str, *, writes: bool = False, values: bool = False) -> None:
+        self._writes = writes
+        self._values = values
+        self._seen: dict[tuple[HeldKind, str, str | None], int] = {}
+        self._saved: dict[str, Any] = {}
+        """Path of a checkpoint -> what the script saved there."""
+        self._buffers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._files = HeldFiles(folder, lambda path: self._note("file", path))
+
+    def rows(self) -> tuple[Held, ...]:
+        """Return what was held back, in order."""
+        return tuple(Held(kind, what, where, count) for (kind, what, where), count in self._seen.items())
+
+    @contextmanager
+    def back(self) -> Iterator[None]:
+        """Hold back all of it in here."""
+        with ExitStack() as stack:
+            if not (self._writes and self._values):
+                stack.enter_context(_torch.patched(torch, save=self._save, load=self._loading(torch.load)))
+                with suppress(ImportError):
+                    import safetensors.torch as tensors  # before the script's libraries take functions from it
+
+                    named = {"save_file": self._save_named, "save_model": self._save_model}
+                    stack.enter_context(_torch.patched(tensors, **named))
+            stack.enter_context(_torch.patched(multiprocessing.process.BaseProcess, start=self._fork))
+            stack.enter_context(_torch.patched(os, fork=self._fork))
+            if not self._writes:
+                stack.enter_context(self._world())
+            yield
+
+    @contextmanager
+    def _world(self) -> Iterator[None]:
+        """Hold back files, the network and other programs."""
+        with ExitStack() as stack:
+            for owner, new in (
+                (socket.socket, {"connect": self._connecting(socket.socket.connect)}),
+                (socket.socket, {"connect_ex": self._connecting(socket.socket.connect_ex)}),
+                (socket, {"getaddrinfo": self._asking(socket.getaddrinfo)}),
+                (subprocess.Popen, {"__init__": self._start}),
+                (os, {"system": self._run}),
+            ):
+                stack.enter_context(_torch.patched(owner, **new))
+            stack.enter_context(self._files.over_all())
+            yield
+
+    def _note(self, kind: HeldKind, what: str) -> None:
+        key = kind, what, format_frame(user_frame())
+        self._seen[key] = self._seen.get(key, 0) + 1
+
+    def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, (str, os.PathLike)):
+            self._note("checkpoint", str(getattr(f, "name", type(f).__name__)))
+            with suppress(TypeError):  # of what takes no weak reference
+                self._buffers[f] = obj
+            return
+        path = os.path.abspath(os.fsdecode(f))
+        self._note("checkpoint", path)
+        self._saved[path] = obj
+        if not self._writes:
+            with open(self._files.written(path, copy=False, silent=True), "wb"):
+                pass  # whoever looks sees that there is a file
+
+    def _save_named(self, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        self._save(tensors, filename)
+
+    def _save_model(self, model: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+        self._save(model.state_dict(), filename)
+
+    def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(f, (str, os.PathLike)):
+                path = os.path.abspath(os.fsdecode(f))
+                return self._saved[path] if path in self._saved else plain(f, *args, **kwargs)
+            with suppress(TypeError, KeyError):
+                return self._buffers[f]
+            return plain(f, *args, **kwargs)
+
+        return load
+
+    def _connecting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def connect(own: Any, address: Any) -> Any:
+            if own.family not in (socket.AF_INET, socket.AF_INET6) or str(address[0]).startswith(_HERE):
+                return plain(own, address)
+            self._note("network", f"{address[0]}:{address[1]}")
+            raise ConnectionRefusedError("memplan run holds the network back")
+
+        return connect
+
+    def _asking(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(host: Any, *args: Any, **kwargs: Any) -> Any:
+            if host is None or str(host).startswith(_HERE):
+                return plain(host, *args, **kwargs)
+            self._note("network", str(host))
+            raise socket.gaierror(socket.EAI_AGAIN, "memplan run holds the network back")
+
+        return ask
+
+    def _start(self, own: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
+        text = " ".join(os.fsdecode(word) for word in words)
+        own.returncode, own._child_created = 127, False  # what its finalizer reads
+        self._note("process", text[:200])
+        raise FileNotFoundError(2, "memplan run starts no other programs", os.fsdecode(words[0]))
+
+    def _run(self, command: Any) -> int:
+        self._note("process", os.fsdecode(command)[:200])
+        return 127
+
+    def _fork(self, *args: Any) -> None:
+        raise StepError(
+            "the script starts processes of its own, and what they do is not seen",
+            expected="a script that trains in one process",
+            do="Run what one of them runs (one rank); data loaders' workers are started by none here",
+            where=format_frame(user_frame()),
+        )

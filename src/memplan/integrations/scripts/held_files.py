@@ -1,0 +1,266 @@
+"""Writes of a script to its files, sent to a folder of their own that stands over the file system for its process.
+
+What the script wrote it reads back; what it removed is gone for it. Nothing reaches the real files.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+import sqlite3
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from memplan import _torch
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_DEVICES = ("/dev/", "/proc/")
+# functions of os by what they do to their first path: read it, change it, or make it
+_READ = ("stat", "lstat", "access", "readlink", "statvfs")
+_CHANGE = ("chmod", "chown", "utime", "truncate")
+_REMOVE = ("remove", "unlink", "rmdir")
+
+Told = Callable[[str], None]
+
+
+class HeldFiles:
+    """A folder in which the files lie that a script writes.
+
+    Args:
+        folder: an empty one, which may be removed afterwards.
+        told: called with the path of each file that is written for the first time, removed or renamed.
+    """
+
+    def __init__(self, folder: str, told: Told) -> None:
+        self._folder = os.path.realpath(folder)
+        self._told = told
+        self._removed: set[str] = set()
+
+    @contextmanager
+    def over_all(self) -> Iterator[None]:
+        """Let everything in here that Python writes go to the folder."""
+        temporary = os.path.join(self._folder, "tmp")
+        os.makedirs(temporary, exist_ok=True)
+        patches = {name: self._reading(getattr(os, name)) for name in _READ if hasattr(os, name)}
+        patches |= {name: self._changing(getattr(os, name)) for name in _CHANGE if hasattr(os, name)}
+        patches |= {name: self._removing(getattr(os, name)) for name in _REMOVE}
+        patches |= {name: self._listing(getattr(os, name)) for name in ("listdir", "scandir")}
+        patches |= {"mkdir": self._making(os.mkdir), "open": self._opening_descriptor(os.open)}
+        patches |= {name: self._moving(getattr(os, name)) for name in ("rename", "replace")}
+        opened = self._opening(builtins.open)
+        with ExitStack() as stack:
+            for owner, new in (
+                (builtins, {"open": opened}),
+                (io, {"open": opened}),
+                (shutil, {"rmtree": self._removing_tree}),
+                (sqlite3, {"connect": self._changing(sqlite3.connect)}),
+                (tempfile, {"tempdir": temporary}),
+                (os, patches),
+            ):
+                stack.enter_context(_torch.patched(owner, **new))
+            yield
+
+    def path_of(self, path: Any) -> Any:
+        """Return where a path's file is for the script."""
+        real = self._absolute(path)
+        if real is None:
+            return path
+        shadow = self._shadow(real)
+        return shadow if real in self._removed or _is_there(shadow) else path
+
+    def written(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
+        """Return where a file is to be written; with what it holds until now, if ``copy``."""
+        real = self._absolute(path)
+        if real is None:
+            return path
+        shadow = self._shadow(real)
+        if not _is_there(shadow):
+            self._parents(real, shadow)
+            if not silent:
+                self._told(real)
+            if copy and real not in self._removed and _is_file(real):
+                with _open(real, "rb") as source, _open(shadow, "wb") as target:
+                    shutil.copyfileobj(source, target)
+        self._removed.discard(real)
+        return shadow
+
+    def _absolute(self, path: Any) -> str | None:
+        """Return the absolute path of a file that is not the folder's own; None of descriptors and devices."""
+        if isinstance(path, int) or path is None:
+            return None
+        text = os.fsdecode(path)
+        if text == ":memory:" or text.startswith("file:"):
+            return None
+        real = os.path.abspath(text)
+        own = real == self._folder or real.startswith(self._folder + os.sep)
+        return None if own or real.startswith(_DEVICES) else real
+
+    def _shadow(self, real: str) -> str:
+        return self._folder + os.sep + "root" + real
+
+    def _parents(self, real: str, shadow: str) -> None:
+        """Make the folders above a file here, if they are there for the script."""
+        parent = os.path.dirname(real)
+        if not (_is_folder(self._shadow(parent)) or (_is_folder(parent) and parent not in self._removed)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), real)
+        os.makedirs(os.path.dirname(shadow), exist_ok=True)
+
+    def _opening(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if not set(mode) & set("wax+"):
+                return plain(self.path_of(file), mode, *args, **kwargs)
+            if "x" in mode and self._stands(file):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
+            if "r" in mode and not self._stands(file):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+            return plain(self.written(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
+
+        return opened
+
+    def _opening_descriptor(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+            if dir_fd is not None or not flags & _WRITES:
+                return plain(path if dir_fd is not None else self.path_of(path), flags, mode, dir_fd=dir_fd)
+            if flags & os.O_CREAT and flags & os.O_EXCL and self._stands(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            return plain(self.written(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
+
+        return opened
+
+    def _stands(self, path: Any) -> bool:
+        return _is_there(self.path_of(path))
+
+    def _reading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            at = path if kwargs.get("dir_fd") is not None else self.path_of(path)
+            return plain(at, *args, **kwargs)
+
+        return read
+
+    def _listing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `os.listdir`, or `os.scandir`, of what stands in a folder for the script."""
+
+        def listed(path: Any = ".") -> Any:
+            real = self._absolute(path)
+            if real is None or not _is_folder(self._shadow(real)):
+                return plain(path)
+            here = list(plain(self._shadow(real)))
+            names = {str(getattr(one, "name", one)) for one in here}
+            below = list(plain(real)) if _is_folder(real) and real not in self._removed else []
+            gone = {os.path.basename(one) for one in self._removed if os.path.dirname(one) == real}
+            here += [one for one in below if str(getattr(one, "name", one)) not in names | gone]
+            return here if plain is _listdir else _Entries(here)
+
+        return listed
+
+    def _changing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
+            return plain(self.written(path, copy=True), *args, **kwargs)
+
+        return changed
+
+    def _making(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def made(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+            real = None if dir_fd is not None else self._absolute(path)
+            if real is None:
+                return plain(path, mode, dir_fd=dir_fd)
+            if self._stands(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._parents(real, self._shadow(real))
+            self._removed.discard(real)
+            self._told(real + os.sep)
+            return plain(self._shadow(real), mode)
+
+        return made
+
+    def _removing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def removed(path: Any, *args: Any, dir_fd: int | None = None) -> None:
+            real = None if dir_fd is not None else self._absolute(path)
+            if real is None:
+                return plain(path, *args, dir_fd=dir_fd)
+            if not self._stands(path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            if _is_there(self._shadow(real)):
+                plain(self._shadow(real))
+            if _is_there(real):
+                self._told(real)
+                self._removed.add(real)
+
+        return removed
+
+    def _removing_tree(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        real = self._absolute(path)
+        if real is None:
+            return _rmtree(path, *args, **kwargs)
+        _rmtree(self._shadow(real), ignore_errors=True)
+        if _is_there(real):
+            self._told(real)
+            self._removed.add(real)
+
+    def _moving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(source: Any, target: Any, **kwargs: Any) -> None:
+            if self._absolute(source) is None and self._absolute(target) is None:
+                return plain(source, target, **kwargs)
+            here = self.written(source, copy=True)
+            there = self.written(target, copy=False)
+            plain(here, there)
+            real = self._absolute(source)
+            if real is not None and _is_there(real):
+                self._removed.add(real)
+
+        return moved
+
+
+class _Entries:
+    """Entries of a folder, as `os.scandir` gives them."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self._left = iter(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._left
+
+    def __next__(self) -> Any:
+        return next(self._left)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give no more entries."""
+        self._left = iter(())
+
+
+# of the real file system, whatever stands over it
+_open, _listdir, _rmtree, _lstat, _stat = builtins.open, os.listdir, shutil.rmtree, os.lstat, os.stat
+
+
+def _is_there(path: str) -> bool:
+    try:
+        _lstat(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(_stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(_stat(path).st_mode)
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,169 @@
+"""The data loaders of a script: what they give, how much of it is taken, another batch in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from memplan import _torch
+from memplan.trace.program_facts import Batch
+from memplan.trace.recording.place import format_frame, user_frame
+from memplan.trace.spec import realize
+
+_UNTRAINED = 16
+"""Batches that are taken at most while a model is called with gradients, and nothing is updated."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What loaders give instead of what they would."""
+
+    inputs: tuple[Any, ...] = ()
+    """Specs of the batch's tensors, in order; none for the loader's own."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Specs of the batch's tensors by name, if it is a dict."""
+    batch: int | None = None
+    """Leading dimension of the first loader's batches, and of all that have the same."""
+
+    @property
+    def given(self) -> bool:
+        """Whether the batch is described, so that no loader is asked."""
+        return bool(self.inputs or self.kwargs)
+
+
+class Loaders:
+    """Follows the loaders of one run."""
+
+    def __init__(self, rules: Rules, most: int, before_batch: Callable[..., None]) -> None:
+        self._rules = rules
+        self._most = most
+        """Batches to take of a loader that trains nothing."""
+        self._before_batch = before_batch
+        self._seen: list[_Batches] = []
+        self._first: int | None = None
+        """Leading dimension of the first batch that was loaded."""
+
+    def batches(self) -> tuple[Batch, ...]:
+        """Return what each loader gave first, in the order in which they were asked."""
+        return tuple(dict.fromkeys(one.fact() for one in self._seen if one.text))
+
+    def trains(self) -> None:
+        """A model is called that trains: loaders are taken on."""
+        for one in self._seen:
+            one.idle = 0
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow all loaders of torch's class."""
+        iterate = DataLoader.__iter__
+
+        def followed(loader: Any) -> Iterator[Any]:
+            found = _Batches(self, loader, None if self._rules.given else iterate(loader))
+            self._seen.append(found)
+            return found
+
+        with _torch.patched(DataLoader, __iter__=followed):
+            yield
+
+    def next_of(self, loader: _Batches) -> Any:
+        """Return a loader's next batch, as the rules say.
+
+        Raises:
+            StopIteration: the loader is at its end, or trains nothing and has given enough.
+        """
+        self._before_batch(loads=True)
+        if loader.idle >= self._most:
+            loader.cut = True
+            raise StopIteration
+        batch = self._given() if loader.own is None else next(loader.own)
+        loader.idle += 1
+        size = leading(batch)
+        if self._first is None:
+            self._first = size
+        if self._rules.batch is not None and size is not None and size == self._first:
+            batch = resized(batch, size, self._rules.batch)
+        return batch
+
+    def _given(self) -> Any:
+        if self._rules.kwargs:
+            return realize(dict(self._rules.kwargs))
+        return realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
+
+
+class _Batches:
+    """Iterator over a loader's batches; everything else is asked of the loader's own iterator."""
+
+    def __init__(self, loaders: Loaders, loader: Any, own: Any) -> None:
+        self._loaders = loaders
+        self._loader = loader
+        self.own = own
+        self.where = format_frame(user_frame())
+        self.taken = self.idle = 0
+        self.text = ""
+        self.size: int | None = None
+        self.cut = False
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.own if self.own is not None else self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["own"], name)
+
+    def __next__(self) -> Any:
+        batch = self._loaders.next_of(self)
+        self.taken += 1
+        if self.taken == 1:
+            self.text, self.size = described(batch), leading(batch)
+        return batch
+
+    def fact(self) -> Batch:
+        """Return what the loader gave first."""
+        try:
+            length = len(self._loader)
+        except Exception:  # a data set can refuse its length in any way
+            length = None
+        return Batch(self.size, self.text, self.where, self.taken, length, self.cut, self.own is None)
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _torch.tree_leaves(_plain(batch)) if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(batch: Any) -> Any:
+    """Return a batch that behaves like a dict as one."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def leading(batch: Any) -> int | None:
+    """Return the leading dimension that most tensors of a batch have; None where no tensor has any."""
+    sizes = [tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()]
+    return max(sizes, key=sizes.count) if sizes else None
+
+
+def described(batch: Any) -> str:
+    """Return the shapes of a batch's tensors as "32x3x224x224, 32 (int64)"."""
+    rows = []
+    for tensor in _tensors(batch):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        shape = "x".join(map(str, tensor.shape)) or "a number"
+        rows.append(shape if dtype == "float32" else f"{shape} ({dtype})")
+    return ", ".join(rows)
+
+
+def resized(batch: Any, old: int, new: int) -> Any:
+    """Return a batch whose tensors and lists have another leading dimension where they have the old one."""
+
+    def larger(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != old:
+            return leaf
+        return leaf.new_zeros((new, *leaf.shape[1:]))
+
+    return _torch.tree_map(larger, batch)

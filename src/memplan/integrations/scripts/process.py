@@ -1,0 +1,122 @@
+"""The process in which a script runs: started here with a request, and what runs in it.
+
+In a process of its own a script may do what it likes with handlers, threads, modules and its exit.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from memplan.errors import MemplanError, StepError
+from memplan.integrations.scripts.command import Command
+from memplan.integrations.scripts.recorded import recorded
+from memplan.integrations.scripts.request import Ran, Request
+from memplan.trace.program_facts import Facts
+from memplan.trace.trace import Trace
+
+_REQUEST, _TRACE, _FACTS, _ERROR = "request", "trace.json", "facts", "error"
+_WORLD, _OUT, _SAID = "world", "out", "err"
+_START = "from memplan.integrations.scripts.process import answer; answer({folder!r})"
+
+
+def run_script(request: Request) -> Ran:
+    """Run a script in a process of its own and return its steps.
+
+    Raises:
+        InputError: there is no such script.
+        StepError: the script raised, or ended before its first step.
+        MemplanError: whatever `memplan.record` and `memplan.measure` raise.
+    """
+    request.command.checked()
+    with tempfile.TemporaryDirectory(prefix="memplan-run-", ignore_cleanup_errors=True) as folder:
+        Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
+        Path(folder, _WORLD).mkdir()
+        status = _wait(_command(folder), folder, shows=request.shows)
+        said = Path(folder, _SAID).read_text(encoding="utf-8", errors="replace") if not request.shows else ""
+        error, trace = Path(folder, _ERROR), Path(folder, _TRACE)
+        if error.exists():
+            raise pickle.loads(error.read_bytes())
+        if not trace.exists():
+            raise _ended(request.command, status, said)
+        facts: Facts = pickle.loads(Path(folder, _FACTS).read_bytes())
+        lines = 0 if request.shows else _lines(Path(folder, _OUT)) + _lines(Path(folder, _SAID))
+        return Ran(request.command, Trace.from_json(trace.read_text(encoding="utf-8")), replace(facts, lines=lines))
+
+
+def _command(folder: str) -> list[str]:
+    return [sys.executable, "-B", "-c", _START.format(folder=folder)]
+
+
+def _wait(command: list[str], folder: str, *, shows: bool) -> int:
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))}
+    with open(Path(folder, _OUT), "wb") as out, open(Path(folder, _SAID), "wb") as said:
+        process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=None if shows else out,
+            stderr=None if shows else said,
+        )  # fmt: skip
+        try:
+            return process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+
+
+def _lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+def _ended(command: Command, status: int, said: str) -> MemplanError:
+    """Return the error of a process that gave no answer."""
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = f"; it said last: {lines[-1][:200]}" if lines else ""
+    return StepError(
+        f"the process of {command.name} ended {how}{last}",
+        expected="a script that leaves its process running",
+        do="Run it under python; with --show-output, what it prints is seen",
+    )
+
+
+def answer(folder: str) -> NoReturn:
+    """Answer the request in a folder, and end the process at once: the script may have left threads."""
+    request: Request = pickle.loads(Path(folder, _REQUEST).read_bytes())
+    sys.argv = [request.command.place]
+    sys.path[:] = [entry for entry in sys.path if entry]  # python -c puts the working directory first
+
+    def give_up(error: MemplanError) -> NoReturn:
+        _write(folder, _ERROR, pickle.dumps(error))
+        _end()
+
+    try:
+        trace, facts = recorded(request, os.path.join(folder, _WORLD), give_up)
+        _write(folder, _FACTS, pickle.dumps(facts))
+        _write(folder, _TRACE, trace.to_json().encode())
+    except MemplanError as error:
+        give_up(error)
+    _end()
+
+
+def _write(folder: str, name: str, data: bytes) -> None:
+    partial = Path(folder, f"{name}.partial")
+    partial.write_bytes(data)
+    partial.rename(Path(folder, name))
+
+
+def _end() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # closed by the script
+            continue
+    os._exit(0)

@@ -1,0 +1,233 @@
+"""A script as a `Program`: where its steps begin and end is seen from its optimizers, its loaders and its models."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memplan import _torch
+from memplan.errors import MemplanError, StepError
+from memplan.integrations.scripts.held_calls import HeldCalls
+from memplan.integrations.scripts.imports import imported_again
+from memplan.integrations.scripts.loaders import Loaders
+from memplan.integrations.scripts.request import Request
+from memplan.trace.program_facts import Ending, Facts
+from memplan.trace.recording.boundaries import Boundaries
+from memplan.trace.recording.place import format_frame, user_frame
+
+_RARE = 8
+"""Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
+_UNUSED = 64
+"""Batches without an update, after which none is waited for."""
+
+
+_CAUGHT = 50
+"""Times that a script may catch what ends it."""
+
+
+class _Over(BaseException):
+    """What was asked for has been seen. Not an Exception: a script's own handlers let it through."""
+
+
+class Script:
+    """A script that is run as it is, until it has made some updates.
+
+    A step ends where the next begins: with the first batch loaded, or the first model called, after each optimizer has
+    been updated once more. So what follows an update (a scheduler, an average of weights, logging) is part of it.
+    """
+
+    def __init__(self, request: Request, world: str, give_up: Callable[[MemplanError], NoReturn]) -> None:
+        self._request = request
+        self._world = world
+        """A folder that its files go to."""
+        self._give_up = give_up
+        """Called with the error of a script that does not let itself be ended."""
+        self._runs = 0
+        self.facts: Facts | None = None
+        """What it did when it ran first: other runs take its branches the other way."""
+
+    @property
+    def title(self) -> str:
+        """Return what to call it in a message."""
+        return self._request.command.name
+
+    def run_steps(self, steps: int, boundaries: Boundaries) -> None:
+        """Run the script until it has made ``steps`` steps, or ends."""
+        request = self._request
+        run = _Run(request, steps, boundaries, self._give_up)
+        world = os.path.join(self._world, str(self._runs))
+        os.mkdir(world)
+        self._runs += 1
+        held = HeldCalls(world, writes=request.writes, values=request.really)
+        with imported_again(), held.back():
+            run.run()
+        if self.facts is None:
+            self.facts = replace(run.facts(), held=held.rows(), really=request.really)
+
+
+class _Run:
+    """One run of a script."""
+
+    def __init__(
+        self, request: Request, steps: int, boundaries: Boundaries, give_up: Callable[[MemplanError], NoReturn]
+    ) -> None:
+        self._command = request.command
+        self._steps = steps
+        self._boundaries = boundaries
+        self._give_up = give_up
+        self._deadline = time.monotonic() + request.limit
+        self._loaders = Loaders(request.rules, steps, self._at_boundary)
+        self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """Optimizers that are alive -> how often each was updated."""
+        self._models: list[nn.Module] = []
+        """Models that were called, kept alive until the layers have their names."""
+        self._depth = self._done = self._batches = self._updated_last = 0
+        self._built = self._pending = False
+        self._ending: Ending | None = None
+        self._code: int | str | None = None
+        self._raised = 0
+
+    def facts(self) -> Facts:
+        """Return what the script did besides its step."""
+        return Facts(
+            self._ending or "script", self._updated_last, self._code, self._loaders.batches(), (), 0, really=False
+        )
+
+    def run(self) -> None:
+        """Run the script.
+
+        Raises:
+            StepError: it ended before anything could be seen of a step.
+        """
+        try:
+            with self._hooked():
+                self._command.execute()
+        except _Over:
+            return
+        except SystemExit as error:
+            self._ending = self._ending or "exit"
+            self._code = error.code
+        if self._ending is None:
+            self._ending = "script"
+        if not self._over:
+            self._end_early()
+
+    @property
+    def _over(self) -> bool:
+        return self._done < 0
+
+    def _end_early(self) -> None:
+        """End a run that has made fewer steps than asked for."""
+        if not self._models and not self._optimizers:
+            raise StepError(
+                f"{self._command.name} ended{self._with_code()} before it called a model",
+                expected="a script that trains, or runs, a torch.nn.Module",
+                do="Run it under python to see what it says; give its arguments after its name",
+            )
+        if not self._built:
+            self._boundaries.built()
+        self._boundaries.stepped()
+        self._finish()
+
+    def _with_code(self) -> str:
+        return "" if self._code is None else f" with exit code {self._code}"
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        made = torch.optim.Optimizer.__init__
+
+        def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self._optimizers.setdefault(optimizer, 0)
+
+        with ExitStack() as stack:
+            for handle in (
+                module_hooks.register_module_forward_pre_hook(self._enter),
+                module_hooks.register_module_forward_hook(self._leave, always_call=True),
+                register_optimizer_step_post_hook(self._updated),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(_torch.patched(torch.optim.Optimizer, __init__=noted))
+            stack.enter_context(self._loaders.followed())
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._depth:
+            self._at_boundary()
+            if not any(module is one for one in self._models):
+                self._models.append(module)
+            if module.training and torch.is_grad_enabled():
+                self._loaders.trains()
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._depth -= 1
+
+    def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        before = self._updates()
+        self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
+        self._pending = self._pending or self._updates() > before
+        self._batches = 0
+        self._loaders.trains()
+
+    def _updates(self) -> int:
+        """Return how often each optimizer was updated that is not updated far less often than others."""
+        counts = sorted(self._optimizers.values())
+        most = counts[-1] if counts else 0
+        return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
+
+    def _at_boundary(self, *, loads: bool = False) -> None:
+        """A batch is loaded, or a model called from outside of all models: a step may have ended here."""
+        if self._over:
+            self._stop()
+        if not self._built:
+            self._built = True
+            self._boundaries.built()
+        self._batches += loads
+        if self._pending:
+            self._pending = False
+            self._boundaries.stepped()
+            self._done += 1
+            if self._done == self._steps:
+                self._end("steps")
+        elif self._batches > _UNUSED:
+            self._end_unfinished("no update")
+        elif time.monotonic() > self._deadline:
+            self._end_unfinished("time")
+
+    def _end_unfinished(self, ending: Ending) -> None:
+        self._boundaries.stepped()
+        self._end(ending)
+
+    def _end(self, ending: Ending) -> None:
+        self._ending = ending
+        self._finish()
+        self._stop()
+
+    def _finish(self) -> None:
+        self._updated_last = self._updates()  # optimizers may not live on
+        self._boundaries.ended()
+        self._done = -1
+
+    def _stop(self) -> None:
+        self._raised += 1
+        if self._raised > _CAUGHT:
+            self._give_up(
+                StepError(
+                    f"{self._command.name} goes on after it was told to end: it catches every exception",
+                    expected="handlers of Exception, which let BaseException through",
+                    do='Write "except Exception" where it says "except:" or "except BaseException"',
+                    where=format_frame(user_frame()),
+                )
+            )
+        raise _Over

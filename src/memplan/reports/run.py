@@ -1,0 +1,88 @@
+"""What a script needs, on the terminal and as JSON: its explanation, and what it did besides its step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from typing import TextIO
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from memplan._text import printable
+from memplan.explanation.model import Explanation
+from memplan.reports import explain
+from memplan.reports.output import Field, Page, name_field, print_parts
+from memplan.trace.program_facts import Batch, Facts, Held
+
+_KINDS = {"file": "written", "checkpoint": "saved", "network": "connected to", "process": "started"}
+_ROWS = 8
+
+
+def dumps(command: str, facts: Facts, explanation: Explanation) -> str:
+    """Write the explanation with the script's own facts as indented JSON. All sizes are bytes."""
+    script = {"command": command, **dataclasses.asdict(facts)}
+    return json.dumps({"script": script, **explanation.to_dict()}, indent=1, allow_nan=False) + "\n"
+
+
+def print_run(command: str, facts: Facts, explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:
+    """Print what a script needs to a file, stdout by default; ``top`` rows of long tables, 0 for all."""
+    print_parts(lambda page: render(command, facts, explanation, page, top), file)
+
+
+def render(command: str, facts: Facts, explanation: Explanation, page: Page, top: int = 12) -> list[RenderableType]:
+    """Return the parts of the report as rich renderables, in order."""
+    return [*explain.render(explanation, page, top), "", *_script(command, facts, page, top)]
+
+
+def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[RenderableType]:
+    yield Text(f"The script: {printable(command)}", "bold")
+    yield Text(_ended(facts))
+    for batch in facts.batches[: top or None]:
+        yield Text(_batch(batch))
+    if facts.lines:
+        yield Text(f"{facts.lines} lines that it printed are not shown (--show-output)")
+    if facts.held:
+        fields = [
+            name_field("Held back", lambda row: _short(row), from_left=True),
+            Field("would be", lambda row: _KINDS[row.kind] + (f" {row.count} times" if row.count > 1 else "")),
+            Field("at", lambda row: printable(row.where or "-"), shrinks_to=14, from_left=True, drop=1),
+        ]
+        yield ""
+        yield page.rows(facts.held, fields, min(top, _ROWS) if top else 0)
+
+
+def _ended(facts: Facts) -> str:
+    seen = "ran for real" if facts.really else "ran on tensors without values"
+    updates = f"{facts.updates} update{'' if facts.updates == 1 else 's'}"
+    match facts.ending:
+        case "steps":
+            return f"It {seen} until {updates} were made; nothing behind that was seen."
+        case "no update":
+            return f"It {seen} over 64 batches without an update by an optimizer of torch.optim, and was ended."
+        case "time":
+            return f"It {seen} until its time was over (--limit), with {updates}; what comes later was not seen."
+        case _:
+            code = "" if facts.code in (None, 0) else f", with exit code {printable(str(facts.code))}"
+            made = f"with {updates}" if facts.updates else "without an update: all of it counts as one step"
+            return f"It {seen} to its end{code}, {made}."
+
+
+def _batch(batch: Batch) -> str:
+    where = f" ({batch.where})" if batch.where else ""
+    source = "The batch described" if batch.given else "A loader's batch"
+    cut = (
+        f"; {batch.taken} of {batch.length or 'its'} batches were taken, as nothing trains on them" if batch.cut else ""
+    )
+    return printable(f"{source}{where}: {batch.text}{cut}.")
+
+
+def _short(row: Held) -> str:
+    path = row.what
+    if row.kind in ("file", "checkpoint") and os.path.isabs(path):
+        beside = os.path.relpath(path)
+        path = beside if not beside.startswith("..") else path
+        path += os.sep if row.what.endswith(os.sep) else ""
+    return printable(path)

@@ -1,0 +1,46 @@
+"""Where the steps of a run begin and end: of a ``build``, which returns its step, and of a program run as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+Step = Callable[[], Any]
+Build = Callable[[], Step]
+
+
+class Boundaries(Protocol):
+    """Told where the parts of a run begin and end."""
+
+    def built(self) -> None:
+        """Everything that the first step needs is made."""
+        ...
+
+    def stepped(self) -> None:
+        """A step has ended."""
+        ...
+
+    def ended(self) -> None:
+        """The last step has ended, and what was made for it is still alive."""
+        ...
+
+
+@runtime_checkable
+class Program(Protocol):
+    """A program in which steps begin and end somewhere inside, as in a training script."""
+
+    @property
+    def title(self) -> str:
+        """What to call it in a message."""
+        ...
+
+    def run_steps(self, steps: int, boundaries: Boundaries) -> None:
+        """Run it until it has made ``steps`` steps or ends, calling ``boundaries`` at each boundary.
+
+        Each of these is called at least once; ``stepped`` at most ``steps`` times, and any of them may raise.
+        """
+        ...
+
+
+Runs = Build | Program
+"""What a recording or a measurement runs."""
