@@ -84,6 +84,14 @@ def around_started_threads(
         yield started
 
 
+def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """Let ``around(fetch, indices)`` make each batch of a data loader's iterator; iterators of other kinds stay."""
+    fetcher = getattr(batches, "_dataset_fetcher", None)
+    if fetcher is not None:
+        fetch = fetcher.fetch
+        fetcher.fetch = lambda indices: around(fetch, indices)
+
+
 @contextlib.contextmanager
 def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
     """Run compiled modules and functions eagerly; ``said`` is called when something is compiled or runs compiled."""

@@ -30,6 +30,11 @@ class Command:
         """Return the script's file name, or the module's name."""
         return self.place if self.is_module else os.path.basename(self.place.rstrip("/"))
 
+    @property
+    def folder(self) -> str:
+        """Return the folder that the script imports from first."""
+        return os.getcwd() if self.is_module else os.path.dirname(os.path.abspath(self.place))
+
     def checked(self) -> Command:
         """Return the same, after a look whether the script is there.
 
@@ -60,8 +65,7 @@ def _surroundings(command: Command) -> Iterator[None]:
     """Give a script the arguments and the import path that it has under ``python``; put back what it changed."""
     arguments, path, folder, variables = sys.argv, sys.path[:], os.getcwd(), dict(os.environ)
     sys.argv = [command.place, *command.arguments]
-    first = folder if command.is_module else os.path.dirname(os.path.abspath(command.place))
-    sys.path[:] = [first, *path]
+    sys.path[:] = [command.folder, *path]
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ import torch
 from memplan import _torch
 from memplan.errors import StepError
 from memplan.integrations.scripts.held_files import HeldFiles
+from memplan.integrations.scripts.lines import script_line
 from memplan.trace.program_facts import Held, HeldKind
-from memplan.trace.recording.place import format_frame, user_frame
 
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Switches of libraries that would try the network again and again."""
@@ -29,11 +29,13 @@ class HeldCalls:
 
     Args:
         folder: an empty one, for what it writes.
+        script: the folder of the script's own code.
         writes: whether files, connections and processes are its own after all.
         values: whether its tensors have values; without, a checkpoint is never written.
     """
 
-    def __init__(self, folder: str, *, writes: bool = False, values: bool = False) -> None:
+    def __init__(self, folder: str, script: str, *, writes: bool = False, values: bool = False) -> None:
+        self._script = script
         self._writes = writes
         self._values = values
         self._seen: dict[tuple[HeldKind, str, str | None], int] = {}
@@ -79,7 +81,7 @@ class HeldCalls:
             yield
 
     def _note(self, kind: HeldKind, what: str) -> None:
-        key = kind, what, format_frame(user_frame())
+        key = kind, what, script_line(self._script)
         self._seen[key] = self._seen.get(key, 0) + 1
 
     def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,5 +148,5 @@ class HeldCalls:
             "the script starts processes of its own, and what they do is not seen",
             expected="a script that trains in one process",
             do="Run what one of them runs (one rank); data loaders' workers are started by none here",
-            where=format_frame(user_frame()),
+            where=script_line(self._script),
         )

@@ -11,12 +11,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from memplan import _torch
+from memplan.integrations.scripts.lines import script_line
 from memplan.trace.program_facts import Batch
-from memplan.trace.recording.place import format_frame, user_frame
 from memplan.trace.spec import realize
-
-_UNTRAINED = 16
-"""Batches that are taken at most while a model is called with gradients, and nothing is updated."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,12 @@ class Rules:
 class Loaders:
     """Follows the loaders of one run."""
 
-    def __init__(self, rules: Rules, most: int, before_batch: Callable[..., None]) -> None:
+    def __init__(
+        self, rules: Rules, most: int, before_batch: Callable[..., None], folder: str, *, really: bool
+    ) -> None:
         self._rules = rules
+        self._really = really
+        self._folder = folder
         self._most = most
         """Batches to take of a loader that trains nothing."""
         self._before_batch = before_batch
@@ -52,10 +53,14 @@ class Loaders:
         """Return what each loader gave first, in the order in which they were asked."""
         return tuple(dict.fromkeys(one.fact() for one in self._seen if one.text))
 
-    def trains(self) -> None:
-        """A model is called that trains: loaders are taken on."""
+    def called(self, *, trains: bool) -> None:
+        """A model is called, and trains on what loaders gave, or does not."""
         for one in self._seen:
-            one.idle = 0
+            if trains:
+                one.idle = 0
+            elif one.fresh:
+                one.idle += 1
+            one.fresh = False
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -63,7 +68,10 @@ class Loaders:
         iterate = DataLoader.__iter__
 
         def followed(loader: Any) -> Iterator[Any]:
-            found = _Batches(self, loader, None if self._rules.given else iterate(loader))
+            own = None if self._rules.given else iterate(loader)
+            if not self._really:
+                _torch.fetching(own, fetched)
+            found = _Batches(self, loader, own, script_line(self._folder))
             self._seen.append(found)
             return found
 
@@ -81,7 +89,7 @@ class Loaders:
             loader.cut = True
             raise StopIteration
         batch = self._given() if loader.own is None else next(loader.own)
-        loader.idle += 1
+        loader.fresh = True
         size = leading(batch)
         if self._first is None:
             self._first = size
@@ -95,15 +103,51 @@ class Loaders:
         return realize(self._rules.inputs[0] if len(self._rules.inputs) == 1 else list(self._rules.inputs))
 
 
+def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
+    """Return what a data set gives for some indices; loaded for real, where it needs values that no recording has."""
+    try:
+        return fetch(indices)
+    except StopIteration:
+        raise
+    except Exception as error:  # a data set can raise anything, and so can code of it that meets no values
+        try:
+            with _torch.no_modes():
+                batch = fetch(indices)
+        except Exception:
+            raise error from None
+    return _torch.tree_map(_recorded, _plain(batch))
+
+
+_KNOWN = 1024
+"""Elements up to which the values of integers loaded for real are kept."""
+
+
+def _recorded(leaf: Any) -> Any:
+    """Return a tensor of the recording in the place of a real one."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
+        return leaf
+    with _torch.no_modes():
+        plain = leaf.detach().as_subclass(torch.Tensor)
+        values = plain.tolist() if not plain.is_floating_point() and plain.numel() <= _KNOWN else None
+        shape, strides, dtype = tuple(plain.shape), plain.stride(), plain.dtype
+    if values is not None and not dtype.is_complex:
+        return torch.tensor(values, dtype=dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
 class _Batches:
     """Iterator over a loader's batches; everything else is asked of the loader's own iterator."""
 
-    def __init__(self, loaders: Loaders, loader: Any, own: Any) -> None:
+    def __init__(self, loaders: Loaders, loader: Any, own: Any, where: str | None) -> None:
         self._loaders = loaders
         self._loader = loader
         self.own = own
-        self.where = format_frame(user_frame())
-        self.taken = self.idle = 0
+        self.where = where
+        self.taken = 0
+        self.idle = 0
+        """Batches since a model was last trained that one was called with."""
+        self.fresh = False
+        """Whether no model was called since the last batch."""
         self.text = ""
         self.size: int | None = None
         self.cut = False

@@ -18,12 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memplan import _torch
 from memplan.errors import MemplanError, StepError
 from memplan.integrations.scripts.held_calls import HeldCalls
-from memplan.integrations.scripts.imports import imported_again
+from memplan.integrations.scripts.imports import imports_apart
+from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaders import Loaders
 from memplan.integrations.scripts.request import Request
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
-from memplan.trace.recording.place import format_frame, user_frame
 
 _RARE = 8
 """Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
@@ -68,8 +68,8 @@ class Script:
         world = os.path.join(self._world, str(self._runs))
         os.mkdir(world)
         self._runs += 1
-        held = HeldCalls(world, writes=request.writes, values=request.really)
-        with imported_again(), held.back():
+        held = HeldCalls(world, request.command.folder, writes=request.writes, values=request.really)
+        with imports_apart(request.command.folder), held.back():
             run.run()
         if self.facts is None:
             self.facts = replace(run.facts(), held=held.rows(), really=request.really)
@@ -86,7 +86,7 @@ class _Run:
         self._boundaries = boundaries
         self._give_up = give_up
         self._deadline = time.monotonic() + request.limit
-        self._loaders = Loaders(request.rules, steps, self._at_boundary)
+        self._loaders = Loaders(request.rules, steps, self._at_boundary, request.command.folder, really=request.really)
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """Optimizers that are alive -> how often each was updated."""
         self._models: list[nn.Module] = []
@@ -166,8 +166,7 @@ class _Run:
             self._at_boundary()
             if not any(module is one for one in self._models):
                 self._models.append(module)
-            if module.training and torch.is_grad_enabled():
-                self._loaders.trains()
+            self._loaders.called(trains=module.training and torch.is_grad_enabled())
         self._depth += 1
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -178,7 +177,7 @@ class _Run:
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         self._pending = self._pending or self._updates() > before
         self._batches = 0
-        self._loaders.trains()
+        self._loaders.called(trains=True)
 
     def _updates(self) -> int:
         """Return how often each optimizer was updated that is not updated far less often than others."""
@@ -227,7 +226,7 @@ class _Run:
                     f"{self._command.name} goes on after it was told to end: it catches every exception",
                     expected="handlers of Exception, which let BaseException through",
                     do='Write "except Exception" where it says "except:" or "except BaseException"',
-                    where=format_frame(user_frame()),
+                    where=script_line(self._command.folder),
                 )
             )
         raise _Over
