@@ -242,3 +242,20 @@ def test_an_array_keeps_the_memory_of_its_tensor() -> None:
         return lambda: kept.append(torch.ones(64, 64).mul(2).numpy())
 
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
+def test_equal_layers_of_which_each_step_trains_another_are_taken_in_turn() -> None:
+    """Taken as any one of these alone, the step takes the same: only two of them show the states of both."""
+
+    def build() -> Callable[[], None]:
+        heads: Any = nn.ModuleList([nn.Linear(64, 64) for _ in range(3)])
+        x, optimizer = torch.randn(8, 64), torch.optim.Adam(heads.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            heads[torch.randint(0, 3, ()).item()](x).sum().backward()
+            optimizer.step()
+
+        return step
+
+    holds(build, 5)
