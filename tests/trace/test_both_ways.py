@@ -185,8 +185,13 @@ def test_a_branch_that_another_one_leaves_out_is_bounded(body: Body) -> None:
     assert any(f"{max(peaks) / 2**20:.1f} MiB" in one for one in shown)
 
 
-def test_a_branch_that_is_not_followed_is_told_where_the_way_shown_leaves_it_out() -> None:
+def test_a_chain_of_branches_is_bounded_by_each_number() -> None:
     trace, peaks = memplan.record(by_number(elif_of_many, 6)), peaks_of(elif_of_many, 6)
+    assert memplan.simulate(trace).peak_allocated == max(peaks)
+
+
+def test_a_branch_that_is_not_followed_is_told_where_the_way_shown_leaves_it_out() -> None:
+    trace, peaks = memplan.record(by_number(elif_of_many, 30)), peaks_of(elif_of_many, 30)
     assert memplan.simulate(trace).peak_allocated < max(peaks)
     shown = [one for one in trace.assumptions if "IS NOT BOUNDED" in one.text]
     assert len(shown) == 1

@@ -2,79 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import shorten
 
 from memplan._bytes import format_bytes
 from memplan.errors import RecordingError
-from memplan.trace.recording.place import format_frame
-from memplan.trace.recording.values.largest import Choice, Site
+from memplan.trace.each_value import SAME, Again, EachValue, Tried, most_at_once, sampled
+from memplan.trace.recording.place import Line, format_frame
+from memplan.trace.recording.values.readings import Choice, Reading, Site, Use, Way
 from memplan.trace.records import Assumption
 from memplan.trace.trace import Trace
 
-Way = frozenset[Choice]
-Again = Callable[[Way], tuple[Trace | RecordingError | None, Sequence[Choice], Collection[Choice]]]
-"""Records the step once more, with these choices taken the other way; what comes of it, its choices, and which of those
-taken the other way it reached."""
-
 _MOST = 4
-"""Branches at most that are recorded both ways, as many reads of numbers, and as many of both that only another way
-shows; of others it is said that they were not."""
-_SAME = 1.01
-"""Peaks count as the same up to this factor."""
+"""Branches at most that are recorded both ways, as many readings, and as many of both that only another way shows; of
+others it is said that they were not."""
 
 
 def with_both_ways(trace: Trace, choices: Sequence[Choice], again: Again) -> Trace:
-    """Return the trace of the way that takes more, and say of each branch what either way takes.
+    """Return the trace of the way that takes more, and say of each branch and of each reading what its ways take.
 
     Args:
         trace: as recorded.
-        choices: lines at which a value decided that the recording does not know, and reads of plain numbers that were
-            taken at their largest, in order.
-        again: records the step the other way.
+        choices: lines at which a value decided that the recording does not know, and what was read and taken at its
+            largest, in order.
+        again: records the step otherwise.
     """
-    # a program that makes fewer steps another way is not the same but for that, and wins only by what is told
-    straight, taken = most_at_once(trace), Way()
-    found: dict[Choice, tuple[int, Assumption | None]] = {}
-    first = [one for sites in (False, True) for one in [x for x in choices if isinstance(x, Site) == sites][:_MOST]]
-    queue: list[tuple[Choice, Way | None, int]] = [(one, None, 0) for one in first]
-    seen, more = dict.fromkeys(choices), _MOST
-    while queue:
-        choice, way, peak = queue.pop(0)
-        if way is None:  # a choice of the first way: beside those already taken the other way, then alone
-            queue = [(choice, Way(), straight), *queue] if taken else queue
-            way, peak = taken, most_at_once(trace)
-        other, below, reached = again(way | {choice})
-        weight = max(peak, most_at_once(other)) if isinstance(other, Trace) and choice in reached else 0
-        if choice not in found or weight >= found[choice][0]:
-            found[choice] = weight, _of_choice(choice, peak, other, trace, reached=choice in reached)
-        if not isinstance(other, Trace):
-            continue
-        new = [one for one in below if one not in seen][:more]
-        seen, more = seen | dict.fromkeys(below), more - len(new)
-        queue = [(one, way | {choice}, most_at_once(other)) for one in new] + queue
-        if most_at_once(other) > most_at_once(trace) * (_SAME if len(other.steps) < len(trace.steps) else 1):
-            trace, taken = other, way | {choice}
-    said = {choice: row for choice, (_, row) in found.items() if row is not None or isinstance(choice, Site)}
-    left = {one: _not_tried(one) for one in seen if one not in said}
-    rows = dict.fromkeys(row for row in (said | left).values() if row is not None)
-    places = {format_frame(one) for one in seen if not isinstance(one, Site)}
-    kept = [one for one in trace.assumptions if one.where not in places or not _is_of_branch(one)]
-    return replace(
-        trace, assumptions=tuple(sorted((*rows, *kept), key=lambda row: row.kind not in ("branch", "bound")))
-    )
+    search = _Search(trace, choices, again)
+    search.run()
+    return search.result()
 
 
-def _of_choice(
-    choice: Choice, peak: int, other: Trace | RecordingError | None, shown: Trace, *, reached: bool
+class _Search:
+    """Takes one choice after the other otherwise, beside those that made the step take more."""
+
+    def __init__(self, trace: Trace, choices: Sequence[Choice], again: Again) -> None:
+        self._trace, self._again, self._straight = trace, again, most_at_once(trace)
+        self._taken = Way()
+        self._branches: dict[Line, tuple[int, Assumption | None]] = {}
+        self._readings = dict[Reading, Tried | None]()
+        """None: nothing depends on it."""
+        self._each = EachValue(again)
+        self._seen, self._more = {_key(one): one for one in choices}, _MOST
+
+    def run(self) -> None:
+        """Record what is to be recorded."""
+        first = list(self._seen.values())
+        self._each_of([one for one in first if not isinstance(one, Reading)])
+        readings = [one for one in first if isinstance(one, Reading)]
+        matter = self._each.that_matter(readings, self._taken, most_at_once(self._trace))
+        self._readings |= dict.fromkeys(readings if not matter else ())
+        self._each_of(matter)
+
+    def _each_of(self, choices: Sequence[Choice]) -> None:
+        queue: list[_Next] = [(one, None, 0) for one in choices[:_MOST]]
+        while queue:
+            choice, way, peak = queue.pop(0)
+            if way is None:
+                if self._taken and not isinstance(choice, Reading):  # beside what is taken otherwise, then alone
+                    queue.insert(0, (choice, Way(), self._straight))
+                way, peak = self._taken, most_at_once(self._trace)
+            queue[:0] = (
+                self._of_reading(choice, way, peak) if isinstance(choice, Reading) else self._of_line(choice, way, peak)
+            )
+
+    def _of_reading(self, reading: Reading, way: Way, peak: int) -> list[_Next]:
+        tried = self._readings[reading] = self._each.of(reading, way, peak)
+        found = [(other, one) for one, other in tried.found.items() if isinstance(other, Trace)]
+        return [new for other, one in found for new in self._found(other, way | {one}, tried.below[one])]
+
+    def _of_line(self, line: Line, way: Way, peak: int) -> list[_Next]:
+        other, below, reached = self._again(way | {line})
+        weight = max(peak, most_at_once(other)) if isinstance(other, Trace) and line in reached else 0
+        if line not in self._branches or weight >= self._branches[line][0]:
+            self._branches[line] = weight, _of_line(line, peak, other, self._trace, reached=line in reached)
+        return self._found(other, way | {line}, below) if isinstance(other, Trace) else []
+
+    def _found(self, other: Trace, way: Way, below: Sequence[Choice]) -> list[_Next]:
+        """Note what another way takes; return the choices that only it shows, as many as are followed."""
+        new = [one for one in below if _key(one) not in self._seen]
+        self._seen |= {_key(one): one for one in new}
+        # a program that makes fewer steps another way wins only by what is told
+        fewer = len(other.steps) < len(self._trace.steps)
+        if most_at_once(other) > most_at_once(self._trace) * (SAME if fewer else 1):
+            self._trace, self._taken = other, way
+        followed, self._more = new[: self._more], self._more - len(new[: self._more])
+        return [(one, way, most_at_once(other)) for one in followed]
+
+    def result(self) -> Trace:
+        """Return the trace of the way that takes most, with what is to be said."""
+        said = [self._said(one) for one in self._seen.values()]
+        rows = dict.fromkeys(row for row in said if row is not None)
+        places = {format_frame(one) for one in self._seen.values() if not isinstance(one, Reading)}
+        kept = [one for one in self._trace.assumptions if one.where not in places or not _is_of_branch(one)]
+        ordered = sorted((*rows, *kept), key=lambda row: row.kind not in ("branch", "bound"))
+        return replace(self._trace, assumptions=tuple(ordered))
+
+    def _said(self, choice: Choice) -> Assumption | None:
+        if not isinstance(choice, Reading):
+            return self._branches.get(choice, (0, None))[1] or _not_tried(choice)
+        tried = self._readings.get(choice, Tried(choice, Way(), 0))
+        return sampled(choice) if tried is None else tried.row(self._taken, len(self._trace.steps))
+
+
+_Next = tuple[Choice, Way | None, int]
+"""A choice that is to be taken otherwise, beside which others (None: those that made the step take more), and the peak
+of these alone."""
+
+
+def _key(choice: Choice) -> Line | tuple[Site, Use]:
+    return (choice.site, choice.use) if isinstance(choice, Reading) else choice
+
+
+def _of_line(
+    line: Line, peak: int, other: Trace | RecordingError | None, shown: Trace, *, reached: bool
 ) -> Assumption | None:
-    """Return what has to be said of a choice, recorded the other way; None where there is nothing."""
+    """Return what has to be said of a branch, recorded the other way; None where there is nothing."""
     if isinstance(other, Trace) and not reached:
-        return _not_tried(choice)
-    if isinstance(choice, Site):
-        return _of_ends(choice, peak, other)
-    row = _of_branch(format_frame(choice), peak, other)
+        return _not_tried(line)
+    row = _of_branch(format_frame(line), peak, other)
     return None if row is None else _with_rounds(row, shown)
 
 
@@ -93,28 +139,12 @@ def _with_rounds(row: Assumption, trace: Trace) -> Assumption:
     return replace(row, text=row.text + _ROUNDS.format(times=times)) if times > 1 else row
 
 
-def _of_ends(site: Site, peak: int, other: Trace | RecordingError | None) -> Assumption | None:
-    """Return what has to be said of a value that was taken both ways."""
-    where = format_frame(site.line)
-    if isinstance(other, Trace):
-        least = most_at_once(other)
-        if max(peak, least) <= _SAME * min(peak, least):
-            return None
-        ends = site.ends[::-1] if least > peak else site.ends
-        most, less = format_bytes(max(peak, least)), format_bytes(min(peak, least))
-        return Assumption("bound", _END.format(end=ends[0], most=most, less=less, other=ends[1]), where)
-    how = shorten(other.found, 120, placeholder=" ...") if isinstance(other, RecordingError) else "was not recorded"
-    return Assumption("bound", _NO_SMALLEST.format(end=site.ends[0], other=site.ends[1], how=how), where)
-
-
-def _not_tried(choice: Choice) -> Assumption:
-    if isinstance(choice, Site):
-        return Assumption("bound", _UNTRIED.format(end=choice.ends[0]), format_frame(choice.line))
-    return Assumption("branch", _ONE_WAY, format_frame(choice))
+def _not_tried(line: Line) -> Assumption:
+    return Assumption("branch", _ONE_WAY, format_frame(line))
 
 
 def _compared(where: str | None, one: int, two: int) -> Assumption:
-    if max(one, two) <= _SAME * min(one, two):
+    if max(one, two) <= SAME * min(one, two):
         return Assumption("scalar", _SAME_PEAK.format(peak=format_bytes(max(one, two))), where)
     most, least = format_bytes(max(one, two)), format_bytes(min(one, two))
     return Assumption("branch", _DIFFER.format(most=most, least=least), where)
@@ -122,9 +152,6 @@ def _compared(where: str | None, one: int, two: int) -> Assumption:
 
 _ENDS = "a value decides a branch: the other way {how}"
 _SAME_PEAK = "a value decides a branch: the peak is the same either way ({peak})"
-_END = "a value that is read DECIDES SIZES: taken {end}, the step takes {most}, {other} {less}"
-_NO_SMALLEST = "a value that is read is taken {end}, and what shrinks as it grows IS NOT BOUNDED: {other}, {how}"
-_UNTRIED = "a value that is read is taken {end}: what shrinks as it grows IS NOT BOUNDED"
 _ONE_WAY = "a value DECIDES A BRANCH, which was recorded one way only: what the other way takes IS NOT BOUNDED"
 _ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
 _DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other way {least}; what takes more is shown"
@@ -132,15 +159,3 @@ _DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other wa
 
 def _is_of_branch(assumption: Assumption) -> bool:
     return assumption.kind == "branch" or "decided a branch" in assumption.text
-
-
-def most_at_once(trace: Trace) -> int:
-    """Return the most bytes of a trace's storages that are there at once, as they are requested."""
-    counted = trace.counted
-    changes = [(one.born, one.bytes) for one in counted]
-    changes += [(one.died, -one.bytes) for one in counted if one.died is not None]
-    level = most = 0
-    for _, size in sorted(changes):
-        level += size
-        most = max(most, level)
-    return most

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -30,7 +30,7 @@ from memplan.trace.recording.session import (
 )
 from memplan.trace.recording.stand_ins import Standins, reached
 from memplan.trace.recording.values.bounds import Bounds, Execution
-from memplan.trace.recording.values.largest import Choice, Site
+from memplan.trace.recording.values.readings import Choice, Taken, Way
 from memplan.trace.recording.values.shapes_beside import selected_beside
 from memplan.trace.records import HOST
 from memplan.trace.semantics.cpu import table as cpu
@@ -101,8 +101,8 @@ def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambd
     recording, trace = _placed(target, known, build, steps)
 
     def again(
-        other: frozenset[Choice],
-    ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Collection[Choice]]:
+        other: Way,
+    ) -> tuple[Trace | RecordingError | None, tuple[Choice, ...], Way]:
         way, found = _recorded(
             target, recording.on_card, known, build, steps, recording.other | other, recording.counts
         )
@@ -142,7 +142,7 @@ def _recorded(
     known: Known,
     build: Runs,
     steps: int,
-    other: frozenset[Choice] = frozenset(),
+    other: Way = frozenset(),
     counts: Mapping[Execution, int] | None = None,
 ) -> tuple[_Recording, Trace | RecordingError | None]:
     """Record a step once; again where a value that is not known led into an exception, which is taken the other way.
@@ -206,9 +206,9 @@ def _of_a_bound(error: StepError, selected: Line, *, counted: bool) -> DataDepen
     return found
 
 
-def _neither(first: StepError, later: RecordingError, other: Collection[Choice]) -> StepError:
+def _neither(first: StepError, later: RecordingError, other: Way) -> StepError:
     """Return the first error, with what came of taking branches the other way."""
-    places = ", ".join(sorted(str(format_frame(one)) for one in other if not isinstance(one, Site)))
+    places = ", ".join(sorted(str(format_frame(one)) for one in other if not isinstance(one, Taken)))
     then = "it ends so, too" if later.found == first.found else later.found
     joined = StepError(
         f"{first.found}; a value decides at {places} that a recording does not know, and the other way {then}",
@@ -225,13 +225,13 @@ class _Recording:
     """The parts that record a step, put together."""
 
     def __init__(
-        self, target: Target, on_card: OnCard, known: Known, other: frozenset[Choice], counts: Mapping[Execution, int]
+        self, target: Target, on_card: OnCard, known: Known, other: Way, counts: Mapping[Execution, int]
     ) -> None:
         self.on_card: OnCard = on_card
         self.counts = counts
         """Executions of lines at which it is known how many elements values select."""
         self.other = other
-        """Lines at which a value decides for the other way, and reads that are taken at their smallest."""
+        """Lines at which a value decides for the other way, and what is read that is not taken at its largest."""
         self._target = target
         self._place = Place()
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
@@ -272,13 +272,13 @@ class _Recording:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Return the lines at which a value that is not known decided a branch, and where one became a plain number."""
-        return (*self._standins.branches, *self._standins.largest.sites)
+        """Return the lines at which a value that is not known decided a branch, and what was read and may matter."""
+        return (*self._standins.branches, *self._standins.largest.readings)
 
     @property
-    def turned(self) -> Collection[Choice]:
-        """Return the choices that were taken the other way where the step reached them."""
-        return self.other & {*self._standins.turned, *self._standins.largest.sites}
+    def turned(self) -> Way:
+        """Return the choices that were taken otherwise where the step reached them."""
+        return self.other & {*self._standins.turned, *self._standins.largest.turned}
 
     @property
     def last_bound(self) -> Line | None:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from memplan.errors import DataDependentError
 from memplan.trace.recording.place import Line, format_frame, user_frame
-from memplan.trace.recording.values.intervals import Number
 from memplan.trace.records import Assumption
 
 _ENDLESS = 100_000
 """Reads of a value at one line after which the step is taken for a loop without end."""
-
-
-_CHOOSES = (
-    "a value that is read, from {low} to {high}, is written as text, looked up or kept, and MAY CHOOSE by it: "
-    "it is taken as one of these, and what the others choose IS NOT BOUNDED"
-)
+_SELECTS = "{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}"
+_COUNTED = "{op} is AS LARGE AS VALUES SAY: {taken:,} elements of {most:,} at most are taken, {why}"
 
 
 class Assumed:
@@ -51,9 +46,23 @@ class Assumed:
         """Note that an op takes one of several kernels on the card, for a reason."""
         self.add("kernel", f"{op}: {reason}")
 
-    def chooses(self, low: Number, high: Number, line: Line | None) -> None:
-        """Note that a value read at a line may choose by its text, by its hash or in a table, which is not followed."""
-        self.add("bound", _CHOOSES.format(low=low, high=high), line)
+    def used(self, how: str) -> None:
+        """Note that something is made of a value that is not followed, but is hardly a size."""
+        self.add("scalar", f"a number that is read {how}")
+
+    def selected(self, op: str, taken: int, most: int, *, known: bool, counted: bool) -> None:
+        """Note how many elements an op is taken to select, or to have by numbers that it counts.
+
+        Args:
+            op: its name.
+            taken: elements that are taken.
+            most: elements that there can be.
+            known: other shapes say how many.
+            counted: it selects nothing, but is as large as numbers say.
+        """
+        why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
+        form = _COUNTED if counted else _SELECTS
+        self.add("bound", form.format(op=op.removeprefix("_"), taken=taken, most=most, why=why))
 
     def granted(self, text: str) -> None:
         """Note what was taken for granted of a result that depends on values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import re
@@ -11,6 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -60,6 +62,18 @@ def user_frame() -> tuple[str, int] | None:
             return None
         frame = frame.f_back
     return None
+
+
+def instruction(frame: FrameType) -> int:
+    """Return the offset of the instruction that a frame runs.
+
+    Where Python calls a function without a frame of C (`x[i]` by a `__getitem__` in Python), from the third time on
+    `f_lasti` is that of the last cache behind the instruction.
+    """
+    at, code = frame.f_lasti, frame.f_code.co_code
+    while dis.opname[code[at]] == "CACHE":
+        at -= 2
+    return at
 
 
 def format_frame(frame: tuple[str, int] | None) -> str | None:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from memplan.errors import DataDependentError
 from memplan.trace.recording.assumed import Assumed
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer, Residence
-from memplan.trace.recording.place import Line, format_frame, is_users, user_frame
+from memplan.trace.recording.place import Line, format_frame, instruction, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS
 from memplan.trace.recording.values.c_readers import math_seen
 from memplan.trace.recording.values.intervals import Number, Range
-from memplan.trace.recording.values.largest import Choice, Largest, is_whole
+from memplan.trace.recording.values.largest import Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
 from memplan.trace.recording.values.numbers import is_standin, plain, standin
+from memplan.trace.recording.values.readings import Site, Taken, Use
 from memplan.trace.recording.values.sizes import SizesByValue
 from memplan.trace.recording.values.slices import slices_by_value
 from memplan.trace.recording.values.splits import splits_by_value
@@ -36,8 +38,6 @@ from memplan.trace.records import HOST
 _BRANCH = re.compile(r"^\s*(if|elif|while|assert)\b|\bif\b.*\belse\b|\b(and|or|not)\b")
 _DECIDES = "a value that was taken as 1 DECIDES A BRANCH or a size: the step may go another way when it really runs"
 _OTHER_WAY = "a value decided a branch and was taken the other way: the way taken first ends in an exception"
-_SELECTS = "{op} SELECTS BY VALUE: {taken:,} of {most:,} are taken to be selected, {why}"
-_COUNTED = "{op} is AS LARGE AS VALUES SAY: {taken:,} elements of {most:,} at most are taken, {why}"
 _BECOMES = "a value that is read BECOMES A SIZE: it is taken as {taken:,g}, {why}"
 
 
@@ -59,20 +59,23 @@ class Standins:
 
     Args:
         observer, mode: of the recording.
-        other: lines at which a value that decides a branch is to decide for the other one, and reads that are taken at
-            their smallest.
+        other: lines at which a value that decides a branch is to decide for the other one, and what is read that is
+            taken as something else than its largest.
     """
 
-    def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Choice] = ()) -> None:
+    def __init__(self, observer: Observer, mode: _torch.FakeMode, other: Collection[Line | Taken] = ()) -> None:
         self._observer = observer
         self._mode = mode
         self.assumed = Assumed()
         self._last_real = False
         self._last: Range | None = None
         """Range of the last value read; None where it is not known."""
+        self._sites = frozenset[Site]()
+        """Where it was read."""
         self._by_python = False
         self.largest = Largest(observer.ranges.of, other)
-        self.in_turn, self.chooses = self.largest.in_turn, self.assumed.chooses
+        self.in_turn, self.uses, self.given = self.largest.in_turn, self.largest.uses, self.largest.given
+        self.used = self.assumed.used
         self.calls = _torch.FunctionCalls(SizesByValue(observer.ranges.put).called)
         self._losses = 0
         self._redraws: int | None = None
@@ -108,6 +111,10 @@ class Standins:
         value = 0 if overflow or nan else 1 if values is None else values[1]
         if self._last_real:
             return value
+        self._sites = self.largest.read(values)
+        if values is not None:
+            value = self.largest.taken(self._sites, values, value)
+            self._last_real = self.largest.is_taken(self._sites)
         if nan:
             self._last_real = True  # what every such check expects; no branch to warn of
             self.assumed.add("scalar", "a check for nan or inf was read and taken as False")
@@ -116,8 +123,8 @@ class Standins:
             self.assumed.add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
         else:
             self.assumed.add("scalar", f"a value ({str(tensor.dtype)[6:]}) was read and taken as {value}")
-            if not self._by_python and is_whole(tensor) and not _is_subscript():
-                value = self.as_plain(None if self._last is None else self._last[0], value, user_frame(), size=True)
+            if not (self._last_real or self._by_python or _is_subscript()) and is_whole(tensor):
+                value = self._as_plain(value)
         if tensor.dtype == torch.bool:
             return bool(value)
         if tensor.dtype.is_complex:
@@ -196,7 +203,8 @@ class Standins:
             self._installed.enter_context(math_seen())
             self._installed = None
         low = None if self._last is None else self._last[0]
-        return self.largest.given(standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor)))
+        number = standin(value, self, low, user_frame(), self._observer.ranges.origin(tensor), self._sites)
+        return self.largest.given(number)
 
     def _tolist(self, tensor: Any) -> Any:
         if tensor.constant is not None:
@@ -207,20 +215,20 @@ class Standins:
         import numpy
 
         if tensor.constant is not None:
-            return tensor.constant.numpy()
-        if tensor.device.type != HOST:  # as torch says it; where nothing names CUDA, everything lies on the card
-            _refuse_numpy(self._observer.card, tensor)
-        if tensor.requires_grad:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+            with _torch.no_modes():
+                return _holding(tensor.constant.numpy(), tensor)
+        _check_numpy(self._observer.card, tensor)
         name = str(tensor.dtype).removeprefix("torch.")
         if branches(user_frame()):
             self.is_size()
         values = self.largest.of(tensor) if is_whole(tensor) else None
-        taken = 1 if values is None else self.largest.plain(values)
+        sites = self.largest.read(values)
+        self.uses(sites, Use.PLAIN)
+        taken = 1 if values is None else self.largest.taken(sites, values, values[1])
         self.assumed.add("scalar", f"an array ({name}, {tensor.numel()} values) was read and taken as all {taken}")
         if is_whole(tensor):  # numpy shows nobody what becomes of it
             self.becomes_size(None if values is None else values[0], taken, user_frame())
-        return numpy.full(tuple(tensor.shape), taken, dtype=name)
+        return _holding(numpy.full(tuple(tensor.shape), taken, dtype=name), tensor)
 
     def _bool(self, tensor: torch.Tensor) -> bool:
         with self._reading():
@@ -233,18 +241,17 @@ class Standins:
         if not self._last_real and is_optimizing():
             self._losses += 1
             return value / self._losses  # each differs from the one before: it goes on
-        if not self._last_real and branches(user_frame()):
-            self.is_size()
-        if not self._last_real and self._last is not None:
-            return float(self.largest.plain(self._last))
+        if not self._last_real:
+            self.uses(self._sites, Use.PLAIN)
+            if branches(user_frame()):
+                self.is_size()
         return value
 
     def _int(self, tensor: torch.Tensor, convert: Callable[[torch.Tensor], int] = torch.Tensor.__int__) -> int:
         with self._reading():
             value = convert(tensor)
         if not self._last_real:
-            low = None if self._last is None else int(self._last[0])
-            value = int(self.as_plain(low, value, user_frame(), size=True))
+            value = int(self._as_plain(value))
         return value
 
     def _index(self, tensor: torch.Tensor) -> int:
@@ -261,9 +268,7 @@ class Standins:
     def bounded(self, op: str, taken: int, most: int, known: bool) -> None:
         """Note that an op selects by value, and how much of it is taken to be selected; ``known``: by other shapes."""
         self.last_bound, self.last_taken = user_frame(), taken
-        why = "the most there can be" if taken == most else "as the shapes beside it say" if known else "as was assumed"
-        form = _COUNTED if op in SIZED_BY_NUMBERS else _SELECTS
-        self.assumed.add("bound", form.format(op=op.removeprefix("_"), taken=taken, most=most, why=why))
+        self.assumed.selected(op, taken, most, known=known, counted=op in SIZED_BY_NUMBERS)
 
     def decides(self, answer: bool) -> bool:
         """Note that a value decides a branch, and return the answer to give."""
@@ -290,16 +295,11 @@ class Standins:
             why = self.largest.why(line, smallest=low == high)
             self.assumed.add("bound", _BECOMES.format(taken=plain(high), why=why), line)
 
-    def used(self, how: str) -> None:
-        """Note that something is made of a value that is not followed, but is hardly a size."""
-        self.assumed.add("scalar", f"a number that is read {how}")
-
-    def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
-        """Return what a value is taken as that becomes a plain number, and note it where it may be a size."""
-        taken = high if low is None else self.largest.plain((low, high))
-        if size:
-            self.becomes_size(low, taken, line)
-        return taken
+    def _as_plain(self, value: Number) -> Number:
+        """Return what the last value is taken as that becomes a plain number, which may be a size."""
+        self.uses(self._sites, Use.PLAIN)
+        self.becomes_size(None if self._last is None else self._last[0], value, user_frame())
+        return value
 
     def is_size(self) -> None:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""
@@ -320,12 +320,22 @@ def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bo
     return any(_tells_of_nan(observer, entries[read], depth - 1) for _, read in note.reads)
 
 
-def _refuse_numpy(card: Residence | None, tensor: Any) -> None:
-    if card is not None and not card.everything:
+def _holding(array: Any, tensor: torch.Tensor) -> Any:
+    """Return an array that keeps a tensor's memory, as the real one does, which lies in it."""
+    import numpy
+
+    return numpy.asarray(SimpleNamespace(__array_interface__=array.__array_interface__, of=(array, tensor)))
+
+
+def _check_numpy(card: Residence | None, tensor: Any) -> None:
+    """Raise what torch raises of a tensor that has no array; where nothing names CUDA, everything lies on the card."""
+    if tensor.device.type != HOST and card is not None and not card.everything:
         raise TypeError(
             f"can't convert {tensor.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to "
             "host memory first."
         )
+    if tensor.requires_grad:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
 
 
 def _used_as_size() -> DataDependentError:
@@ -342,7 +352,7 @@ def _is_subscript() -> bool:
     frame = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and "SUBSCR" in dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return frame is not None and "SUBSCR" in dis.opname[frame.f_code.co_code[instruction(frame)]]
 
 
 def branches(frame: tuple[str, int] | None) -> bool:

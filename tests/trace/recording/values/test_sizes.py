@@ -91,6 +91,7 @@ SIZED: dict[str, Body] = {
 QUIET: dict[str, Body] = {
     "a factor": lambda x, mask, n: x * mask.sum().item(),
     "an index": lambda x, mask, n: x[n[0]] * 2,
+    "indices in a loop": lambda x, mask, n: [x[one] * 2 for one in n],
     "an index, read": lambda x, mask, n: x[n[0].item() % ROWS] * 2,
     "an index of a count": lambda x, mask, n: x[mask[:9].sum().item()] * 2,
     "an index that may be too large": lambda x, mask, n: x[mask.sum().item()] * 2,

@@ -14,7 +14,15 @@ from typing import Any
 from memplan import _torch
 from memplan.trace.recording.place import is_users
 from memplan.trace.recording.values.intervals import computed
-from memplan.trace.recording.values.numbers import becomes_size, is_standin, of_range, plain, range_of
+from memplan.trace.recording.values.numbers import (
+    becomes_plain,
+    becomes_size,
+    decides,
+    is_standin,
+    of_range,
+    plain,
+    range_of,
+)
 
 _RANGE = range
 _CHECKS = ("isfinite", "isinf", "isnan")
@@ -51,6 +59,7 @@ class _RangeType(type):
         if len(unknown) == 2 == len(args) and len({one.origin[0] for one in unknown}) == 1:  # from i to i + 8
             return _RANGE(*args)
         for one in unknown:
+            becomes_plain(one)
             becomes_size(one)
         if len(args) > 1 and is_standin(args[0]) and args[0].low is not None:  # from as low as can be
             args = (args[0].low, *args[1:])
@@ -74,17 +83,17 @@ def _seen(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
         leaves = [leaf for one in args for leaf in (one if isinstance(one, (list, tuple)) else [one])]
-        of = next(filter(is_standin, leaves), None)
-        if of is None:
+        unknown = [one for one in leaves if is_standin(one)]
+        if not unknown:
             return function(*args, **kwargs)
         result = function(*map(_plain, args), **kwargs)
         if isinstance(result, tuple):
-            return tuple(of_range(one, None, of) for one in result)
+            return tuple(of_range(one, None, unknown) for one in result)
         if not isinstance(result, bool):
-            return of_range(result, computed(name, *map(range_of, args)), of)
+            return of_range(result, computed(name, *map(range_of, args)), unknown)
         if name not in _CHECKS:
-            return of.reader.decides(result)
-        of.reader.used(_CHECKED)
+            return decides(result, *unknown)
+        unknown[0].reader.used(_CHECKED)
         return result
 
     return call

@@ -19,20 +19,39 @@ _READERS = ("numpy", "itertools")
 """Modules whose functions read numbers in C."""
 
 
+_COMPUTES = (ast.Call, ast.BinOp, ast.UnaryOp)
+_PRINTS = frozenset({
+    "print", "debug", "info", "warning", "error", "critical", "exception", "log", "write", "set_description",
+    "set_postfix", "add_scalar", "append",
+})  # fmt: skip
+"""Functions and methods that are given a number's text to be read by people."""
+
+
+def is_printed() -> bool:
+    """Return whether the user's line only prints what its numbers are written as."""
+    frame = _users_frame()
+    return frame is not None and frame.f_lineno in _prints(frame.f_code.co_filename)
+
+
 def readers() -> Iterator[Any]:
     """Yield what reads the number in C that the user's line computes.
 
     In the same statement, or in the same function by the name that it is assigned to. A number that is handed to
     another function, or kept in an object, is not seen.
     """
-    frame = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
+    frame = _users_frame()
     if frame is not None:
         for node, is_operand in _uses(frame.f_code.co_filename).get(frame.f_lineno, ()):
             value = _value(node, frame)
             if isinstance(value, float) if is_operand else _reads(value):
                 yield value
+
+
+def _users_frame() -> FrameType | None:
+    frame = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _reads(value: Any) -> bool:
@@ -54,13 +73,24 @@ def _value(node: ast.expr, frame: FrameType) -> Any:
     return None
 
 
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+@functools.cache
+def _prints(file: str) -> frozenset[int]:
+    calls = [one for one in ast.walk(_tree(file)) if isinstance(one, ast.Call)]
+    names = [(one, getattr(one.func, "id", getattr(one.func, "attr", None))) for one in calls]
+    return frozenset(line for call, name in names if name in _PRINTS for line in _lines(call))
+
+
 @functools.cache
 def _uses(file: str) -> Mapping[int, tuple[tuple[ast.expr, bool], ...]]:
     """Return by line what is subscripted or called with what the line computes, or is an operand to the left of it."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return {}
+    tree = _tree(file)
     found = defaultdict[int, list[tuple[ast.expr, bool]]](list)
     for function in (one for one in ast.walk(tree) if isinstance(one, (ast.FunctionDef, ast.Lambda, ast.Module))):
         nodes = list(_within(function))
@@ -74,7 +104,7 @@ def _uses(file: str) -> Mapping[int, tuple[tuple[ast.expr, bool], ...]]:
                 assigned[name] += lines
         for node, of, arguments in given:
             inner = [one for argument in arguments for one in ast.walk(argument)]
-            lines = _lines(node) if any(isinstance(one, ast.Call) for one in inner) else []
+            lines = _lines(node) if any(isinstance(one, _COMPUTES) for one in inner) else []
             lines += [line for one in inner if isinstance(one, ast.Name) for line in assigned[one.id]]
             for line in lines:
                 found[line].append((of, isinstance(node, (ast.BinOp, ast.Compare))))

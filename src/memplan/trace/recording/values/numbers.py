@@ -6,12 +6,13 @@ import dis
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from memplan.trace.recording.place import Line
 from memplan.trace.recording.values.intervals import Number, Range, computed
-from memplan.trace.recording.values.list_indices import readers
+from memplan.trace.recording.values.list_indices import is_printed, readers
+from memplan.trace.recording.values.readings import Site, Use
 
 
 class Reader(Protocol):
@@ -30,24 +31,20 @@ class Reader(Protocol):
         """Note that something is made of it that is not followed, but is hardly a size."""
         ...
 
-    def chooses(self, low: Number, high: Number, line: Line | None) -> None:
-        """Note that it may choose something by its text, by its hash or in a table, which is not followed."""
+    def uses(self, sites: Collection[Site], use: Use) -> None:
+        """Note what becomes of what was read at sites."""
+        ...
+
+    def given(self, number: Any, use: Use) -> Any:
+        """Return a number that is handed to the user's code, of which nobody may see what becomes but ``use``."""
         ...
 
     def in_turn(self, low: Number | None, high: Number) -> Number:
         """Return what it is taken as where its text chooses: in a loop, one value of its range after the other."""
         ...
 
-    def as_plain(self, low: Number | None, high: Number, line: Line | None, *, size: bool) -> Number:
-        """Return what it is taken as where it becomes a plain number, of which nothing is followed; ``size``: it may
-        be one."""
-        ...
-
 
 AS_TEXT = "is written as text or copied, of which nothing is followed"
-_FEW = 16
-"""Values at most of a number that is taken to choose something where nobody sees it: by a name, in a table."""
-_BY_FLOAT = "is an operand to the right of a float, whose result is not followed"
 _CHOSEN = "is compared by min or max, whose answer is not followed"
 Origin = tuple[Any, int]
 """A value, and the number that was added to it."""
@@ -56,7 +53,7 @@ Origin = tuple[Any, int]
 class StandinFloat(float):
     """A number that was never computed; says so when it decides a branch."""
 
-    __slots__ = ("line", "low", "origin", "reader", "seen")
+    __slots__ = ("line", "low", "origin", "reader", "seen", "sites")
     reader: Reader
     low: Number | None
     """Smallest that it can be, where it is itself the largest; None where nothing is known."""
@@ -64,6 +61,8 @@ class StandinFloat(float):
     """Where it was read."""
     origin: Origin
     """What it was computed from by adding whole numbers: `i` and `i + 8` have the same."""
+    sites: frozenset[Site]
+    """Where what it was computed from was read."""
 
 
 class StandinInt(int):
@@ -75,6 +74,7 @@ class StandinInt(int):
     low: Number | None
     line: Line | None
     origin: Origin
+    sites: frozenset[Site]
 
     @property
     def reader(self) -> Reader:
@@ -93,6 +93,7 @@ def standin(
     low: Number | None = None,
     line: Line | None = None,
     origin: Origin | None = None,
+    sites: frozenset[Site] = frozenset(),
 ) -> Any:
     """Return a number for one that is not known.
 
@@ -102,11 +103,14 @@ def standin(
         low: the smallest that it can be; None where nothing is known.
         line: of the user's, at which it was read.
         origin: what it was computed from by adding whole numbers; None where that is nothing else.
+        sites: where what it was computed from was read.
     """
     result = StandinInt(value) if isinstance(value, int) else StandinFloat(value)
     result.reader, result.low, result.line, result.origin = reader, low, line, origin or (object(), 0)
-    for one in readers() if isinstance(result, StandinInt) else ():
-        reader.used(_BY_FLOAT) if isinstance(one, float) else becomes_size(result)
+    result.sites = sites
+    if isinstance(result, StandinInt):
+        for one in readers():
+            reader.uses(sites, Use.PLAIN if isinstance(one, float) else Use.CHOOSES)
     return result
 
 
@@ -120,9 +124,23 @@ def plain(number: Number) -> Number:
     return int.__add__(number, 0) if isinstance(number, int) else float.__add__(number, 0.0)
 
 
-def becomes_size(number: Any) -> None:
-    """Note that a number becomes a size, or the length of a loop."""
-    number.reader.becomes_size(number.low, number, number.line)
+def becomes_size(number: Any, taken: Number | None = None) -> None:
+    """Note that a number becomes a size, taken at its largest if nothing else is given."""
+    number.reader.becomes_size(number.low if taken is None else taken, number if taken is None else taken, number.line)
+    number.reader.uses(number.sites, Use.SIZE)
+
+
+def decides(answer: bool, *compared: Any) -> bool:
+    """Note that numbers decide a branch, and return the answer to give."""
+    unknown = [one for one in compared if is_standin(one)]
+    for one in unknown:
+        becomes_plain(one, Use.COMPARED)
+    return unknown[0].reader.decides(answer)
+
+
+def becomes_plain(number: Any, use: Use = Use.PLAIN) -> None:
+    """Note that a number becomes one of which nothing is followed."""
+    number.reader.uses(number.sites, use)
 
 
 def _method(base: type, name: str) -> Callable[..., Any]:
@@ -148,13 +166,13 @@ def _comparing(base: type, name: str) -> Callable[..., Any]:
         if not isinstance(result, bool):
             return result
         if name not in _CHOOSING or not _called_as_a_function(sys._getframe(1)):
-            return self.reader.decides(result)
+            return decides(result, self, *args)
         answers = _answers(name, self, *args)
         if answers is None and base is float:  # such as the best loss so far
             self.reader.used(_CHOSEN)
             return result
         certain = answers is not None and len(answers) == 1
-        return result if certain else self.reader.decides(result)
+        return result if certain else decides(result, self, *args)
 
     return compare
 
@@ -164,9 +182,10 @@ def _converting(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def convert(self: Any, *args: Any) -> Any:
-        value = method(self, *args)
-        low = None if self.low is None else method(self.low) if hasattr(self.low, name) else int(self.low)
-        return self.reader.as_plain(low, value, self.line, size=name != "__float__")
+        becomes_plain(self)
+        if name != "__float__":
+            becomes_size(self)
+        return method(self, *args)
 
     return convert
 
@@ -198,23 +217,30 @@ def _computing(base: type, name: str) -> Callable[..., Any]:
         if type(result) not in (int, float):
             return result
         values, origin = _range_of_result(operator_name, self, *args), _origin_of_result(operator_name, self, *args)
-        return of_range(result, values, self, origin)
+        return of_range(result, values, (self, *args), origin)
 
     return compute
 
 
-def of_range(result: Number, values: Range | None, of: Any, origin: Origin | None = None) -> Any:
-    """Return a number for one that was computed of another.
+def of_range(result: Number, values: Range | None, of: Collection[Any], origin: Origin | None = None) -> Any:
+    """Return a number for one that was computed of others.
 
     Args:
-        result: what comes of what the other counts as.
+        result: what comes of what the others count as.
         values: between what it lies, None where that is not known.
-        of: the other.
+        of: the operands, of which one at least stands for another.
         origin: what it was computed from by adding whole numbers.
     """
+    unknown = [one for one in of if is_standin(one)]
+    sites = frozenset[Site]().union(*(one.sites for one in unknown))
+    for one in unknown:
+        one.seen = True
+    first = unknown[0]
     if values is None:
-        return standin(result, of.reader, None, of.line)
-    return standin(type(result)(values[1]), of.reader, values[0], of.line, origin)
+        return first.reader.given(standin(result, first.reader, None, first.line, sites=sites), Use.COMPARED)
+    high = values[1] if all(isinstance(one, int) for one in (result, *values)) else float(values[1])
+    number = standin(high, first.reader, values[0], first.line, origin, sites)
+    return first.reader.given(number, Use.COMPARED)  # most often a sum that is not read to the end
 
 
 def _telling(base: type, name: str) -> Callable[..., Any]:
@@ -222,24 +248,26 @@ def _telling(base: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not may_choose(self):
-            self.reader.used(AS_TEXT)
-        return method(self.reader.in_turn(self.low, plain(self)), *args, **kwargs)
+        seen = self.seen if isinstance(self, StandinInt) else True
+        self.reader.used(AS_TEXT)
+        text = method(self.reader.in_turn(self.low, plain(self)), *args, **kwargs)
+        _looked_up(self, seen)
+        return text
 
     return tell
 
 
-def may_choose(number: Any) -> bool:
-    """Return whether a number can be one of few alone, and note that it may choose something by that."""
-    if not isinstance(number, StandinInt) or number.low is None or not 0 < plain(number) - number.low < _FEW:
-        return False
-    number.reader.chooses(number.low, plain(number), number.line)
-    return True
+def _looked_up(number: Any, seen: bool) -> None:
+    """Note that a number may choose by its text or its hash; it may be read elsewhere, too, where nobody sees it."""
+    if isinstance(number, StandinInt):
+        becomes_plain(number, Use.KEPT if is_printed() else Use.CHOOSES)
+        number.seen = seen
 
 
 def _hashing(base: Any) -> Callable[[Any], int]:
     def find(self: Any) -> int:
-        may_choose(self)
+        if isinstance(self, StandinInt):
+            _looked_up(self, self.seen)
         return base.__hash__(self)
 
     return find
@@ -249,7 +277,7 @@ def _deciding(base: type, name: str) -> Callable[..., Any]:
     method = getattr(base, name)
 
     def decide(self: Any) -> bool:
-        return self.reader.decides(method(self))
+        return decides(method(self), self)
 
     return decide
 

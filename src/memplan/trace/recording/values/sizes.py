@@ -150,7 +150,7 @@ def _taken(value: Any, name: str | None) -> Any:
         return value
     if name in _SHRINKING and value.low is not None:
         least = value.low if name == "start" else max(value.low, 1)
-        value.reader.becomes_size(least, least, value.line)
+        becomes_size(value, least)
         return least
     becomes_size(value)
     return value

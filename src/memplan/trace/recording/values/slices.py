@@ -11,7 +11,8 @@ import torch
 from memplan import _torch
 from memplan.trace.recording.values.intervals import Range
 from memplan.trace.recording.values.largest import is_whole
-from memplan.trace.recording.values.numbers import Origin, becomes_size, is_standin, may_choose, range_of
+from memplan.trace.recording.values.numbers import Origin, becomes_plain, becomes_size, is_standin, range_of
+from memplan.trace.recording.values.readings import Use
 
 RangeOf = Callable[[torch.Tensor], Range | None]
 OriginOf = Callable[[torch.Tensor], Origin | None]
@@ -65,12 +66,14 @@ class Slices:
             return key
         key.seen = True
         if known:
-            may_choose(key)
+            becomes_plain(key, Use.CHOOSES)
         return key.low
 
     def _slice(self, key: slice) -> slice:
         first, last, step = self._range(key.start), self._range(key.stop), self._step(key.step)
         if first is not None and self._length(key) is not None and (first[0] >= 0 or first[1] < 0):
+            for end in filter(is_standin, (key.start, key.stop)):
+                end.seen = True
             start, stop = first[0], first[0] + (self._length(key) or 0)
             return slice(start, stop if (stop < 0) == (start < 0) else None, step)
         for end, values in ((key.start, first), (key.stop, last)):
@@ -89,7 +92,7 @@ class Slices:
         if not self._is_unknown(step) or values is None:
             return step
         least = max(values[0], 1)
-        step.reader.becomes_size(least, least, step.line) if is_standin(step) else self._tell((least, least))
+        becomes_size(step, least) if is_standin(step) else self._tell((least, least))
         return least
 
     def _length(self, key: slice) -> int | None:

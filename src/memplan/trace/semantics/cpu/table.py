@@ -68,7 +68,7 @@ def _extras(name: str, args: Arguments, kwargs: Keywords, result: Any, in_backwa
 
 
 def _assumed(name: str, args: Arguments, result: Any, answered: bool) -> str | None:
-    return indexing.GRANTED.get(name) or sparse_results.assumed(name, args, result, answered)
+    return indexing.granted(name, args) or sparse_results.assumed(name, args, result, answered)
 
 
 SEMANTICS = Semantics(_extras, RESULTS, {**INSTEAD, **OF_LENGTHS, **AT_ONCE, **sparse_results.INSTEAD}, _assumed)

@@ -156,3 +156,22 @@ def test_of_what_a_mask_selects_of_a_gradient_never_more_is_there(dtype: torch.d
     assert any("every element was taken as selected" in assumption.text for assumption in trace.assumptions)
     largest = max(measured_peak(lambda share=share: build(share)) for share in (0.1, 0.5, 2.0))
     assert largest <= memplan.simulate(trace).peak_allocated <= 1.02 * largest
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 20, 39, 40])
+def test_of_what_a_known_mask_selects_the_gradient_is_exact(rows: int, contiguous: bool) -> None:
+    def build() -> Any:
+        x, factor = torch.rand(40, 60, requires_grad=True), torch.rand(40, 60)
+        mask = torch.tensor([[row < rows] * 60 for row in range(40)])
+
+        def step() -> None:
+            x.grad = None
+            result = torch.zeros(40, 60).masked_scatter(mask, x)
+            (result * factor if contiguous else result).sum().backward()
+
+        return step
+
+    trace = memplan.record(build, device="cpu")
+    assert not trace.assumptions
+    assert memplan.simulate(trace).peak_allocated == measured_peak(build)

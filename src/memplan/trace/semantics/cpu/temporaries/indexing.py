@@ -92,10 +92,15 @@ def masked_index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
 def selected(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the mask as integers, to be counted, then, of a gradient that is not contiguous, places and their sums.
 
-    Everything counts as selected; where something is not, zeros are put behind what is, which is as much as the result.
+    Of a mask that is not known, everything counts as selected; where something is not, zeros are put behind what is,
+    which is as much as the result.
     """
     gradient, mask = args[0], args[1]
-    places = 0 if gradient.is_contiguous() and mask.is_contiguous() else 2 * _INTEGER * gradient.numel()
+    known = getattr(mask, "constant", None)
+    count = mask.numel() if known is None else int(known.sum())
+    left = (mask.numel() - count) * gradient.element_size()
+    direct = count == 0 or (gradient.is_contiguous() and mask.is_contiguous())
+    places = 0 if direct else 2 * _INTEGER * gradient.numel() - left
     return max(_INTEGER * (1 + mask.numel()) - bytes_of(result), places, bytes_of(result))
 
 
@@ -137,11 +142,15 @@ def segments_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return copied(args[0])
 
 
-GRANTED = {
-    "aten.masked_scatter_backward.default": "masked_scatter: in its gradient, every element was taken as selected: "
-    "never more"
-}
-"""By op, what is taken for granted of values."""
+_SELECTED = "masked_scatter: in its gradient, every element was taken as selected: never more"
+
+
+def granted(name: str, args: tuple[Any, ...]) -> str | None:
+    """Return what is taken for granted of an op's values; None where nothing is."""
+    of_mask = name == "aten.masked_scatter_backward.default" and getattr(args[1], "constant", None) is None
+    return _SELECTED if of_mask else None
+
+
 _BY_INDEX = (
     "gather.default",
     *(f"scatter{place}.{form}" for place in ("", "_") for form in ("src", "value", "reduce", "value_reduce")),
