@@ -116,6 +116,8 @@ class Work:
     last: bool = False
     other: int = 0
     """The second source, of a weight gradient."""
+    as_plain: bool = False
+    """Whether the result lies in channels last as it would in a plain tensor, which saves one copy."""
     by_columns: bool = False
     """Whether it is an im2col and a matrix product, which pad nothing."""
 
@@ -137,7 +139,8 @@ def image_scratch(s: Shape, space: Sequence[int], channels: int, halo: bool) -> 
 
 ALIGNED = 128
 """Bytes that a buffer of oneDNN's may move by, to be aligned (memory_tracking.hpp, ``minimal_alignment``)."""
-_PAGE = 4096
+PAGE = 4096
+"""Bytes."""
 _BATCH_ELEMENT = 40
 """Bytes of ``brgemm_batch_element_t``."""
 
@@ -147,9 +150,9 @@ def booked(*sizes: int, aligned: int = ALIGNED) -> int:
     return sum(size + aligned for size in sizes if size)
 
 
-def batch_pointers(s: Shape) -> int:
-    """Return a thread's pointers of a batch of brgemm's, in whole pages."""
-    return padded(padded(prod(s.kernel) * _BATCH_ELEMENT, _PAGE), _BATCH_ELEMENT)
+def batch_pointers(taps: int) -> int:
+    """Return a thread's pointers of a batch of brgemm's, one for each position of the kernel, in whole pages."""
+    return padded(padded(taps * _BATCH_ELEMENT, PAGE), _BATCH_ELEMENT)
 
 
 def in_channels_last(s: Shape) -> int:
@@ -157,32 +160,40 @@ def in_channels_last(s: Shape) -> int:
 
     Source: src/cpu/x64/jit_brgemm_conv_utils.cpp, `init_scratchpad`.
     """
-    return booked(torch.get_num_threads() * batch_pointers(s), aligned=_PAGE)
+    return booked(torch.get_num_threads() * batch_pointers(prod(s.kernel)), aligned=PAGE)
 
 
-def strided_data_gradient(s: Shape, block: int) -> int:
-    """Return the scratch of brgemm's strided data gradient: pointers of a batch, a padded image and its mask for each
-    thread, a row of the result where strides do not divide it; in fewer bits sums in float32.
+def reached(s: Shape) -> tuple[int, ...]:
+    """Return the sizes of the output's gradient, with the positions that a kernel reaches beyond it."""
+    dimensions = zip(s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding, strict=True)
+    return tuple(
+        narrow + max(0, k - 1 - pad) // step + max(0, k - 1 - ((narrow - 1) * step + k - wide - pad)) // step
+        for narrow, wide, k, step, pad in dimensions
+    )
 
-    Source: src/cpu/x64/jit_brgemm_conv_bwd_utils.cpp, `init_conf` and `init_scratchpad`.
 
-    Args:
-        s: of the convolution.
-        block: channels of the input at a time.
+def unrolled_in_avx512(s: Shape) -> bool:
+    """Return whether AVX-512's kernel without brgemm takes a data gradient: what it writes out for a row is long where
+    kernel or stride are.
+
+    Source: src/cpu/x64/jit_avx512_common_conv_kernel.cpp, `jit_avx512_common_conv_bwd_data_kernel_f32_t::init_conf`.
     """
-    channels = s.groups * padded(s.narrow // s.groups, 2 if s.bf16 else 1)
-    image = padded(channels * prod(map(_reached, s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding)), _PAGE)
-    row = padded(s.wide_space[-1] * s.stride[-1] * s.wide, _PAGE) if s.uneven else 0
-    sums = 4 * block * -(-s.wide_space[-1] // s.stride[-1]) if s.bf16 else 0
-    tiles = 2 * _PAGE if s.bf16 and has_amx() else 0
-    buffers = batch_pointers(s), image * s.itemsize, _PAGE, row * s.itemsize, sums, tiles
-    return booked(*(torch.get_num_threads() * size for size in buffers), aligned=_PAGE)
+    width, step, reach = s.wide_space[-1], s.stride[-1], s.kernel[-1] - 1
+    row = min(width, _UNROLLED)
+    tail = width % row
+    behind = (s.narrow_space[-1] - 1) * step + s.kernel[-1] - width - s.padding[-1]
+    before, after = max(0, reach - s.padding[-1]) // step, max(0, reach - max(0, behind + tail)) // step
+    if max(before, after) * step > row or (width > row and (row % step or behind + tail < 0)):
+        return False
+    copies, block = 1 + (before > 0) + (after > 0), 16 if s.groups == 1 else group_block(s)
+    return copies * s.kernel[-1] * block * row * _LONGEST_INSTRUCTION <= _MOST_CODE
 
 
-def _reached(narrow: int, wide: int, kernel: int, stride: int, padding: int) -> int:
-    """Return the positions of the output's gradient along a dimension, with those that a kernel reaches beyond it."""
-    behind = (narrow - 1) * stride + kernel - wide - padding
-    return narrow + max(0, kernel - 1 - padding) // stride + max(0, kernel - 1 - behind) // stride
+_UNROLLED = 28
+"""Positions of a row that are written out."""
+_LONGEST_INSTRUCTION = 15
+_MOST_CODE = 256 * 1024
+"""Bytes of a kernel's code."""
 
 
 def to_unit_stride(s: Shape, channels: int) -> int:
@@ -228,12 +239,25 @@ def plain(s: Shape, result: int, cap: int | None = None) -> Work:
     if cap is not None and not s.volumetric:
         share = min(positions, -(-s.batch * s.groups * positions // threads))
         columns = min(columns // positions * share, cap)
+    if not forward and not _outer_data_gradient(s, threads):
+        threads = 1
     if not s.bf16:
         return Work(0, 0, result, booked(threads * columns), by_columns=True)
     numbers = s.narrow * share if forward else s.wide * prod(s.wide_space)
     sums = threads * padded(numbers // s.groups, _LINE) * _SUM
     columns *= 1 if forward else 2
     return Work(0, 0, result, booked(threads * columns, sums), by_columns=True)
+
+
+def _outer_data_gradient(s: Shape, threads: int) -> bool:
+    """Return whether threads share images and groups in a data gradient, not the columns of one."""
+    wide, narrow = s.wide // s.groups, s.narrow // s.groups
+    area, positions = prod(s.wide_space[-2:]), prod(s.narrow_space[-2:])
+    if s.batch == 1 and s.groups <= 2 or (positions // threads >= 512 and prod(s.kernel) >= 64):
+        return False
+    calls, pieces = s.groups * s.batch, -(-area // simd()) * -(-wide // simd())
+    even = calls / padded(calls, threads) >= pieces / padded(pieces, threads)
+    return even or area * wide * narrow // threads < 1 << 16
 
 
 def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
