@@ -23,8 +23,6 @@ import torch
 
 from memplan import _torch
 from memplan.trace.semantics.cpu import im2col_convolution, onednn_avx2
-from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks
-from memplan.trace.semantics.cpu.onednn_kernels.strided_gradient import best_blocks, strided_data_gradient, strided_weight
 from memplan.trace.semantics.cpu.onednn import (
     ALIGNED,
     Shape,
@@ -41,6 +39,12 @@ from memplan.trace.semantics.cpu.onednn import (
     unrolled_in_avx512,
     weight_gradient_to_unit_stride,
     weight_sums,
+)
+from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks
+from memplan.trace.semantics.cpu.onednn_kernels.strided_gradient import (
+    best_blocks,
+    strided_data_gradient,
+    strided_weight,
 )
 from memplan.trace.semantics.layout import (
     bytes_of,
@@ -131,7 +135,9 @@ def _data_gradient_amx(s: Shape) -> Work:
     if s.depthwise:
         scratch = image_scratch(s, s.narrow_space, 32, True)
         return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
-    blocks = Blocks(min(padded(s.wide, 16), 32), s.wide_space[0], s.wide_space[-2], s.wide_space[-1], s.kernel[-2:])
+    depth, height, width = (1, *s.wide_space)[-3:]
+    taps = (1, *s.kernel)[-3:-1]
+    blocks = Blocks(min(padded(s.wide, 16), 32), depth, height, width, (taps[0], taps[1]))
     image = image_scratch(s, s.narrow_space, padded(s.narrow, 32), True)
     scratch = strided_data_gradient(s, blocks) if s.strided else image
     source = 0 if s.narrow == 1 or prod(s.narrow_space) == 1 else s.narrow_bytes()
@@ -145,7 +151,7 @@ def _sums_of_pixels(s: Shape, channels: int) -> int:
     return booked(torch.get_num_threads() * padded(channels, simd()) * prod(s.narrow_space) * 4)
 
 
-def _strided_blocks(s: Shape) -> Blocks | None:
+def _strided_blocks(s: Shape, last: bool = False) -> Blocks | None:
     """Return the blocks of brgemm's strided data gradient, which takes groups of many channels alone; None where other
     kernels run: AVX-512's come first, then those without brgemm, then AVX2's."""
     narrow, wide, threads = s.narrow // s.groups, s.wide // s.groups, torch.get_num_threads()
@@ -154,7 +160,7 @@ def _strided_blocks(s: Shape) -> Blocks | None:
         return None if refused else best_blocks(s, simd(), threads)
     for vector in (simd(), _SHORT):
         found = best_blocks(s, vector, threads) if s.groups == 1 or narrow > vector else None
-        if found or _in_vectors(s):
+        if found or _in_vectors(s, last):
             return found
     return None
 
@@ -163,9 +169,9 @@ _SHORT = 8
 """Floats in a register of AVX2."""
 
 
-def _in_vectors(s: Shape) -> bool:
-    """Return whether a kernel of vectors, without brgemm, takes a data gradient."""
-    if s.padded_beyond or (s.groups > 1 and group_block(s) == 1):
+def _in_vectors(s: Shape, last: bool = False) -> bool:
+    """Return whether a kernel of vectors, without brgemm, takes a data gradient: those of channels last pad groups."""
+    if s.padded_beyond or (s.groups > 1 and group_block(s) == 1 and not last):
         return False
     return s.simple or s.dilated or s.bf16 or simd() == _SHORT or unrolled_in_avx512(s)
 
@@ -175,15 +181,24 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
     work = _data_gradient(s) if data_gradient else _forward(s)
     if s.depthwise or s.bf16:
         return replace(work, weight=s.weight_bytes(1, simd()))
-    if s.groups > 1:
-        narrow = s.groups * padded(s.narrow // s.groups, simd())
-        wide = padded(s.wide // s.groups, simd())
-        return Work(0, narrow * wide * prod(s.kernel) * s.itemsize, 0)
+    blocks = _strided_blocks(s, last=True) if data_gradient and s.strided and not s.dilated else None
+    if blocks:
+        return Work(0, strided_weight(s, blocks), 0, strided_data_gradient(s, blocks))
     block = simd()
+    aligned = ALIGNED if data_gradient else 0
+    if s.groups > 1:
+        narrow, wide = s.narrow // s.groups, s.wide // s.groups
+        read, made = (narrow, wide) if data_gradient else (wide, narrow)
+        if read > block and not (data_gradient and s.strided):  # brgemm, which takes groups of many channels alone
+            weight = s.groups * read * padded(made, block) * prod(s.kernel) * s.itemsize
+            return Work(0, weight, 0, in_channels_last(s) + aligned)
+        if data_gradient and not _in_vectors(s, last=True):
+            block = _SHORT
+        elif max(narrow, wide) < block:
+            block = group_block(s) if group_block(s) > 1 else block
+        return Work(0, s.groups * padded(narrow, block) * padded(wide, block) * prod(s.kernel) * s.itemsize, 0)
     weight = s.weight_bytes(block, 1) if data_gradient else s.weight_bytes(1, block)
-    if data_gradient and s.strided:
-        return Work(0, work.weight, 0, work.scratch)
-    return Work(0, weight, 0, in_channels_last(s) + (ALIGNED if data_gradient else 0))
+    return Work(0, weight, 0, in_channels_last(s) + aligned)
 
 
 def _in_place_weight_gradient(s: Shape, bias: bool) -> Work:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from memplan.trace.semantics.layout import has_amx, padded, simd
+from memplan.trace.semantics.layout import padded, simd
 
 MOST_WIDE_BLOCKS = 9
 """Of the input's channels, that the weight's gradient of a 1x1 kernel takes at a time, roughly (``bcast_blocking``)."""
@@ -253,7 +253,7 @@ def _outer_data_gradient(s: Shape, threads: int) -> bool:
     """Return whether threads share images and groups in a data gradient, not the columns of one."""
     wide, narrow = s.wide // s.groups, s.narrow // s.groups
     area, positions = prod(s.wide_space[-2:]), prod(s.narrow_space[-2:])
-    if s.batch == 1 and s.groups <= 2 or (positions // threads >= 512 and prod(s.kernel) >= 64):
+    if (s.batch == 1 and s.groups <= 2) or (positions // threads >= 512 and prod(s.kernel) >= 64):
         return False
     calls, pieces = s.groups * s.batch, -(-area // simd()) * -(-wide // simd())
     even = calls / padded(calls, threads) >= pieces / padded(pieces, threads)

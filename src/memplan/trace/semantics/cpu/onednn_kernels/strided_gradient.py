@@ -11,8 +11,8 @@ from math import ceil, prod
 
 import torch
 
-from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks, Estimate
 from memplan.trace.semantics.cpu.onednn import PAGE, Shape, batch_pointers, booked, reached
+from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks, Estimate
 from memplan.trace.semantics.layout import has_amx, level_2_cache, padded
 
 _LEAST_EFFICIENCY = 0.00001
