@@ -32,13 +32,16 @@ from memplan.trace.semantics.cpu.onednn import (
     group_block,
     image_scratch,
     in_channels_last,
-    plain,
-    plain_weight_gradient,
     sharers,
     to_unit_stride,
     unrolled_in_avx512,
     weight_gradient_to_unit_stride,
     weight_sums,
+)
+from memplan.trace.semantics.cpu.onednn_kernels.by_columns import (
+    plain_data_gradient,
+    plain_forward,
+    plain_weight_gradient,
 )
 from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks
 from memplan.trace.semantics.cpu.onednn_kernels.strided_gradient import (
@@ -50,7 +53,6 @@ from memplan.trace.semantics.layout import (
     bytes_of,
     copied_to,
     has_amx,
-    level_2_cache,
     padded,
     simd,
     suggests_channels_last,
@@ -82,20 +84,20 @@ def _forward(s: Shape) -> Work:
     if s.depthwise and s.volumetric and not s.dilated:
         return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
     if s.padded_beyond or (s.depthwise and s.volumetric):
-        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+        return plain_forward(s)
     if s.depthwise:
         if max(s.kernel) > 14:
-            return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+            return plain_forward(s)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
     if s.bf16 and has_amx():
         scratch = image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if _by_avx2(s) and onednn_avx2.goes_by_columns(s):
-        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+        return plain_forward(s)
     if s.groups > 1:
         block = group_block(s)
         if block == 1:
-            return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+            return plain_forward(s)
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
     if s.wide < b and not s.simple:  # ``is_1stconv``, ``flat``
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
@@ -111,7 +113,7 @@ def _data_gradient(s: Shape) -> Work:
     if s.bf16 and has_amx() and not (s.depthwise and not s.strided):
         return _data_gradient_amx(s)
     if s.dilated and (s.strided or (s.depthwise and s.volumetric)):
-        return plain(s, s.wide_bytes())
+        return plain_data_gradient(s)
     blocks = _strided_blocks(s) if s.strided and (s.bf16 or not s.depthwise) else None
     if blocks:
         as_it_is = s.narrow == 1 or prod(s.narrow_space) == 1  # in channels last, too
@@ -119,10 +121,10 @@ def _data_gradient(s: Shape) -> Work:
         return Work(source, strided_weight(s, blocks), s.wide_bytes(), scratch, last=True, as_plain=s.wide == 1)
     if s.depthwise:
         if s.volumetric or s.dilated:
-            return plain(s, s.wide_bytes())
+            return plain_data_gradient(s)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
     if not _in_vectors(s):
-        return plain(s, s.wide_bytes())
+        return plain_data_gradient(s)
     if s.groups > 1:
         return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
     return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b), _sums_of_pixels(s, s.wide))
@@ -131,7 +133,7 @@ def _data_gradient(s: Shape) -> Work:
 def _data_gradient_amx(s: Shape) -> Work:
     """Taken in whole rows, which is approximate."""
     if s.depthwise and (s.volumetric or s.dilated):
-        return plain(s, s.wide_bytes())
+        return plain_data_gradient(s)
     if s.depthwise:
         scratch = image_scratch(s, s.narrow_space, 32, True)
         return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)

@@ -216,63 +216,6 @@ def weight_gradient_to_unit_stride(s: Shape, block: int) -> int:
     return to_unit_stride(s, divided(-(-s.wide // block), MOST_WIDE_BLOCKS) * block)
 
 
-def _columns(s: Shape) -> int:
-    """Return an im2col of one group of one image; a slice of a volume at a time."""
-    if s.pointwise and not s.strided:
-        return 0
-    columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space) * s.itemsize
-    return columns // s.narrow_space[0] if s.volumetric else columns
-
-
-_SUM = 4
-"""Bytes of a number that fewer bits are summed up in."""
-_LINE = 16
-"""Such numbers in a cache line."""
-
-
-def plain(s: Shape, result: int, cap: int | None = None) -> Work:
-    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of images in a forward, of
-    which a thread takes no more positions than are its share. In fewer bits there are sums in float32."""
-    threads, columns = torch.get_num_threads(), _columns(s)
-    forward, positions = cap is not None, prod(s.narrow_space)
-    share = positions
-    if cap is not None and not s.volumetric:
-        share = min(positions, -(-s.batch * s.groups * positions // threads))
-        columns = min(columns // positions * share, cap)
-    if not forward and not _outer_data_gradient(s, threads):
-        threads = 1
-    if not s.bf16:
-        return Work(0, 0, result, booked(threads * columns), by_columns=True)
-    numbers = s.narrow * share if forward else s.wide * prod(s.wide_space)
-    sums = threads * padded(numbers // s.groups, _LINE) * _SUM
-    columns *= 1 if forward else 2
-    return Work(0, 0, result, booked(threads * columns, sums), by_columns=True)
-
-
-def _outer_data_gradient(s: Shape, threads: int) -> bool:
-    """Return whether threads share images and groups in a data gradient, not the columns of one."""
-    wide, narrow = s.wide // s.groups, s.narrow // s.groups
-    area, positions = prod(s.wide_space[-2:]), prod(s.narrow_space[-2:])
-    if (s.batch == 1 and s.groups <= 2) or (positions // threads >= 512 and prod(s.kernel) >= 64):
-        return False
-    calls, pieces = s.groups * s.batch, -(-area // simd()) * -(-wide // simd())
-    even = calls / padded(calls, threads) >= pieces / padded(pieces, threads)
-    return even or area * wide * narrow // threads < 1 << 16
-
-
-def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
-    """x64:gemm: one image at a time, or, where an image is too small to be shared, one for each thread; an image in
-    channels last is turned round first."""
-    threads = torch.get_num_threads()
-    positions = prod(s.narrow_space) // (s.narrow_space[0] if s.volumetric else 1)
-    outer = positions // threads < 256 and (s.batch != 1 or s.groups > 2)
-    weight = s.weight_bytes()
-    turned = s.wide_bytes() // s.batch if last else 0
-    each = threads if outer else 1
-    summed = 4 * weight if s.bf16 else 0
-    return Work(0, weight, 0, booked(each * _columns(s), each * 4 * weight, each * turned, summed), by_columns=True)
-
-
 _BARRIER = 8192
 """Bytes for the threads that wait for each other to add up their sums."""
 _REDUCED_ROWS = 9
