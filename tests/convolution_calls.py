@@ -25,7 +25,7 @@ def beyond_results(op: Any, *args: Any) -> tuple[int, int]:
     return transient_bytes(str(op), args, {}, kept[0]), peak_of(sizes) - sum(sizes)
 
 
-def input_gradient(
+def gradient(
     size: Sequence[int],
     weight: Sequence[int],
     stride: int | Sequence[int] = 1,
@@ -33,12 +33,14 @@ def input_gradient(
     groups: int = 1,
     dtype: torch.dtype = torch.float32,
     last: bool = False,
+    of: str = "input",
 ) -> tuple[int, int]:
-    """`beyond_results` of the input's gradient of a convolution."""
+    """`beyond_results` of a convolution's gradient of its input, or of its weight."""
     x, w, steps = _made(size, weight, (stride, padding), dtype, last)
     settings = (*steps, [1] * (len(size) - 2), False, [0] * (len(size) - 2), groups)
-    gradient = torch.randn_like(aten.convolution(x, w, None, *settings))
-    return beyond_results(aten.convolution_backward.default, gradient, x, w, None, *settings, [True, False, False])
+    made = torch.randn_like(aten.convolution(x, w, None, *settings))
+    mask = [of == "input", of == "weight", False]
+    return beyond_results(aten.convolution_backward.default, made, x, w, None, *settings, mask)
 
 
 def forward(

@@ -29,6 +29,7 @@ from memplan.trace.semantics.cpu.onednn import (
     Work,
     booked,
     channel_sums,
+    forward_unrolled_in_avx512,
     group_block,
     image_scratch,
     in_channels_last,
@@ -94,11 +95,18 @@ def _forward(s: Shape) -> Work:
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if _by_avx2(s) and onednn_avx2.goes_by_columns(s):
         return plain_forward(s)
+    long = b > _SHORT and not s.bf16 and not s.simple and not forward_unrolled_in_avx512(s)
+    if long and (onednn_avx2.goes_by_columns(s) or (s.groups > 1 and group_block(s) < _SHORT)):
+        return plain_forward(s)
     if s.groups > 1:
         block = group_block(s)
         if block == 1:
             return plain_forward(s)
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
+    if long:
+        flat = s.wide in (1, 3)
+        wide, weight = 0 if flat else s.wide_bytes(_SHORT), s.weight_bytes(1 if flat else _SHORT, _SHORT)
+        return Work(wide, weight, s.narrow_bytes(_SHORT))
     if s.wide < b and not s.simple:  # ``is_1stconv``, ``flat``
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
     scratch = _sums_of_pixels(s, s.narrow)

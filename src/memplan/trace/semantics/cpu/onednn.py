@@ -189,6 +189,27 @@ def unrolled_in_avx512(s: Shape) -> bool:
     return copies * s.kernel[-1] * block * row * _LONGEST_INSTRUCTION <= _MOST_CODE
 
 
+def forward_unrolled_in_avx512(s: Shape) -> bool:
+    """Return whether the same kernel takes a forward: a row is as long as padding, and its code short enough.
+
+    Source: the same file, `jit_avx512_common_conv_fwd_kernel_t::init_conf`; how many blocks of channels it takes at a
+    time is taken as the most that divide them.
+    """
+    if s.dilated:
+        return True
+    blocks = -(-(s.narrow // s.groups) // 16)
+    at_once = max(n for n in range(1, 6) if blocks % n == 0)
+    row = min(s.narrow_space[-1], 31 // (at_once + 1))
+    whole = s.narrow_space[-1] // row * row
+    reach = (whole - 1) * s.stride[-1] + s.kernel[-1] - s.wide_space[-1] - s.padding[-1]
+    if max(s.padding[-1], reach) > row:
+        return False
+    end = (s.narrow_space[-1] - 1) * s.stride[-1] + s.kernel[-1] - s.wide_space[-1] - s.padding[-1]
+    copies = 1 + (s.padding[-1] > 0) + (end > 0)
+    block = s.wide if s.groups == 1 and s.wide < 16 else 16 if s.groups == 1 else group_block(s)
+    return copies * s.kernel[-1] * block * at_once * row * _LONGEST_INSTRUCTION <= _MOST_CODE
+
+
 _UNROLLED = 28
 """Positions of a row that are written out."""
 _LONGEST_INSTRUCTION = 15

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from convolution_calls import forward, input_gradient, only_avx512
+from convolution_calls import forward, gradient, only_avx512
 
 from memplan.trace.semantics.layout import has_amx
 
@@ -41,7 +41,7 @@ KINDS: dict[str, list[Case]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scratch_is_what_the_profiler_saw(kind: str, threads: int) -> None:
-    found = [input_gradient(size, weight, **how) for size, weight, how in KINDS[kind]]
+    found = [gradient(size, weight, **how) for size, weight, how in KINDS[kind]]
     assert [predicted for predicted, _ in found] == [seen for _, seen in found]
 
 
@@ -50,13 +50,13 @@ def test_scratch_is_what_the_profiler_saw(kind: str, threads: int) -> None:
     has_amx() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="with tiles, other kernels run"
 )
 def test_scratch_in_bfloat16(kind: str, threads: int) -> None:
-    found = [input_gradient(size, weight, **how, dtype=torch.bfloat16) for size, weight, how in KINDS[kind]]
+    found = [gradient(size, weight, **how, dtype=torch.bfloat16) for size, weight, how in KINDS[kind]]
     assert [predicted for predicted, _ in found] == [seen for _, seen in found]
 
 
 @pytest.mark.parametrize("kind", ["channels", "volumes", "groups", "large kernels"])
 def test_scratch_in_channels_last(kind: str, threads: int) -> None:
-    found = [input_gradient(size, weight, **how, last=True) for size, weight, how in KINDS[kind]]
+    found = [gradient(size, weight, **how, last=True) for size, weight, how in KINDS[kind]]
     assert [predicted for predicted, _ in found] == [seen for _, seen in found]
 
 
@@ -86,7 +86,7 @@ def drawn(seed: int) -> list[Case]:
 
 
 def check_drawn(seed: int) -> None:
-    found = {case[:2] + tuple(case[2].items()): input_gradient(*case[:2], **case[2]) for case in drawn(seed)}
+    found = {case[:2] + tuple(case[2].items()): gradient(*case[:2], **case[2]) for case in drawn(seed)}
     assert {case: predicted for case, (predicted, _) in found.items()} == {c: seen for c, (_, seen) in found.items()}
 
 

@@ -35,7 +35,7 @@ class _Blocks(NamedTuple):
 
 
 def plain_forward(s: Shape) -> Work:
-    """Columns of a block for each thread; in fewer bits sums in float32."""
+    """Return a forward: columns of a block for each thread; in fewer bits sums in float32."""
     threads = torch.get_num_threads()
     found = _best_blocks(s, threads)
     positions, narrow = _positions(s), s.narrow // s.groups
@@ -51,7 +51,7 @@ def plain_forward(s: Shape) -> Work:
 
 
 def plain_data_gradient(s: Shape) -> Work:
-    """Columns of an image for each thread, or of a part of it."""
+    """Return a data gradient: columns of an image for each thread, or of a part of it."""
     threads = torch.get_num_threads()
     limit = _limit(s, threads)
     threads = threads if _outer_data_gradient(s, threads) else 1
@@ -62,8 +62,8 @@ def plain_data_gradient(s: Shape) -> Work:
 
 
 def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
-    """Columns of one image at a time, or, where an image is too small to be shared, of one for each thread; an image in
-    channels last is turned round first."""
+    """Return a weight's gradient: columns of one image at a time, or, where an image is too small to be shared, of one
+    for each thread; an image in channels last is turned round first."""
     threads, weight = torch.get_num_threads(), s.weight_bytes()
     limit = _limit(s, threads)
     taps, summed = s.wide // s.groups * prod(s.kernel), 4 * weight if s.bf16 else 0
@@ -219,7 +219,9 @@ class _Search:
         left, more = self.narrow % of_narrow, self.threads % of_narrow
         most = most_narrow * -(-self.all_positions // slices[0])
         if left <= more:
-            most = max(most_narrow * -(-self.all_positions // slices[1]), least_narrow * -(-self.all_positions // slices[0]))
+            most = max(
+                most_narrow * -(-self.all_positions // slices[1]), least_narrow * -(-self.all_positions // slices[0])
+            )
         least_positions = max(1, self.all_positions // slices[1])
         least = least_narrow * least_positions
         if more <= left:
