@@ -30,6 +30,12 @@ def has_amx() -> bool:
 
 
 @functools.cache
+def level_1_cache() -> int:
+    """Return the bytes of the L1 cache of data, which oneDNN sizes its blocks by."""
+    return int(getattr(torch.cpu, "get_capabilities", dict)().get("l1d_cache_size", 1 << 15))
+
+
+@functools.cache
 def level_2_cache() -> int:
     """Return the bytes of the L2 cache, which oneDNN sizes its buffers by."""
     return int(getattr(torch.cpu, "get_capabilities", dict)().get("l2_cache_size", 1 << 20))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from allocator import measured_peak
+from convolution_calls import only_avx512
 from torch import nn
 
 import memplan
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the blocks of AVX2 are rules of their own"
-)
+pytestmark = [only_avx512, pytest.mark.usefixtures("one_thread")]
 LAYERS: dict[str, tuple[Callable[[int, int, bool], nn.Module], tuple[int, ...]]] = {
     "of lines": (lambda a, b, bias: nn.Conv1d(a, b, 3, padding=1, bias=bias), (9,)),
     "of images": (lambda a, b, bias: nn.Conv2d(a, b, 3, padding=1, bias=bias), (9, 9)),
@@ -22,15 +21,6 @@ LAYERS: dict[str, tuple[Callable[[int, int, bool], nn.Module], tuple[int, ...]]]
     "of volumes": (lambda a, b, bias: nn.Conv3d(a, b, 3, bias=bias), (5, 5, 5)),
     "transposed": (lambda a, b, bias: nn.ConvTranspose2d(a, b, 3, bias=bias), (9, 9)),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run on one thread: more have sums of their own, which are approximate."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from allocator import allocations, peak_of
+from convolution_calls import only_avx512
 
 from memplan.trace.semantics.cpu.convolution import transient_backward
 
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the blocks of AVX2 are rules of their own"
-)
+pytestmark = [only_avx512, pytest.mark.usefixtures("one_thread")]
 ALIGNED = 256
 """Bytes that oneDNN's buffers may take more, each to be aligned."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["plain", "channels last"])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from allocator import allocations, peak_of
+from convolution_calls import beyond_results, only_avx512
 
-from memplan.trace.semantics.cpu.table import transient_bytes
 from memplan.trace.semantics.layout import has_amx
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="AVX2 has rules of its own (test_onednn_avx2.py)"
-)
+pytestmark = only_avx512
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "matrix product, by a column of each group": ((4, 24, 16, 16), (20, 12, 4, 4), {"groups": 2}),
     "of groups with a bias": ((1, 64, 6, 6), (8, 16, 3, 3), {"stride": 3, "groups": 4, "bias": True}),
@@ -59,22 +55,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=[1, 2, 4])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def beyond_results(op: Any, *args: Any) -> tuple[int, int]:
-    """Bytes that a call holds at its peak beyond its results: predicted, and seen."""
-    op(*args)  # torch keeps what it makes of a shape the first time
-    kept: list[Any] = []
-    sizes = allocations(lambda: kept.append(op(*args)))
-    return transient_bytes(str(op), args, {}, kept[0]), peak_of(sizes) - sum(sizes)
-
-
 def check(name: str, dtype: torch.dtype, gradients: tuple[str, ...]) -> None:
     size, shape, how = SHAPES[name]
     dims, groups, transposed = len(size) - 2, how.get("groups", 1), how.get("transposed", False)
@@ -108,8 +88,6 @@ HALF = [name for name in SHAPES if not any(kind in name for kind in ("pixel", "c
     has_amx() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="with tiles, other kernels run"
 )
 @pytest.mark.parametrize("name", HALF)
+@pytest.mark.usefixtures("one_thread")
 def test_scratch_in_bfloat16_without_tiles(name: str) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     check(name, torch.bfloat16, ("input",))
-    torch.set_num_threads(before)

@@ -29,22 +29,31 @@ from memplan.trace.semantics.cpu.onednn import (
     Work,
     booked,
     channel_sums,
+    forward_unrolled_in_avx512,
     group_block,
     image_scratch,
     in_channels_last,
-    plain,
-    plain_weight_gradient,
     sharers,
-    strided_data_gradient,
     to_unit_stride,
+    unrolled_in_avx512,
     weight_gradient_to_unit_stride,
     weight_sums,
+)
+from memplan.trace.semantics.cpu.onednn_kernels.by_columns import (
+    plain_data_gradient,
+    plain_forward,
+    plain_weight_gradient,
+)
+from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks
+from memplan.trace.semantics.cpu.onednn_kernels.strided_gradient import (
+    best_blocks,
+    strided_data_gradient,
+    strided_weight,
 )
 from memplan.trace.semantics.layout import (
     bytes_of,
     copied_to,
     has_amx,
-    level_2_cache,
     padded,
     simd,
     suggests_channels_last,
@@ -76,21 +85,28 @@ def _forward(s: Shape) -> Work:
     if s.depthwise and s.volumetric and not s.dilated:
         return Work(s.wide_bytes(), s.weight_bytes(1, b), s.narrow_bytes(), last=True)
     if s.padded_beyond or (s.depthwise and s.volumetric):
-        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+        return plain_forward(s)
     if s.depthwise:
         if max(s.kernel) > 14:
-            return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+            return plain_forward(s)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
     if s.bf16 and has_amx():
         scratch = image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if _by_avx2(s) and onednn_avx2.goes_by_columns(s):
-        return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+        return plain_forward(s)
+    long = b > _SHORT and not s.bf16 and not s.simple and not forward_unrolled_in_avx512(s)
+    if long and (onednn_avx2.goes_by_columns(s) or (s.groups > 1 and group_block(s) < _SHORT)):
+        return plain_forward(s)
     if s.groups > 1:
         block = group_block(s)
         if block == 1:
-            return plain(s, s.narrow_bytes(), level_2_cache() * 4 // 5)
+            return plain_forward(s)
         return Work(s.wide_bytes(), s.weight_bytes(), s.narrow_bytes())
+    if long:
+        flat = s.wide in (1, 3)
+        wide, weight = 0 if flat else s.wide_bytes(_SHORT), s.weight_bytes(1 if flat else _SHORT, _SHORT)
+        return Work(wide, weight, s.narrow_bytes(_SHORT))
     if s.wide < b and not s.simple:  # ``is_1stconv``, ``flat``
         return Work(0, s.weight_bytes(1, b), s.narrow_bytes(b))
     scratch = _sums_of_pixels(s, s.narrow)
@@ -102,33 +118,40 @@ def _forward(s: Shape) -> Work:
 def _data_gradient(s: Shape) -> Work:
     """Source: the output's gradient. Result: the input's."""
     b = simd()
+    if s.bf16 and has_amx() and not (s.depthwise and not s.strided):
+        return _data_gradient_amx(s)
+    if s.dilated and (s.strided or (s.depthwise and s.volumetric)):
+        return plain_data_gradient(s)
+    blocks = _strided_blocks(s) if s.strided and (s.bf16 or not s.depthwise) else None
+    if blocks:
+        as_it_is = s.narrow == 1 or prod(s.narrow_space) == 1  # in channels last, too
+        source, scratch = 0 if as_it_is else s.narrow_bytes(), strided_data_gradient(s, blocks)
+        return Work(source, strided_weight(s, blocks), s.wide_bytes(), scratch, last=True, as_plain=s.wide == 1)
     if s.depthwise:
         if s.volumetric or s.dilated:
-            return plain(s, s.wide_bytes())
-        if s.strided and s.bf16 and not has_amx():
-            scratch = strided_data_gradient(s, b)
-            return Work(s.narrow_bytes(), 2 * b * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
-        if s.strided and s.bf16:
-            scratch = image_scratch(s, s.narrow_space, 32, True)
-            return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
+            return plain_data_gradient(s)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), s.wide_bytes(b))
-    amx = s.bf16 and has_amx()
-    if s.strided and s.dilated and not amx:
-        return plain(s, s.wide_bytes())
-    block = _strided_block(s)
-    if amx or (s.strided and block):
-        image = image_scratch(s, s.narrow_space, padded(s.narrow, 32), True)
-        scratch = strided_data_gradient(s, block or simd()) if s.strided else image
-        weight = s.weight_bytes(32, 32) if amx else s.weight_bytes(block, 2 if s.bf16 else 1)
-        as_it_is = s.narrow == 1 or prod(s.narrow_space) == 1  # in channels last, too
-        return Work(0 if as_it_is else s.narrow_bytes(), weight, s.wide_bytes(), scratch, last=True)
-    if s.padded_beyond:
-        return plain(s, s.wide_bytes())
+    if not _in_vectors(s):
+        return plain_data_gradient(s)
     if s.groups > 1:
-        if group_block(s) == 1:
-            return plain(s, s.wide_bytes())
         return Work(s.narrow_bytes(), s.weight_bytes(), s.wide_bytes())
     return Work(s.narrow_bytes(b), s.weight_bytes(b, b), s.wide_bytes(b), _sums_of_pixels(s, s.wide))
+
+
+def _data_gradient_amx(s: Shape) -> Work:
+    """Taken in whole rows, which is approximate."""
+    if s.depthwise and (s.volumetric or s.dilated):
+        return plain_data_gradient(s)
+    if s.depthwise:
+        scratch = image_scratch(s, s.narrow_space, 32, True)
+        return Work(s.narrow_bytes(), 32 * s.weight_bytes(), s.wide_bytes(), scratch, last=True)
+    depth, height, width = (1, *s.wide_space)[-3:]
+    taps = (1, *s.kernel)[-3:-1]
+    blocks = Blocks(min(padded(s.wide, 16), 32), depth, height, width, (taps[0], taps[1]))
+    image = image_scratch(s, s.narrow_space, padded(s.narrow, 32), True)
+    scratch = strided_data_gradient(s, blocks) if s.strided else image
+    source = 0 if s.narrow == 1 or prod(s.narrow_space) == 1 else s.narrow_bytes()
+    return Work(source, s.weight_bytes(32, 32), s.wide_bytes(), scratch, last=True)
 
 
 def _sums_of_pixels(s: Shape, channels: int) -> int:
@@ -138,27 +161,29 @@ def _sums_of_pixels(s: Shape, channels: int) -> int:
     return booked(torch.get_num_threads() * padded(channels, simd()) * prod(s.narrow_space) * 4)
 
 
-_MANY_TAPS = 160
-"""Positions of a kernel from which on one channel is taken in shorter vectors."""
-
-
-def _strided_block(s: Shape) -> int:
-    """Return the block of the input's channels in brgemm's strided data gradient, which takes groups of many channels
-    alone; 0 where no such kernel does. Of AVX-512's two the one of shorter vectors comes last."""
-    narrow, wide = s.narrow // s.groups, s.wide // s.groups
-    taps = prod(s.kernel)
-    if not s.bf16 and s.volumetric and wide == 1 and (taps > 64 or (taps == 64 and narrow < 8)):
-        return 0  # measured: where its own estimate of what it does in a second is too small
-    if not s.bf16 and not s.volumetric and s.wide == 1 and taps >= _MANY_TAPS:
-        return 8  # measured, for the same reason; from some 400 taps on a matrix product can take its place
-    filled = padded(wide, simd())
-    large = prod(s.narrow_space) > 81 * s.steps
-    block = simd() if filled == simd() or (filled % 48 == 0 and large) else 2 * simd()
+def _strided_blocks(s: Shape, last: bool = False) -> Blocks | None:
+    """Return the blocks of brgemm's strided data gradient, which takes groups of many channels alone; None where other
+    kernels run: AVX-512's come first, then those without brgemm, then AVX2's."""
+    narrow, wide, threads = s.narrow // s.groups, s.wide // s.groups, torch.get_num_threads()
     if s.bf16:  # groups of a few channels are refused where those of vectors take them
-        return 0 if s.groups > 1 and narrow <= simd() and not (narrow % 4 or wide % 4) else block
-    if s.groups == 1 or narrow > simd():
-        return block
-    return 8 if narrow > 8 and group_block(s) == 1 else 0
+        refused = s.groups > 1 and narrow <= simd() and not (narrow % 4 or wide % 4)
+        return None if refused else best_blocks(s, simd(), threads)
+    for vector in (simd(), _SHORT):
+        found = best_blocks(s, vector, threads) if s.groups == 1 or narrow > vector else None
+        if found or _in_vectors(s, last):
+            return found
+    return None
+
+
+_SHORT = 8
+"""Floats in a register of AVX2."""
+
+
+def _in_vectors(s: Shape, last: bool = False) -> bool:
+    """Return whether a kernel of vectors, without brgemm, takes a data gradient: those of channels last pad groups."""
+    if s.padded_beyond or (s.groups > 1 and group_block(s) == 1 and not last):
+        return False
+    return s.simple or s.dilated or s.bf16 or simd() == _SHORT or unrolled_in_avx512(s)
 
 
 def _in_place(s: Shape, data_gradient: bool) -> Work:
@@ -166,15 +191,24 @@ def _in_place(s: Shape, data_gradient: bool) -> Work:
     work = _data_gradient(s) if data_gradient else _forward(s)
     if s.depthwise or s.bf16:
         return replace(work, weight=s.weight_bytes(1, simd()))
-    if s.groups > 1:
-        narrow = s.groups * padded(s.narrow // s.groups, simd())
-        wide = padded(s.wide // s.groups, simd())
-        return Work(0, narrow * wide * prod(s.kernel) * s.itemsize, 0)
+    blocks = _strided_blocks(s, last=True) if data_gradient and s.strided and not s.dilated else None
+    if blocks:
+        return Work(0, strided_weight(s, blocks), 0, strided_data_gradient(s, blocks))
     block = simd()
+    aligned = ALIGNED if data_gradient else 0
+    if s.groups > 1:
+        narrow, wide = s.narrow // s.groups, s.wide // s.groups
+        read, made = (narrow, wide) if data_gradient else (wide, narrow)
+        if read > block and not (data_gradient and s.strided):  # brgemm, which takes groups of many channels alone
+            weight = s.groups * read * padded(made, block) * prod(s.kernel) * s.itemsize
+            return Work(0, weight, 0, in_channels_last(s) + aligned)
+        if data_gradient and not _in_vectors(s, last=True):
+            block = _SHORT
+        elif max(narrow, wide) < block:
+            block = group_block(s) if group_block(s) > 1 else block
+        return Work(0, s.groups * padded(narrow, block) * padded(wide, block) * prod(s.kernel) * s.itemsize, 0)
     weight = s.weight_bytes(block, 1) if data_gradient else s.weight_bytes(1, block)
-    if data_gradient and s.strided:
-        return Work(0, weight, 0, work.scratch)
-    return Work(0, weight, 0, in_channels_last(s) + (ALIGNED if data_gradient else 0))
+    return Work(0, weight, 0, in_channels_last(s) + aligned)
 
 
 def _in_place_weight_gradient(s: Shape, bias: bool) -> Work:
@@ -249,7 +283,7 @@ def _as_transposed(work: Work) -> Work:
 def _finish(work: Work, result: int, before: int) -> int:
     """Peak of a call whose result is reordered into a plain tensor (``mkldnn_to_dense``)."""
     running = work.source + work.other + work.weight + work.result + work.scratch + before
-    return max(running, work.result + result * (2 if work.last else 1))
+    return max(running, work.result + result * (2 if work.last and not work.as_plain else 1))
 
 
 def resized(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from memplan.trace.semantics.layout import has_amx, padded, simd
+from memplan.trace.semantics.layout import padded, simd
 
 MOST_WIDE_BLOCKS = 9
 """Of the input's channels, that the weight's gradient of a 1x1 kernel takes at a time, roughly (``bcast_blocking``)."""
@@ -116,6 +116,8 @@ class Work:
     last: bool = False
     other: int = 0
     """The second source, of a weight gradient."""
+    as_plain: bool = False
+    """Whether the result lies in channels last as it would in a plain tensor, which saves one copy."""
     by_columns: bool = False
     """Whether it is an im2col and a matrix product, which pad nothing."""
 
@@ -137,7 +139,8 @@ def image_scratch(s: Shape, space: Sequence[int], channels: int, halo: bool) -> 
 
 ALIGNED = 128
 """Bytes that a buffer of oneDNN's may move by, to be aligned (memory_tracking.hpp, ``minimal_alignment``)."""
-_PAGE = 4096
+PAGE = 4096
+"""Bytes."""
 _BATCH_ELEMENT = 40
 """Bytes of ``brgemm_batch_element_t``."""
 
@@ -147,9 +150,9 @@ def booked(*sizes: int, aligned: int = ALIGNED) -> int:
     return sum(size + aligned for size in sizes if size)
 
 
-def batch_pointers(s: Shape) -> int:
-    """Return a thread's pointers of a batch of brgemm's, in whole pages."""
-    return padded(padded(prod(s.kernel) * _BATCH_ELEMENT, _PAGE), _BATCH_ELEMENT)
+def batch_pointers(taps: int) -> int:
+    """Return a thread's pointers of a batch of brgemm's, one for each position of the kernel, in whole pages."""
+    return padded(padded(taps * _BATCH_ELEMENT, PAGE), _BATCH_ELEMENT)
 
 
 def in_channels_last(s: Shape) -> int:
@@ -157,32 +160,61 @@ def in_channels_last(s: Shape) -> int:
 
     Source: src/cpu/x64/jit_brgemm_conv_utils.cpp, `init_scratchpad`.
     """
-    return booked(torch.get_num_threads() * batch_pointers(s), aligned=_PAGE)
+    return booked(torch.get_num_threads() * batch_pointers(prod(s.kernel)), aligned=PAGE)
 
 
-def strided_data_gradient(s: Shape, block: int) -> int:
-    """Return the scratch of brgemm's strided data gradient: pointers of a batch, a padded image and its mask for each
-    thread, a row of the result where strides do not divide it; in fewer bits sums in float32.
+def reached(s: Shape) -> tuple[int, ...]:
+    """Return the sizes of the output's gradient, with the positions that a kernel reaches beyond it."""
+    dimensions = zip(s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding, strict=True)
+    return tuple(
+        narrow + max(0, k - 1 - pad) // step + max(0, k - 1 - ((narrow - 1) * step + k - wide - pad)) // step
+        for narrow, wide, k, step, pad in dimensions
+    )
 
-    Source: src/cpu/x64/jit_brgemm_conv_bwd_utils.cpp, `init_conf` and `init_scratchpad`.
 
-    Args:
-        s: of the convolution.
-        block: channels of the input at a time.
+def unrolled_in_avx512(s: Shape) -> bool:
+    """Return whether AVX-512's kernel without brgemm takes a data gradient: what it writes out for a row is long where
+    kernel or stride are.
+
+    Source: src/cpu/x64/jit_avx512_common_conv_kernel.cpp, `jit_avx512_common_conv_bwd_data_kernel_f32_t::init_conf`.
     """
-    channels = s.groups * padded(s.narrow // s.groups, 2 if s.bf16 else 1)
-    image = padded(channels * prod(map(_reached, s.narrow_space, s.wide_space, s.kernel, s.stride, s.padding)), _PAGE)
-    row = padded(s.wide_space[-1] * s.stride[-1] * s.wide, _PAGE) if s.uneven else 0
-    sums = 4 * block * -(-s.wide_space[-1] // s.stride[-1]) if s.bf16 else 0
-    tiles = 2 * _PAGE if s.bf16 and has_amx() else 0
-    buffers = batch_pointers(s), image * s.itemsize, _PAGE, row * s.itemsize, sums, tiles
-    return booked(*(torch.get_num_threads() * size for size in buffers), aligned=_PAGE)
+    width, step, reach = s.wide_space[-1], s.stride[-1], s.kernel[-1] - 1
+    row = min(width, _UNROLLED)
+    tail = width % row
+    behind = (s.narrow_space[-1] - 1) * step + s.kernel[-1] - width - s.padding[-1]
+    before, after = max(0, reach - s.padding[-1]) // step, max(0, reach - max(0, behind + tail)) // step
+    if max(before, after) * step > row or (width > row and (row % step or behind + tail < 0)):
+        return False
+    copies, block = 1 + (before > 0) + (after > 0), 16 if s.groups == 1 else group_block(s)
+    return copies * s.kernel[-1] * block * row * _LONGEST_INSTRUCTION <= _MOST_CODE
 
 
-def _reached(narrow: int, wide: int, kernel: int, stride: int, padding: int) -> int:
-    """Return the positions of the output's gradient along a dimension, with those that a kernel reaches beyond it."""
-    behind = (narrow - 1) * stride + kernel - wide - padding
-    return narrow + max(0, kernel - 1 - padding) // stride + max(0, kernel - 1 - behind) // stride
+def forward_unrolled_in_avx512(s: Shape) -> bool:
+    """Return whether the same kernel takes a forward: a row is as long as padding, and its code short enough.
+
+    Source: the same file, `jit_avx512_common_conv_fwd_kernel_t::init_conf`; how many blocks of channels it takes at a
+    time is taken as the most that divide them.
+    """
+    if s.dilated:
+        return True
+    blocks = -(-(s.narrow // s.groups) // 16)
+    at_once = max(n for n in range(1, 6) if blocks % n == 0)
+    row = min(s.narrow_space[-1], 31 // (at_once + 1))
+    whole = s.narrow_space[-1] // row * row
+    reach = (whole - 1) * s.stride[-1] + s.kernel[-1] - s.wide_space[-1] - s.padding[-1]
+    if max(s.padding[-1], reach) > row:
+        return False
+    end = (s.narrow_space[-1] - 1) * s.stride[-1] + s.kernel[-1] - s.wide_space[-1] - s.padding[-1]
+    copies = 1 + (s.padding[-1] > 0) + (end > 0)
+    block = s.wide if s.groups == 1 and s.wide < 16 else 16 if s.groups == 1 else group_block(s)
+    return copies * s.kernel[-1] * block * at_once * row * _LONGEST_INSTRUCTION <= _MOST_CODE
+
+
+_UNROLLED = 28
+"""Positions of a row that are written out."""
+_LONGEST_INSTRUCTION = 15
+_MOST_CODE = 256 * 1024
+"""Bytes of a kernel's code."""
 
 
 def to_unit_stride(s: Shape, channels: int) -> int:
@@ -203,50 +235,6 @@ def weight_gradient_to_unit_stride(s: Shape, block: int) -> int:
     if not (s.simple and s.strided):
         return 0
     return to_unit_stride(s, divided(-(-s.wide // block), MOST_WIDE_BLOCKS) * block)
-
-
-def _columns(s: Shape) -> int:
-    """Return an im2col of one group of one image; a slice of a volume at a time."""
-    if s.pointwise and not s.strided:
-        return 0
-    columns = s.wide // s.groups * prod(s.kernel) * prod(s.narrow_space) * s.itemsize
-    return columns // s.narrow_space[0] if s.volumetric else columns
-
-
-_SUM = 4
-"""Bytes of a number that fewer bits are summed up in."""
-_LINE = 16
-"""Such numbers in a cache line."""
-
-
-def plain(s: Shape, result: int, cap: int | None = None) -> Work:
-    """x64:gemm (gemm_convolution_utils.cpp): columns for each thread; ``cap`` bounds those of images in a forward, of
-    which a thread takes no more positions than are its share. In fewer bits there are sums in float32."""
-    threads, columns = torch.get_num_threads(), _columns(s)
-    forward, positions = cap is not None, prod(s.narrow_space)
-    share = positions
-    if cap is not None and not s.volumetric:
-        share = min(positions, -(-s.batch * s.groups * positions // threads))
-        columns = min(columns // positions * share, cap)
-    if not s.bf16:
-        return Work(0, 0, result, booked(threads * columns), by_columns=True)
-    numbers = s.narrow * share if forward else s.wide * prod(s.wide_space)
-    sums = threads * padded(numbers // s.groups, _LINE) * _SUM
-    columns *= 1 if forward else 2
-    return Work(0, 0, result, booked(threads * columns, sums), by_columns=True)
-
-
-def plain_weight_gradient(s: Shape, last: bool = False) -> Work:
-    """x64:gemm: one image at a time, or, where an image is too small to be shared, one for each thread; an image in
-    channels last is turned round first."""
-    threads = torch.get_num_threads()
-    positions = prod(s.narrow_space) // (s.narrow_space[0] if s.volumetric else 1)
-    outer = positions // threads < 256 and (s.batch != 1 or s.groups > 2)
-    weight = s.weight_bytes()
-    turned = s.wide_bytes() // s.batch if last else 0
-    each = threads if outer else 1
-    summed = 4 * weight if s.bf16 else 0
-    return Work(0, weight, 0, booked(each * _columns(s), each * 4 * weight, each * turned, summed), by_columns=True)
 
 
 _BARRIER = 8192

@@ -17,9 +17,9 @@ from memplan.trace.semantics.cpu.onednn import (
     Work,
     booked,
     divided,
-    plain_weight_gradient,
     weight_gradient_to_unit_stride,
 )
+from memplan.trace.semantics.cpu.onednn_kernels.by_columns import plain_weight_gradient
 from memplan.trace.semantics.layout import padded
 
 _BLOCK = 8

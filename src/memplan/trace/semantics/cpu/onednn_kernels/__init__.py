@@ -1,0 +1,1 @@
+"""Kernels of oneDNN whose blocks come from its own estimates of the time."""
