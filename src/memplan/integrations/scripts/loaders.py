@@ -29,7 +29,7 @@ class Rules:
 
     @property
     def given(self) -> bool:
-        """Whether the batch is described, so that no loader is asked."""
+        """Return whether the batch is described, so that no loader is asked."""
         return bool(self.inputs or self.kwargs)
 
 
@@ -54,7 +54,7 @@ class Loaders:
         return tuple(dict.fromkeys(one.fact() for one in self._seen if one.text))
 
     def called(self, *, trains: bool) -> None:
-        """A model is called, and trains on what loaders gave, or does not."""
+        """Note that a model is called, which trains on what loaders gave or does not."""
         for one in self._seen:
             if trains:
                 one.idle = 0

@@ -186,7 +186,7 @@ class _Run:
         return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
 
     def _at_boundary(self, *, loads: bool = False) -> None:
-        """A batch is loaded, or a model called from outside of all models: a step may have ended here."""
+        """Look whether a step has ended here: a batch is loaded, or a model called from outside of all models."""
         if self._over:
             self._stop()
         if not self._built:
