@@ -36,6 +36,7 @@ PUBLIC = [
     "Timeline",
     "Trace",
     "__version__",
+    "assert_peak",
     "check",
     "compare",
     "explain",
