@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -97,17 +98,19 @@ def baseline_of(baseline: Baseline, now: Figures, source: str) -> Figures:
         )
     differing = []
     if found.torch != now.torch:
-        differing.append(f"torch {found.torch}, this is torch {now.torch}")
+        differing.append(f"was written by torch {found.torch}, and this is torch {now.torch}")
     if found.cudnn != now.cudnn:
-        asked = ("with an installed cuDNN's workspaces", "without them")
-        differing.append("recorded {}, this is {}".format(*(asked if found.cudnn else reversed(asked))))
+        differing.append(f"was written {_CUDNN[found.cudnn]} --cudnn, and this is {_CUDNN[now.cudnn]} it")
     if differing:
         raise BaselineError(
-            f"{now.title}: the baseline {source} is of {'; '.join(differing)}: other bytes may be another version's",
-            expected="a baseline and a step of one version",
-            do=f"{_UPDATE}; or install the version that it is of",
+            f"{now.title}: the baseline {source} {'; it '.join(differing)}",
+            expected="both of one kind, else the bytes of a change and of a version cannot be told apart",
+            do=f"{_UPDATE}, or go back to what it was written with",
         )
     return found
+
+
+_CUDNN = {True: "with", False: "without"}
 
 
 def _steps(baseline: Baseline) -> str:
@@ -125,18 +128,18 @@ def allowance(tolerance: str, size: int) -> int:
         >>> allowance("1%", 1000), allowance("2 KiB", 1000)
         (10, 2048)
     """
-    text = tolerance.strip()
+    share = _SHARE.fullmatch(tolerance.strip())
+    if share is not None:
+        return int(size * Fraction(share[1]) / 100)
     try:
-        if not text.endswith("%"):
-            return parse_bytes(text)
-        share = Fraction(text[:-1].strip()) if len(text) < 20 and "/" not in text else -1
-    except (UnitError, ValueError):
-        share = -1
-    if share < 0:
+        return parse_bytes(tolerance)
+    except UnitError:
         raise UsageError(
             f"the tolerance {tolerance!r:.40}", expected="a share of the baseline, or bytes", do="Write 1%, or 64 MiB"
-        )
-    return int(size * Fraction(share) / 100)
+        ) from None
+
+
+_SHARE = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*%", re.ASCII)
 
 
 def compare_with(before: Figures, taken: Taken, tolerance: str = "0%") -> Outcome:
@@ -198,10 +201,10 @@ def op_change(before: tuple[str, ...] | None, now: tuple[str, ...] | None, chose
         >>> op_change(("scaled_dot_product_flash_attention",), ("matmul", "softmax"), Chosen("a mask", None))
         'attention is no longer fused: flash attention became matmul, softmax (a mask)'
     """
-    if before == now:
+    if before is not None and now is not None and set(before) == set(now):
         return ""
     if before is None or now is None:
-        return "the layer ran nothing before" if before is None else "the layer no longer runs"
+        return "" if before is now else _CALLS[now is not None]
     gone, new = ([op for op in one if op not in other] for one, other in ((before, now), (now, before)))
     fused = [[op for op in ops if op.startswith(_FUSED) and "attention" in op] for ops in (before, now)]
     if fused[0] == fused[1]:
@@ -219,6 +222,7 @@ _NAMES = {
     "scaled_dot_product_cudnn_attention": "cuDNN's attention",
 }
 _IS = {True: "is new", False: "is gone"}
+_CALLS = {True: "the layer ran nothing before", False: "the layer no longer runs"}
 
 
 def _listed(ops: list[str]) -> str:
