@@ -48,7 +48,10 @@ def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pyte
     exec("".join(blocks), {"__name__": "example"})
 
 
-def test_the_example_of_guard_runs() -> None:
+def test_the_example_of_guard_runs(request: pytest.FixtureRequest) -> None:
+    from memplan.integrations.pytest_plugin import pytest_configure
+
+    pytest_configure(request.config)  # of an installation from before the plugin
     (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "guard.md").read_text(encoding="utf-8"), re.S)
     names: dict[str, Any] = {}
     exec(block, names)

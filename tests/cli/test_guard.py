@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from memplan.cli import main
 from memplan.cli.guard import typed
 from memplan.cli.options import StepArguments
+from memplan.errors import DeviceError
 
 MODELS = """
 import torch
@@ -160,6 +161,23 @@ def test_a_baseline_of_another_torch_is_not_compared(models: Path) -> None:
     assert "was written by torch 1.0, and this is torch" in done.output
     assert run("--update").exit_code == 0
     assert (models / "memory.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("typed_as", "asked"), [((), False), (("--cudnn", "off"), False), (("--cudnn", "/env"), "/env")]
+)
+def test_only_a_cudnn_that_is_named_is_asked(
+    typed_as: tuple[str, ...], asked: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+
+    def choose(device: str, assume: object, cudnn: object) -> None:
+        found.append(cudnn)
+        raise DeviceError("enough")
+
+    monkeypatch.setattr("memplan.trace.recording.session.choose_target", choose)
+    assert run("--update", *typed_as).exit_code == 2
+    assert found == [asked]
 
 
 def test_options_are_typed_in_one_order() -> None:

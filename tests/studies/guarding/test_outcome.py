@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from guarded import MIB, figures, taken
 from hypothesis import given
@@ -130,7 +132,7 @@ def test_larger_inputs_and_another_peak_are_noted() -> None:
         ({"cudnn": True}, "was written without --cudnn, and this is with it"),
     ],
 )
-def test_what_cannot_be_compared_is_said_with_the_way_out(more: dict[str, object], why: str) -> None:
+def test_what_cannot_be_compared_is_said_with_the_way_out(more: dict[str, Any], why: str) -> None:
     baseline = Baseline((figures({("a", "saved"): 1}),))
     with pytest.raises(BaselineError) as raised:
         baseline_of(baseline, figures({("a", "saved"): 1}, **more), "memory.json")
