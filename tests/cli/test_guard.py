@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from memplan.cli import main
-from memplan.cli.guard import typed
+from memplan.cli.guard import _name, typed
 from memplan.cli.options import StepArguments
 from memplan.errors import DeviceError
 
@@ -92,6 +92,20 @@ def test_a_target_is_the_same_however_its_path_is_written(models: Path) -> None:
     run("--update")
     for path in ("./models.py", str(models / "models.py")):
         assert run(target=f"{path}:net").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("typed_as", "name"),
+    [
+        ("models\\net.py:make", "models/net.py:make"),
+        ("./a/../net.py:Net.make", "net.py:Net.make"),
+        ("/elsewhere/net.py:make", "/elsewhere/net.py:make"),
+        ("package.net:make", "package.net:make"),
+        ("traces\\step.json", "traces/step.json"),
+    ],
+)
+def test_a_name_is_the_same_on_each_system(typed_as: str, name: str) -> None:
+    assert _name(typed_as) == name
 
 
 def test_a_trace_is_a_target(models: Path) -> None:

@@ -9,7 +9,16 @@ import click
 
 from memplan.cli.ci_options import CiOutputs, ci_options
 from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import StepArguments, advised, describe, json_option, recorded, step_options, top_option
+from memplan.cli.options import (
+    StepArguments,
+    advised,
+    describe,
+    json_option,
+    recorded,
+    step_options,
+    top_option,
+    without,
+)
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained, short
 from memplan.errors import InputError, StepError
@@ -29,9 +38,6 @@ targets, options and devices. Name a device, so that each machine finds the same
   memplan guard nets.py:unet --input 1x1x64x64x64 --device rtx4090 \\
       --baseline memory.json --tolerance 1% --github
 
-cuDNN is not asked for workspaces here unless --cudnn names one: not every
-machine has the same.
-
 \b
 Exit code: 0 no more than the baseline and its tolerance; 1 more; 2 bad usage, a
 step that cannot be recorded, no baseline of it, or one of another torch.
@@ -45,6 +51,10 @@ step that cannot be recorded, no baseline of it, or one of another torch.
     "--tolerance", default="1%", show_default=True, metavar="SIZE",
     help="How much higher the peaks may be: a share of the baseline's, or bytes: 64MiB.",
 )  # fmt: skip
+@click.option(
+    "--cudnn", "named_cudnn", metavar="PATH",
+    help="Environment whose cuDNN is asked for workspaces on a card. Default: none, they take their least.",
+)  # fmt: skip
 @click.option("--update", is_flag=True, help="Write what the step takes now into the baseline.")
 @top_option(12, "Changes")
 @json_option("the outcome")
@@ -52,6 +62,7 @@ step that cannot be recorded, no baseline of it, or one of another torch.
 def command(
     baseline_file: str,
     tolerance: str,
+    named_cudnn: str | None,
     update: bool,
     top: int,
     json_file: str | None,
@@ -61,7 +72,7 @@ def command(
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
+    arguments, outputs = StepArguments(**given, cudnn=named_cudnn), CiOutputs(sarif, github, junit)
     outputs.check(json_file)
     check_writable(json_file, "--json")
     from memplan.reports.annotations import GROWTH, of_outcome
@@ -83,6 +94,9 @@ def command(
         print_outcome(outcome, top=top)
     outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
     return int(outcome.grew)
+
+
+without(command, "cudnn")
 
 
 def _check_update(path: str, json_file: str | None, outputs: CiOutputs) -> None:
@@ -137,12 +151,13 @@ def _taken(given: StepArguments) -> Taken:
 
 def _name(target: str) -> str:
     """Return a target as each system and each checkout writes it: relative, with forward slashes."""
+    from memplan.studies.guarding.taken import slashed
+
     place, colon, name = target.rpartition(":")
     if not colon:
         place, name = name, ""
-    if place.endswith(".py") or not colon:
-        place = short(os.path.abspath(place)).replace("\\", "/")
-    return place + colon + name
+    is_path = place.endswith(".py") or not colon
+    return (slashed(short(os.path.abspath(place))) if is_path else place) + colon + name
 
 
 def typed(given: StepArguments) -> str:

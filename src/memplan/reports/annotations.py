@@ -12,6 +12,7 @@ from memplan.checks.finding import Finding
 from memplan.checks.registry import CHECKS
 from memplan.studies.comparisons.comparison import headline
 from memplan.studies.guarding.outcome import Outcome
+from memplan.studies.guarding.taken import slashed
 
 Level = Literal["error", "warning", "note"]
 GROWTH = "memory-growth"
@@ -50,14 +51,9 @@ class Annotation:
         """Return the file, with forward slashes, and the line; None where there is neither a line nor a file."""
         path, _, line = (self.where or "").rpartition(":")
         if path and line.isascii() and line.isdigit() and int(line) > 0:
-            return slashed(path), int(line)
+            return slashed(path).removeprefix("./"), int(line)
         path = self.target.rpartition(":")[0]
-        return (slashed(path), 1) if path.endswith(".py") else None
-
-
-def slashed(path: str) -> str:
-    """Return a path as Linux writes it, so that each system gives the same bytes; ``./`` in front is left out."""
-    return path.replace("\\", "/").removeprefix("./")
+        return (slashed(path).removeprefix("./"), 1) if path.endswith(".py") else None
 
 
 def is_absolute(path: str) -> bool:

@@ -54,7 +54,13 @@ def taken(
     )  # fmt: skip
     where = {row.name: row.where for row in explanation.layers if row.where}
     where |= {row.layer: row.where for row in explanation.holders if row.where and row.layer not in where}
+    where = {layer: slashed(line) for layer, line in where.items()}
     return Taken(figures, where, _chosen(trace), tuple(loud(trace.assumptions)))
+
+
+def slashed(path: str) -> str:
+    """Return a path as Linux writes it, so that each system gives the same bytes."""
+    return path.replace("\\", "/")
 
 
 def held(holders: Iterable[HolderRow], rounding: int = 0) -> tuple[Held, ...]:
@@ -103,5 +109,5 @@ def _chosen(trace: Trace) -> dict[str, Chosen]:
         # the math path is made of products and a softmax, which other code at the line can be, too
         plain = [text for text in at if text.startswith("math:") and word.endswith("softmax")]
         if len(fused or plain) == 1:
-            found[op.layer or OUTSIDE] = Chosen((fused or plain)[0].partition(": ")[2], op.where)
+            found[op.layer or OUTSIDE] = Chosen((fused or plain)[0].partition(": ")[2], slashed(op.where or "") or None)
     return found
