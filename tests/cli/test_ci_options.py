@@ -15,9 +15,17 @@ MODELS = """
 from torch import nn
 
 
-def stack(padding: int = 0):
-    return nn.Sequential(*[nn.Conv2d(1, 1, 3, padding=padding) for _ in range(4)])
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(1, 1, 3) for _ in range(4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
 """
+LINE = 1 + MODELS[: MODELS.index("x = layer(x)")].count("\n")
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +37,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> Result:
-    target = ("src/models.py:stack", "--input", "1x1x32x32", "--device", "cpu")
+    target = ("src/models.py:Stack", "--input", "1x1x32x32", "--device", "cpu")
     return CliRunner().invoke(main, ["check", *target, *arguments])
 
 
@@ -37,12 +45,12 @@ def test_a_finding_is_in_each_with_its_line(models: Path) -> None:
     done = run("--sarif", "out.sarif", "--junit", "out.xml", "--github")
     assert done.exit_code == 1
     assert done.output.splitlines()[-1].startswith(
-        "::error file=src/models.py,line=6,title=memplan border-erosion::The output covers the input without its border"
+        f"::error file=src/models.py,line={LINE},title=memplan border-erosion::The output covers the input without"
     )
     (result,) = json.loads((models / "out.sarif").read_text())["runs"][0]["results"]
     place = result["locations"][0]["physicalLocation"]
     assert place["artifactLocation"] == {"uri": "src/models.py", "uriBaseId": "%SRCROOT%"}
-    assert (result["level"], place["region"]["startLine"]) == ("error", 6)
+    assert (result["level"], place["region"]["startLine"]) == ("error", LINE)
     suite = ElementTree.parse(models / "out.xml").getroot()
     assert [case.get("name") for case in suite.iter("testcase") if len(case)] == ["border-erosion"]
 
@@ -57,6 +65,17 @@ def test_what_does_not_fail_is_a_warning(models: Path) -> None:
 def test_the_same_finding_has_the_same_bytes() -> None:
     assert run("--sarif", "-").output == run("--sarif", "-").output
     assert json.loads(run("--sarif", "-").output)["version"] == "2.1.0"
+
+
+def test_a_line_in_a_package_is_shown_at_the_target(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = models / "site-packages" / "layers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(MODELS)
+    (models / "src" / "models.py").write_text("from layers import Stack\n")
+    monkeypatch.syspath_prepend(str(models / "site-packages"))
+    line = run("--github").output.splitlines()[-1]
+    assert line.startswith("::error file=src/models.py,line=1,title=memplan border-erosion::")
+    assert line.endswith(f" The line is layers/__init__.py:{LINE}.")
 
 
 def test_two_outputs_do_not_mix() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -61,12 +62,21 @@ class CiOutputs:
         """
         from memplan.reports import github, junit, sarif
 
+        annotations = [_in_reach(one) for one in annotations]
         if self.sarif is not None:
             write(self.sarif, sarif.dumps(annotations))
         if self.junit is not None:
             write(self.junit, junit.dumps(target, rules, annotations))
         if self.github:
             click.echo(github.dumps(annotations), nl=False)
+
+
+def _in_reach(one: Annotation) -> Annotation:
+    """Return an annotation of a line in a file that is here: one in an installed package is at the target's file, since
+    a pull request does not show it."""
+    if one.where is None or os.path.isfile(one.where.rpartition(":")[0]):
+        return one
+    return replace(one, where=None, also=(*one.also, f"the line is {one.where}"))
 
 
 def ci_options(function: Callable[..., Any]) -> Callable[..., Any]:
