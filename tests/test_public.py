@@ -36,6 +36,7 @@ PUBLIC = [
     "Timeline",
     "Trace",
     "__version__",
+    "assert_peak",
     "check",
     "compare",
     "explain",
@@ -80,6 +81,7 @@ def snapshot(folder: Path) -> str:
 
 # Each public function, called for a tiny model; true where it gave what it should.
 CALLS: dict[str, Callable[[Path], bool]] = {
+    "assert_peak": lambda _: memplan.assert_peak(make, "256x64", at_most="2 MiB", **STEP).device == "cpu",
     "check": lambda _: memplan.check(make, "256x64", **STEP) == [],
     "compare": lambda _: memplan.compare(make, make, "256x64", b_options={"train": False}, **STEP).difference < 0,
     "explain": lambda _: memplan.explain(make, "256x64", **STEP).timeline.peak_allocated > 256 * 64 * 4,

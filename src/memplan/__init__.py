@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memplan.studies.capacity.largest import largest
     from memplan.studies.comparisons.compare import compare
     from memplan.studies.comparisons.comparison import Comparison
+    from memplan.studies.guarding.assert_peak import assert_peak
     from memplan.studies.quantization.quantize import quantize
     from memplan.studies.quantization.quantized import Quantized
     from memplan.studies.sweeps.sweep import Sweep, sweep
@@ -52,6 +53,7 @@ _HOMES = {
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
+    "assert_peak": "memplan.studies.guarding.assert_peak",
     "check": "memplan.checks.check",
     "compare": "memplan.studies.comparisons.compare",
     "explain": "memplan.explanation.explain",
@@ -89,6 +91,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "__version__",
+    "assert_peak",
     "check",
     "compare",
     "explain",

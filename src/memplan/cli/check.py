@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memplan.cli.ci_options import CiOutputs, ci_options
 from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import StepArguments, advised, describe, json_option, recorded, step_options, top_option
 from memplan.cli.progress import progress
@@ -53,6 +54,7 @@ usage, or a step that cannot be recorded.
 @click.option("--fix", is_flag=True, help="Print the change of the source that keeps the border, or a wrapper.")
 @top_option(12, "Layers")
 @json_option("the findings")
+@ci_options
 def command(
     fail_on: str,
     ignored: tuple[str, ...],
@@ -60,18 +62,23 @@ def command(
     fix: bool,
     top: int,
     json_file: str | None,
+    sarif: str | None,
+    github: bool,
+    junit: str | None,
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.checks.finding import SEVERITIES
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
+    from memplan.reports.annotations import of_findings
     from memplan.reports.check import dumps, print_findings
 
-    arguments = StepArguments(**given)
+    arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
+    outputs.check(json_file)
     check_writable(json_file, "--json")
     ignores = [parse_ignore(text, IDS) for text in ignored]
-    if fix and (json_file == "-" or is_trace(arguments.target)):
+    if fix and (json_file == "-" or outputs.to_stdout or is_trace(arguments.target)):
         raise InputError(
             "--fix for a trace, or with --json -",
             expected="a callable as the target, and stdout for the change",
@@ -80,13 +87,14 @@ def command(
     trace, findings = _findings(arguments, context, ignores)
     if json_file is not None:
         write(json_file, dumps(arguments.target, findings))
-    if json_file != "-":
+    if json_file != "-" and not outputs.to_stdout:
         print_findings(arguments.target, findings, top=top)
+    failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
+    outputs.write(arguments.target, IDS, of_findings(arguments.target, findings, failing))
     if fix:
         from memplan.reports.check import print_fixes
 
         print_fixes(trace, findings)
-    failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
     return int(any(finding.severity in failing for finding in findings))
 
 

@@ -94,16 +94,14 @@ class Standins:
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
         """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
+        self._last_real = True
         if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
-            self._last_real = True
             return run(_torch.READ_SCALAR)
-        if self._redraws is not None:
-            self._last_real = True  # follows from the distribution; no branch to warn of
+        if self._redraws is not None:  # follows from the distribution; no branch to warn of
             self._redraws -= 1
             return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
-        self._last_real = _is_seed(self._observer, entry)
-        if self._last_real:
+        if _is_seed(self._observer, entry):
             return 0
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         self._last = values = self.largest.of(tensor)
