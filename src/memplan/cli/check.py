@@ -10,17 +10,20 @@ from memplan.cli.ci_options import CiOutputs, ci_options
 from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import StepArguments, advised, describe, json_option, recorded, step_options, top_option
 from memplan.cli.progress import progress
+from memplan.cli.run import run
+from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.targets import contained
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
     from memplan.checks.finding import Finding
     from memplan.checks.ignores import Ignore
+    from memplan.integrations.scripts.request import Request
     from memplan.trace.trace import Trace
 
 HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
-TARGET and its options are those of memplan explain.
+TARGET and its options are those of memplan explain. --script takes a training script as it is instead.
 
 \b
   memplan check examples/resnet18.py:make --input 32x3x224x224 \\
@@ -28,6 +31,7 @@ TARGET and its options are those of memplan explain.
   memplan check mymodels.py:unet --input 1x1x572x572 --context 92
   memplan check mymodels.py:unet --input 1x1x572x572 --ignore "border-erosion:encoder.*"
   memplan check mymodels.py:unet --input 1x1x576x576 --fix
+  memplan check --script examples/train.py -- --batch-size 64
 
 A comment "# memplan: ignore[ID]" on the line that makes or calls a layer does as --ignore does.
 
@@ -74,6 +78,7 @@ def command(
     from memplan.reports.annotations import of_findings
     from memplan.reports.check import dumps, print_findings
 
+    request = target_or_script(given)
     arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
     outputs.check(json_file)
     check_writable(json_file, "--json")
@@ -84,7 +89,7 @@ def command(
             expected="a callable as the target, and stdout for the change",
             do="Leave one out",
         )
-    trace, findings = _findings(arguments, context, ignores)
+    trace, findings = _findings(arguments, request, context, ignores)
     if json_file is not None:
         write(json_file, dumps(arguments.target, findings))
     if json_file != "-" and not outputs.to_stdout:
@@ -98,7 +103,9 @@ def command(
     return int(any(finding.severity in failing for finding in findings))
 
 
-def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tuple[Trace, list[Finding]]:
+def _findings(
+    given: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
+) -> tuple[Trace, list[Finding]]:
     from memplan.checks.changed_step import Remaker
     from memplan.checks.check import check_trace, record_again
     from memplan.trace.recording.session import choose_target
@@ -107,8 +114,8 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tupl
         raise InputError(
             "--settings for check", expected="no such option: check does not use allocator settings", do="Leave it out"
         )
-    if is_trace(given.target):
-        trace = recorded(given)
+    if request is not None or is_trace(given.target):
+        trace = recorded(given) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {given.target}"), contained(given.target):
         described = describe(given)
@@ -120,3 +127,6 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tupl
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
         except StepError as error:
             raise advised(error, given) from error.__cause__
+
+
+script_option(command)

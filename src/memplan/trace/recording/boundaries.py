@@ -42,5 +42,13 @@ class Program(Protocol):
         ...
 
 
+class Programs:
+    """A program for each value of what its signature names, as of its ``batch``."""
+
+    def program(self, **arguments: Any) -> Program:
+        """Return the program with these values."""
+        raise NotImplementedError
+
+
 Runs = Build | Program
 """What a recording or a measurement runs."""
