@@ -99,8 +99,9 @@ class _Run:
 
     def facts(self) -> Facts:
         """Return what the script did besides its step."""
+        loaders = self._loaders
         return Facts(
-            self._ending or "script", self._updated_last, self._code, self._loaders.batches(), (), 0, really=False
+            self._ending or "script", self._updated_last, self._code, loaders.batches(), (), 0, tuple(loaders.absent)
         )
 
     def run(self) -> None:
