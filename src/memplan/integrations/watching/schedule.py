@@ -1,0 +1,76 @@
+"""When a window is opened: at the start, where memory grows from step to step, and now and then."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from memplan.integrations.watching.counters import Reading
+
+SHARE = 0.005
+"""Of the time that steps take, so much may go into windows that nothing asked for."""
+_RISES = 3
+"""Steps in a row by whose ends more was held than before."""
+_NOISE = 1 << 20
+"""Bytes by which the process has to grow in these, where an allocator has no counters; a step's peak likewise."""
+_WAIT = 8
+"""Steps until the next window after one in which nothing was found; four times as many after each further one."""
+
+
+class Schedule:
+    """Says whether a window is due, by what each step's end shows."""
+
+    def __init__(self) -> None:
+        self._readings: deque[Reading] = deque(maxlen=_RISES + 1)
+        self._plain: deque[float] = deque(maxlen=32)
+        self._elapsed = self._window = self._spent = 0.0
+        self._windows = self._fruitless = self._wait_until = 0
+        self._off: deque[bool] = deque(maxlen=2)
+
+    def note(self, reading: Reading, seconds: float, *, observed: bool) -> None:
+        """Note a step's end."""
+        self._readings.append(reading)
+        self._elapsed += seconds
+        if observed:
+            self._window += seconds
+        else:
+            self._plain.append(seconds)
+
+    def note_drift(self, drift: int | None, predicted: int | None) -> None:
+        """Note by how much a step's peak is further from the prediction than it was at first."""
+        self._off.append(drift is not None and drift > max(_NOISE, (predicted or 0) // 100))
+
+    def opened(self) -> None:
+        """Note that a window is opened."""
+        self._window = 0.0
+
+    def closed(self, step: int, *, found: bool) -> None:
+        """Note that a window was closed, and whether anything was found in it."""
+        if self._windows:  # the first one is the price of a watch
+            self._spent += self._window
+        self._windows += 1
+        self._fruitless = 0 if found else self._fruitless + 1
+        self._wait_until = step + _WAIT * 4 ** min(self._fruitless, 8)
+        self._readings.clear()
+        self._off.clear()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a window is to be opened for the next steps."""
+        if step >= self._wait_until and (self._grows() or (len(self._off) == 2 and all(self._off))):
+            return True
+        return len(self._plain) == self._plain.maxlen and self._spent + self._window <= SHARE * self._elapsed
+
+    def _grows(self) -> bool:
+        """Return whether each of the last steps held more than the one before."""
+        if len(self._readings) <= _RISES:
+            return False
+        blocks = [reading.blocks for reading in self._readings]
+        held = [reading.held for reading in self._readings]
+        resident = [reading.resident for reading in self._readings]
+        if blocks[0] is not None:
+            return _rises(blocks) or _rises(held)
+        return _rises(resident) and (resident[-1] or 0) - (resident[0] or 0) >= _NOISE
+
+
+def _rises(numbers: list[int | None]) -> bool:
+    known = [number for number in numbers if number is not None]
+    return len(known) == len(numbers) and all(a < b for a, b in zip(known, known[1:], strict=False))
