@@ -58,6 +58,10 @@ class GuestMode(EagerMode):
     supports_higher_order_operators = True
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True  # what it does is not compiled either
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 

@@ -49,15 +49,20 @@ def peaks_of(
         before: storages that were there when the first step began, with the step that freed them, from 0; the profiler
             does not see these releases. Each is taken to be free when that step begins.
     """
-    known = [(entry.bytes, step) for entry, step in before]
-    level = sum(size for size, _ in known)
+    there = {entry.address: (entry.bytes, step) for entry, step in before}
+    level = sum(size for size, _ in there.values())
     found, at = list[tuple[int, int]](), 0
     for number, end in enumerate(ends):
-        level -= sum(size for size, step in known if step == number)
+        for address in [address for address, (_, step) in there.items() if step == number]:
+            level -= there.pop(address)[0]
         peak = level
         while at < len(events) and events[at].time <= end:
-            level += events[at].bytes
+            event, at = events[at], at + 1
+            if event.bytes > 0:
+                there[event.address] = event.bytes, None
+                level += event.bytes
+            elif event.address in there:  # else of something older, that nobody counts
+                level -= there.pop(event.address)[0]
             peak = max(peak, level)
-            at += 1
         found.append((peak, level))
     return found

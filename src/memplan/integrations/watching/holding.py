@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import types
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,10 @@ _DEEPEST = 6
 """References that lie between a tensor and what is named, at the most."""
 _WIDEST = 64
 """Objects looked at in each of these levels, at the most."""
-_CONTAINERS = (list, tuple, set, frozenset)
-_STORES = r"\s*(\.(append|appendleft|extend|add|insert|setdefault|update)\b|\[[^]]*\]\s*=[^=]|\+?=[^=])"
-"""What follows a name in the line that puts something into it."""
-
-_EMPTY = r"([\[({]|None\b|(\w+\.)*(deque|list|dict|set|defaultdict)\b)"
-"""What a container is made of: such a line stores nothing."""
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+_PUTS = r"\s*(\.(append|appendleft|extend|add|insert|setdefault|update|put)\b|\[[^]]*\]\s*=[^=]|\+=)"
+_ASSIGNS = r"\s*(:[^=]+)?=[^=]"
+"""What follows a name in a line that puts something into it, and in one that assigns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +34,30 @@ class Holder:
 
     text: str
     kept_at: str | None = None
+    stores: bool = False
+    """Whether that line puts something into a container, rather than gives it a name."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """How far the way up from a tensor has come: what it is in, in words, and the key under which a dict has it."""
+class _Link:
+    """One reference on the way up from a tensor: what holds, in words, and under which key where that is a dict."""
 
-    chain: str
+    text: str
     key: Any
+    holder: int
+    """Its id()."""
 
+    @classmethod
+    def of(cls, holder: Any, held: Any) -> _Link:
+        """Describe a reference."""
+        key = _key_of(holder, held)
+        if isinstance(holder, types.CellType):
+            return cls("a closure", None, id(holder))
+        text = f"a {type(holder).__name__}"
+        return cls(f"{text} (key {key!r:.40})" if isinstance(key, (str, int)) else text, key, id(holder))
+
+
+_Chain = tuple[_Link, ...]
 
 NOBODY = Holder("no Python object: autograd's graph, or something else in C++")
 
@@ -78,69 +92,85 @@ class Holders:
                 self._hooks += [(code, layer) for code in hooks if code is not None]
 
     def of(self, tensors: list[torch.Tensor]) -> Holder:
-        """Return who holds one of these tensors: what has a name in the user's code, else the nearest container."""
-        first: Holder | None = None
-        level, steps = list[Any](tensors), [_Step("", None)] * len(tensors)
+        """Return who holds one of these tensors: what has a name in the user's code, else the nearest container.
+
+        Of several names, that of the code whose line stores into it is told.
+        """
+        named, first = list[Holder](), NOBODY
+        level, chains = list[Any](tensors), list[_Chain]([()] * len(tensors))
         seen = {id(tensors), *map(id, tensors)}
         for _ in range(_DEEPEST):
-            above, further = list[Any](), list[_Step]()
+            above, further = list[Any](), list[_Chain]()
             seen |= {id(level), id(above)}  # not the user's
-            for one, step in zip(level, steps, strict=True):
-                for holder in gc.get_referrers(one):
-                    if id(holder) in seen or isinstance(holder, types.FrameType):
-                        continue
-                    seen.add(id(holder))
-                    named = self._named(holder, one, step)
-                    if named is not None:
-                        return named
-                    text = _described(holder, one)
-                    first = first or Holder(text)
+            places = {id(one): place for place, one in enumerate(level)}
+            for holder in gc.get_referrers(*level):
+                if id(holder) in seen or isinstance(holder, (types.FrameType, types.ModuleType)):
+                    continue
+                seen.add(id(holder))
+                at = next(places[id(one)] for one in gc.get_referents(holder) if id(one) in places)
+                held, link = level[at], _Link.of(holder, level[at])
+                name = self._named(holder, held, (*chains[at], link))
+                if name is not None:
+                    named.append(name)
+                first = Holder(link.text) if first is NOBODY else first
+                if id(holder) not in self._globals and not isinstance(holder, type):
                     above.append(holder)
-                    further.append(_Step(f"{step.chain} in {text}" if step.chain else text, _key_of(holder, one)))
-            level, steps = above[:_WIDEST], further[:_WIDEST]
-        if first is None:
-            return NOBODY if not tensors else Holder("a local variable, or something else that Python does not list")
-        return first
+                    further.append((*chains[at], link))
+            if any(one.stores for one in named) or not above:
+                break
+            level, chains = above[:_WIDEST], further[:_WIDEST]
+        return next((one for one in named if one.stores), named[0] if named else first)
 
-    def _named(self, holder: Any, held: Any, step: _Step) -> Holder | None:
-        """Return the holder where it has a name in the user's code."""
-        inner = f" (it is in {step.chain})" if step.chain else ""
+    def _named(self, holder: Any, held: Any, chain: _Chain) -> Holder | None:
+        """Return the holder where it has a name in the user's code; the last link of the chain is its own."""
+        key = chain[-1].key
         if id(holder) in self._globals:
-            name, module = _key_of(holder, held), self._globals[id(holder)]
-            if name is None or not is_users(getattr(module, "__file__", None) or "<>"):
+            module = self._globals[id(holder)]
+            if not is_users(getattr(module, "__file__", None) or "<>"):
                 return None
-            return self._stored(f"{_kind(held)} `{name}`, a global{inner}", module, name)
-        if id(holder) in self._locals:
+            return self._stored(f"{_kind(held)} `{key}`, a global", chain[:-2], module, str(key))
+        if id(holder) in self._locals and isinstance(holder, _CONTAINERS):
             name, code = self._locals[id(holder)]
-            return self._stored(f"{_kind(holder)} `{name}` of {code.co_name}{inner}", code, name)
+            return self._stored(f"{_kind(holder)} `{name}` of {code.co_name}", chain[:-1], code, name)
         if isinstance(holder, types.FunctionType):
-            return self._closure(holder, held) if is_users(holder.__code__.co_filename) else None
-        if isinstance(holder, (dict, torch.Tensor, types.CellType, types.MethodType, *_CONTAINERS)):
+            return self._closure(holder, chain) if is_users(holder.__code__.co_filename) else None
+        if isinstance(holder, (torch.Tensor, types.CellType, types.MethodType, *_CONTAINERS)):
             return None
-        name = _attribute(holder, held, step.key)
+        if isinstance(holder, type):
+            return self._of_class(holder, chain)
+        name, inner = _attribute(holder, held), chain[:-2]
+        if name is None and chain[:-1] and _own_dict(holder) is held:
+            name, inner = str(chain[-2].key), chain[:-3]
         if name is None:
             return None
         layer = self._layers.get(id(holder))
         owner = f"layer {layer}" if layer is not None else f"a {type(holder).__name__}"
-        return self._stored(f"the attribute `{name}` of {owner}{inner}", type(holder), rf"\w+\.{name}")
+        return self._stored(f"the attribute `{name}` of {owner}", inner, type(holder), rf"\w+\.{name}")
 
-    def _closure(self, function: types.FunctionType, held: Any) -> Holder:
+    def _of_class(self, kind: type, chain: _Chain) -> Holder | None:
+        name = next((link.key for link in reversed(chain) if link.key in vars(kind)), None)
+        if name is None or not is_users(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<>"):
+            return None
+        return self._stored(f"the attribute `{name}` of the class {kind.__name__}", chain[:-3], kind, rf"\w+\.{name}")
+
+    def _closure(self, function: types.FunctionType, chain: _Chain) -> Holder:
         code = function.__code__
         made = (code.co_filename, code.co_firstlineno)
         cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        name = next((name for name, cell in cells if cell is held), None)
+        met = {link.holder for link in chain}
+        name = next((name for name, cell in cells if id(cell) in met), None)
         if name is None:
             return Holder(f"the function {code.co_name}", format_frame(made))
-        stored = self._stored(f"`{name}` in the closure of {code.co_name}", code, name)
+        stored = self._stored(f"`{name}` in the closure of {code.co_name}", (), code, name)
         return stored if stored.kept_at else Holder(stored.text, format_frame(made))
 
-    def _stored(self, text: str, source: Any, name: str) -> Holder:
+    def _stored(self, text: str, chain: _Chain, source: Any, name: str) -> Holder:
         """Return a holder with the first line of some code that stores into a name."""
-        found = _line_of(source, name)
-        if found is None:
-            return Holder(text)
-        by = next((layer for code, layer in self._hooks if _contains(code, found)), None)
-        return Holder(text + (f", filled by a hook of {by}" if by is not None else ""), format_frame(found))
+        text += f" (in {' in '.join(link.text for link in chain)})" if chain else ""
+        found, stores = _line_of(source, name)
+        by = next((layer for code, layer in self._hooks if found is not None and _contains(code, found)), None)
+        text += f", filled by a hook of {by}" if by is not None else ""
+        return Holder(text, format_frame(found), stores)
 
 
 def _is_module(module: Any) -> bool:
@@ -161,7 +191,7 @@ def _locals() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
 
 
 def _is_named_by_local(value: Any) -> bool:
-    return not isinstance(value, (torch.Tensor, nn.Module, int, float, str, type(None), types.ModuleType))
+    return isinstance(value, _CONTAINERS)
 
 
 def _code_of(hook: Any) -> types.CodeType | None:
@@ -175,15 +205,16 @@ def _key_of(mapping: Any, value: Any) -> Any:
     return next((key for key, one in list(mapping.items()) if one is value), None)
 
 
-def _attribute(holder: Any, held: Any, key: Any) -> str | None:
-    """Return the name of an object's attribute that is ``held``, or that ``held``, its ``__dict__``, has under a key."""
+def _own_dict(holder: Any) -> Any:
     try:
-        own = object.__getattribute__(holder, "__dict__")
+        return object.__getattribute__(holder, "__dict__")
     except AttributeError:
-        own = None
-    if own is held:
-        return str(key)
-    name = _key_of(own, held)
+        return None
+
+
+def _attribute(holder: Any, held: Any) -> str | None:
+    """Return the name of the attribute of an object that is another one."""
+    name = _key_of(_own_dict(holder), held)
     if name is not None:
         return str(name)
     slots = [(name, one) for kind in type(holder).__mro__ for name, one in vars(kind).items()]
@@ -195,27 +226,20 @@ def _kind(holder: Any) -> str:
     return "the object" if type(holder) is object else f"the {type(holder).__name__}"
 
 
-def _described(holder: Any, held: Any) -> str:
-    if isinstance(holder, dict):
-        key = _key_of(holder, held)
-        return f"a dict (key {key!r:.40})" if isinstance(key, (str, int)) else "a dict"
-    if isinstance(holder, types.CellType):
-        return "a closure"
-    return f"a {type(holder).__name__}"
-
-
-def _line_of(source: Any, name: str) -> tuple[str, int] | None:
-    """Return file and line of the first statement in a module, class or function that stores into a name."""
+def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
+    """Return file and line of the first statement in a module, class or function that puts something into a name, and
+    true; else of the first that assigns it, and false."""
     try:
         file = inspect.getsourcefile(source)
         lines, start = inspect.getsourcelines(source)
     except (OSError, TypeError):
-        return None
-    pattern, plain = re.compile(rf"\b{name}{_STORES}"), re.compile(rf"\b{name}\s*=\s*{_EMPTY}")
-    for at, line in enumerate(lines):
-        if file is not None and pattern.search(line) and not plain.search(line):
-            return file, max(start, 1) + at
-    return None
+        return None, False
+    for form, stores in ((_PUTS, True), (_ASSIGNS, False)):
+        pattern = re.compile(rf"\b{name}{form}")
+        found = next((at for at, line in enumerate(lines) if pattern.search(line)), None)
+        if file is not None and found is not None:
+            return (file, max(start, 1) + found), stores
+    return None, False
 
 
 def _contains(code: types.CodeType, line: tuple[str, int]) -> bool:

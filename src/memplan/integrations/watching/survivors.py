@@ -63,7 +63,7 @@ def find_leaks(window: Window, subject: Subject) -> list[Found]:
     gc.collect()
     found = list[Found]()
     graphs = [place for place in groups if held[place][0] is NOBODY]
-    owners = [place for place in groups if held[place][1]]
+    owners = [place for place in groups if held[place][1] and place not in graphs]
     for place, group in groups.items():
         if place in graphs and owners:
             continue  # what these graphs hold is counted with the tensors whose graphs they are

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError, UsageError
@@ -91,6 +91,8 @@ class Watch:
         self._follower = Follower(self._subject, self._device, self._say)
         self._stack = ExitStack()
         self._inputs: LastInputs | None = None
+        self._known = set[int]()
+        """id() of each optimizer that was met."""
         self._thread = 0
         self._state = "new"
 
@@ -134,7 +136,7 @@ class Watch:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         """Put everything back; write a post-mortem first where memory ended."""
-        if self._state != "running":
+        if self._state not in ("running", "broken"):
             return
         try:
             if error is not None and self._folder is not None and is_out_of_memory(error):
@@ -153,7 +155,8 @@ class Watch:
         except Exception as error:  # a mistake of ours must not end the training
             self._follower.notes.append(f"the watch ended at step {self._follower.steps}: {error!r}")
             self._say(self._follower.notes[-1])
-            self._close()
+            self._follower.close()
+            self._state = "broken"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -184,23 +187,30 @@ class Watch:
         return f"<Watch, {self._state}: {text}>"
 
     def _set_hooks(self) -> None:
-        last = self._subject.optimizers[-1:]
-        if last:
-            self._stack.callback(last[0].register_step_post_hook(self._updated).remove)
+        """Set the hooks, which stay until the end: within an optimizer's step torch goes over its own hooks.
+
+        That at a step's end is the optimizer's own, not one of all optimizers: while torch goes over these, a window
+        could neither set nor remove its own.
+        """
+        if self._subject.optimizers:
+            self._end_with(self._subject.optimizers[-1])
         else:
-            self._stack.callback(register_optimizer_step_post_hook(self._updated).remove)
+            self._stack.callback(register_optimizer_step_pre_hook(self._begins).remove)
         self._inputs = LastInputs(self._subject.models[0])
         self._stack.callback(self._inputs.close)
 
-    def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() != self._thread:
+    def _end_with(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stack.callback(optimizer.register_step_post_hook(lambda *_: self.end_step()).remove)
+
+    def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Take note of an optimizer that nobody named."""
+        if threading.get_ident() != self._thread or self._state != "running" or id(optimizer) in self._known:
             return
-        if not any(optimizer is known for known in self._subject.optimizers):
-            if not self._updates(optimizer):
-                return
+        self._known.add(id(optimizer))
+        if self._updates(optimizer):
             self._subject = replace(self._subject, optimizers=(*self._subject.optimizers, optimizer))
             self._follower.subject = self._subject
-        self.end_step()
+            self._end_with(optimizer)
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer updates a parameter of the model."""

@@ -83,6 +83,7 @@ class Window:
     """Notes the ops of some steps: `open` it, say where each step ends, `stop` noting, then `close` it.
 
     Each op runs as the step calls it, and its result is the step's: an error of the notes themselves ends them alone.
+    Where a module is compiled, layers have no names: it would be compiled with the hooks that tell them.
     """
 
     def __init__(self, subject: Subject, first: int) -> None:
@@ -131,7 +132,9 @@ class Window:
         self.bounds.append(ledger.clock)
         gc.callbacks.append(self._collector)
         self._callbacks.callback(gc.callbacks.remove, self._collector)
-        self._hooks.enter_context(self._place.following())
+        if not any(map(_torch.is_compiled, self._subject.models)):
+            self._hooks.enter_context(self._place.following())
+            self._hooks.enter_context(_torch.compiled_modules_seen(self._hooks.close))
         self._mode.__enter__()
         self._inside = self._noting = True
 
