@@ -112,7 +112,9 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module, or one below it, runs as compiled code."""
-    return any(vars(one).get("_compiled_call_impl") is not None or "_orig_mod" in one._modules for one in module.modules())
+    return any(
+        vars(one).get("_compiled_call_impl") is not None or "_orig_mod" in one._modules for one in module.modules()
+    )
 
 
 @contextlib.contextmanager

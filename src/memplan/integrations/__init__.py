@@ -1,1 +1,1 @@
-"""memplan inside of other tools: scripts as they are, pytest, trainers, notebooks. Everything here is imported lazily."""
+"""memplan inside of other tools: scripts as they are, pytest, trainers, notebooks. All of it is imported lazily."""

@@ -159,7 +159,7 @@ class Follower:
         self._found += new
         for one in new:
             self._say(str(one.leak))
-        self._schedule.closed(self.steps, found=bool(new))
+        self._schedule.closed()
 
     def _is_known(self, leak: Leak) -> bool:
         place = leak.where, leak.layer, leak.op

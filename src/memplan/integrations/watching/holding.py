@@ -1,4 +1,4 @@
-"""Who holds a tensor, by Python's own references: a list, an attribute, a closure, a hook; looked up once for a leak."""
+"""Who holds a tensor, by Python's own references: a list, an attribute, a closure, a hook. Looked up once a leak."""
 
 from __future__ import annotations
 

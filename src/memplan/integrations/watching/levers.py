@@ -1,8 +1,10 @@
-"""Which levers would have made a step fit: a plan, made on fake tensors, in the room that there was."""
+"""A step that failed, predicted for the inputs it had, and the plan that would have fitted: both on fake tensors."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +13,13 @@ from torch import nn
 from memplan import _torch
 from memplan.errors import BudgetError
 from memplan.integrations.watching.inputs import LastInputs
+from memplan.integrations.watching.prediction import Prediction
 from memplan.integrations.watching.window import Subject
 from memplan.planning.api import plan
-from memplan.trace.step import copy_module
+from memplan.trace.record import record_for
+from memplan.trace.recording.session import Target
+from memplan.trace.records import HOST
+from memplan.trace.step import StepOptions, build_of, copy_module
 
 
 def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, Any]:
@@ -30,12 +36,11 @@ def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, A
         ``fits``, and either ``peak`` and ``levers`` ({lever: {values, bytes}}) or ``smallest_budget``; ``why_not``
         where there is no plan at all.
     """
-    model = subject.models[0]
     try:
         args, kwargs = inputs.specs()
         made = plan(
-            lambda: _without_hooks(copy_module(model)), *args, kwargs=kwargs, budget=budget,
-            optimizer=_optimizer(subject), costs="roofline", device=None if subject.card is None else subject.card.name,
+            _copies(subject), *args, kwargs=kwargs, budget=budget, optimizer=_optimizer(subject), costs="roofline",
+            device=None if subject.card is None else subject.card.name,
         )  # fmt: skip
     except BudgetError as error:
         return {"fits": False, "budget": budget, "smallest_budget": error.smallest_budget}
@@ -49,6 +54,22 @@ def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, A
     return {"fits": True, "budget": budget, "peak": made.peak, "unplanned": made.eager_peak, "levers": dict(found)}
 
 
+def failed_step(subject: Subject, inputs: LastInputs) -> Prediction | None:
+    """Predict a step of the model with its last inputs and the default loss; None where it cannot be recorded."""
+    try:
+        args, kwargs = inputs.specs()
+        options = StepOptions(args, kwargs, optimizer=_optimizer(subject)).checked()
+        card = subject.card
+        target = Target(HOST) if card is None else Target(card.name, card)
+        return Prediction.of(record_for(build_of(_copies(subject), options, on_card=card is not None), target))
+    except Exception:  # of the user's model, in circumstances that it was not made for
+        return None
+
+
+def _copies(subject: Subject) -> Callable[[], nn.Module]:
+    return lambda: _without_hooks(copy_module(subject.models[0]))
+
+
 def _without_hooks(model: nn.Module) -> nn.Module:
     """Remove the hooks of a copy: what the user's would store, they would store in the user's own objects."""
     for module in model.modules():
@@ -59,7 +80,9 @@ def _without_hooks(model: nn.Module) -> nn.Module:
 def _optimizer(subject: Subject) -> Any:
     if not subject.optimizers:
         return None
-    kind, defaults = type(subject.optimizers[0]), subject.optimizers[0].defaults
+    kind = type(subject.optimizers[0])
+    taken = inspect.signature(kind).parameters  # Adam's defaults have one that AdamW does not take
+    defaults = {name: value for name, value in subject.optimizers[0].defaults.items() if name in taken}
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return kind(parameters, **defaults)

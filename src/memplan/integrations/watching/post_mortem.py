@@ -17,9 +17,11 @@ from memplan._bytes import format_bytes, parse_bytes
 from memplan.errors import UnitError
 from memplan.explanation.model import LABELS, HolderRow
 from memplan.integrations.watching.inputs import LastInputs
-from memplan.integrations.watching.levers import levers_for
+from memplan.integrations.watching.levers import failed_step, levers_for
 from memplan.integrations.watching.prediction import Prediction
 from memplan.integrations.watching.window import Subject
+from memplan.planning.graph.placement import Home
+from memplan.verification.measurement.free_memory import available
 
 SCHEMA = 1
 _ON_HOST = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -79,8 +81,8 @@ def post_mortem(
     Raises:
         OSError: the folder cannot be written to.
     """
-    rows = () if seen is None else seen.holders()
-    room = _room(device, seen)
+    held = _held(subject)
+    room = _room(device, sum(held.values()))
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "error": f"{type(error).__name__}: {error}",
@@ -89,10 +91,8 @@ def post_mortem(
         "device": str(device) if subject.card is None else subject.card.name,
         "torch": torch.__version__,
         **room,
-        "held_now": _held(subject),
-        "alive_of": None if seen is None else "the failed step" if within else "the step observed last",
-        "by_cause": _sums((row.cause, row.bytes) for row in rows),
-        "by_layer": _by_layer(rows),
+        "held_now": held,
+        **_alive(seen, "the failed step" if within else "the step observed last"),
         "levers": None,
         "command": _command(subject, inputs, room["budget"]),
         "snapshot": None,
@@ -100,24 +100,42 @@ def post_mortem(
     path = _new_file(Path(folder))
     data["snapshot"] = _snapshot(path, device)
     _write(path, data)
-    if inputs is not None and room["budget"]:
-        data["levers"] = levers_for(subject, inputs, room["budget"])
+    if inputs is not None:
+        predicted = None if within else failed_step(subject, inputs)
+        if predicted is not None:
+            data |= _alive(predicted, "the failed step, as predicted for its inputs without its loss")
+        if room["budget"]:
+            data["levers"] = levers_for(subject, inputs, room["budget"])
         _write(path, data)
     return path
 
 
-def _room(device: torch.device, seen: Prediction | None) -> dict[str, Any]:
-    """Return what the allocator held and what there was for it, in bytes; ``budget``: what a step can be fitted into."""
+def _alive(seen: Prediction | None, of: str) -> dict[str, Any]:
+    """Return what is alive at the peak of a step, by cause and by layer."""
+    rows = () if seen is None else seen.holders()
+    return {
+        "alive_of": None if seen is None else of,
+        "peak": None if seen is None else seen.peak,
+        "by_cause": _sums((row.cause, row.bytes) for row in rows),
+        "by_layer": _by_layer(rows),
+    }
+
+
+def _room(device: torch.device, held: int) -> dict[str, Any]:
+    """Return what the allocator held and what there was for it, in bytes; ``budget``: what a step can fit into."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)
-        held = stats["reserved_bytes.all.current"]
+        reserved = stats["reserved_bytes.all.current"]
         return {
-            "allocated": stats["allocated_bytes.all.current"], "reserved": held, "free": free, "capacity": total,
-            "budget": held + free,
+            "allocated": stats["allocated_bytes.all.current"], "reserved": reserved, "free": free, "capacity": total,
+            "budget": reserved + free,
         }  # fmt: skip
-    most = None if seen is None else seen.peak
-    return {"allocated": None, "reserved": None, "free": None, "capacity": None, "budget": most}
+    free = available(Home())
+    return {
+        "allocated": None, "reserved": None, "free": free, "capacity": None,
+        "budget": None if free is None else free + held,
+    }  # fmt: skip
 
 
 def _held(subject: Subject) -> dict[str, int]:
@@ -195,7 +213,12 @@ def text_of(data: dict[str, Any]) -> str:
         )
     lines += ["held by the model and its optimizers:", *_lines(data["held_now"]), ""]
     if data["by_layer"]:
-        lines += [f"alive at the peak of {data['alive_of']}, by cause:", *_lines(data["by_cause"]), "", "by layer:"]
+        lines += [
+            f"alive at the peak of {data['alive_of']} ({format_bytes(data['peak'])}), by cause:",
+            *_lines(data["by_cause"]),
+            "",
+            "by layer:",
+        ]
         for row in data["by_layer"][:_ROWS]:
             place = " ".join(part for part in (row["layer"], row["where"] and f"({row['where']})") if part)
             lines.append(f"  {format_bytes(row['bytes']):>10}  {LABELS.get(row['cause'], row['cause'])}  {place}")

@@ -103,9 +103,8 @@ class Growth:
     def __str__(self) -> str:
         place = " ".join(part for part in (self.layer, self.where and f"({self.where})") if part) or "no layer"
         more = f"; the most of it, {format_bytes(self.bytes)}, is held by {place}" if self.bytes > 0 else ""
-        return (
-            f"drift: step {self.step} peaks at {format_bytes(self.peak)}, predicted {format_bytes(self.predicted)}{more}"
-        )
+        predicted = format_bytes(self.predicted)
+        return f"drift: step {self.step} peaks at {format_bytes(self.peak)}, predicted {predicted}{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 
 from memplan.integrations.watching.counters import Reading
@@ -13,7 +14,7 @@ _RISES = 3
 _NOISE = 1 << 20
 """Bytes by which the process has to grow in these, where an allocator has no counters; a step's peak likewise."""
 _WAIT = 8
-"""Steps until the next window after one in which nothing was found; four times as many after each further one."""
+"""Steps between the first two windows that growth opens; four times as many before each further one."""
 
 
 class Schedule:
@@ -23,7 +24,7 @@ class Schedule:
         self._readings: deque[Reading] = deque(maxlen=_RISES + 1)
         self._plain: deque[float] = deque(maxlen=32)
         self._elapsed = self._window = self._spent = 0.0
-        self._windows = self._fruitless = self._wait_until = 0
+        self._windows = self._asked = self._wait_until = 0
         self._off: deque[bool] = deque(maxlen=2)
 
     def note(self, reading: Reading, seconds: float, *, observed: bool) -> None:
@@ -43,19 +44,19 @@ class Schedule:
         """Note that a window is opened."""
         self._window = 0.0
 
-    def closed(self, step: int, *, found: bool) -> None:
-        """Note that a window was closed, and whether anything was found in it."""
+    def closed(self) -> None:
+        """Note that a window was closed."""
         if self._windows:  # the first one is the price of a watch
             self._spent += self._window
         self._windows += 1
-        self._fruitless = 0 if found else self._fruitless + 1
-        self._wait_until = step + _WAIT * 4 ** min(self._fruitless, 8)
         self._readings.clear()
         self._off.clear()
 
     def is_due(self, step: int) -> bool:
         """Return whether a window is to be opened for the next steps."""
         if step >= self._wait_until and (self._grows() or (len(self._off) == 2 and all(self._off))):
+            self._wait_until = step + _WAIT * 4 ** min(self._asked, 8)
+            self._asked += 1
             return True
         return len(self._plain) == self._plain.maxlen and self._spent + self._window <= SHARE * self._elapsed
 
@@ -73,4 +74,4 @@ class Schedule:
 
 def _rises(numbers: list[int | None]) -> bool:
     known = [number for number in numbers if number is not None]
-    return len(known) == len(numbers) and all(a < b for a, b in zip(known, known[1:], strict=False))
+    return len(known) == len(numbers) and all(a < b for a, b in itertools.pairwise(known))

@@ -98,7 +98,7 @@ class Watch:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The steps, of many the last 10,000."""
+        """Steps, of many the last 10,000."""
         return tuple(self._follower.rows)
 
     @property
@@ -113,7 +113,7 @@ class Watch:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be seen, and why."""
+        """Reasons why something could not be seen."""
         return tuple(self._follower.notes)
 
     def __enter__(self) -> Self:
@@ -122,7 +122,9 @@ class Watch:
             raise UsageError("a watch that has run already", expected="one for each training", do="Make another one")
         if not _running.acquire(blocking=False):
             raise UsageError(
-                "a second watch while one runs in this process", expected="one at a time", do="Leave the first one before"
+                "a second watch while one runs in this process",
+                expected="one at a time",
+                do="Leave the first one before",
             )
         self._stack.callback(_running.release)
         self._state, self._thread = "running", threading.get_ident()
@@ -242,7 +244,9 @@ class Watch:
         except Exception as problem:  # the user's error goes on, whatever becomes of ours
             self._say(f"out of memory, and no post-mortem could be written: {problem}")
             return
-        self._say(f"out of memory: {self.post_mortem.with_suffix('.txt')} says what held it, {self.post_mortem} as JSON")
+        self._say(
+            f"out of memory: {self.post_mortem.with_suffix('.txt')} says what held it, {self.post_mortem} as JSON"
+        )
 
     def _close(self) -> None:
         self._state = "over"

@@ -20,7 +20,7 @@ from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
-from memplan.trace.records import HOST, ON_CARD, Cause
+from memplan.trace.records import HOST, ON_CARD
 from memplan.trace.semantics.cpu import table as cpu
 from memplan.trace.semantics.cuda import table as cuda
 from memplan.trace.semantics.kinds import Semantics
@@ -39,7 +39,7 @@ class Subject:
     card: Device | None
     """The card that it is on; None: the CPU."""
 
-    def by_cause(self) -> Iterator[tuple[Cause, torch.Tensor]]:
+    def by_cause(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield parameters, buffers, gradients and the optimizers' states as they are now, some more than once."""
         for model in self.models:
             yield from (("buffer", one) for one in model.buffers())
@@ -54,7 +54,7 @@ class Subject:
         return (tensor for _, tensor in self.by_cause())
 
 
-def _with_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[Cause, torch.Tensor]]:
+def _with_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter in parameters:
         yield "weight", parameter
         if parameter.is_leaf and parameter.grad is not None:
