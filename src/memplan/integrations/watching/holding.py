@@ -9,7 +9,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,7 +145,8 @@ class Holders:
             return None
         layer = self._layers.get(id(holder))
         owner = f"layer {layer}" if layer is not None else f"a {type(holder).__name__}"
-        return self._stored(f"the attribute `{name}` of {owner}", inner, type(holder), rf"\w+\.{name}")
+        stored = self._stored(f"the attribute `{name}` of {owner}", inner, type(holder), rf"\w+\.{name}")
+        return replace(stored, stores=stored.stores or layer is not None)  # above a layer there are only its parents
 
     def _of_class(self, kind: type, chain: _Chain) -> Holder | None:
         name = next((link.key for link in reversed(chain) if link.key in vars(kind)), None)
@@ -162,7 +163,10 @@ class Holders:
         if name is None:
             return Holder(f"the function {code.co_name}", format_frame(made))
         stored = self._stored(f"`{name}` in the closure of {code.co_name}", (), code, name)
-        return stored if stored.kept_at else Holder(stored.text, format_frame(made))
+        if stored.kept_at is not None:
+            return stored
+        direct = len(chain) == 3  # a cell, the tuple of cells, the function: it is the tensor that the name stands for
+        return Holder(stored.text, format_frame(made), direct)
 
     def _stored(self, text: str, chain: _Chain, source: Any, name: str) -> Holder:
         """Return a holder with the first line of some code that stores into a name."""
@@ -234,10 +238,12 @@ def _line_of(source: Any, name: str) -> tuple[tuple[str, int] | None, bool]:
         lines, start = inspect.getsourcelines(source)
     except (OSError, TypeError):
         return None, False
+    if file is None or not is_users(file):
+        return None, False
     for form, stores in ((_PUTS, True), (_ASSIGNS, False)):
         pattern = re.compile(rf"\b{name}{form}")
         found = next((at for at, line in enumerate(lines) if pattern.search(line)), None)
-        if file is not None and found is not None:
+        if found is not None:
             return (file, max(start, 1) + found), stores
     return None, False
 
