@@ -126,7 +126,7 @@ class Holders:
         key = chain[-1].key
         if id(holder) in self._globals:
             module = self._globals[id(holder)]
-            if not is_users(getattr(module, "__file__", None) or "<>"):
+            if not _is_of_user(module):
                 return None
             return self._stored(f"{_kind(held)} `{key}`, a global", chain[:-2], module, str(key))
         if id(holder) in self._locals and isinstance(holder, _CONTAINERS):
@@ -150,7 +150,7 @@ class Holders:
 
     def _of_class(self, kind: type, chain: _Chain) -> Holder | None:
         name = next((link.key for link in reversed(chain) if link.key in vars(kind)), None)
-        if name is None or not is_users(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<>"):
+        if name is None or not _is_of_user(sys.modules.get(kind.__module__)):
             return None
         return self._stored(f"the attribute `{name}` of the class {kind.__name__}", chain[:-3], kind, rf"\w+\.{name}")
 
@@ -179,6 +179,11 @@ class Holders:
 
 def _is_module(module: Any) -> bool:
     return isinstance(module, types.ModuleType)
+
+
+def _is_of_user(module: Any) -> bool:
+    """Return whether a module is the user's; what a notebook runs has no file."""
+    return getattr(module, "__name__", "") == "__main__" or is_users(getattr(module, "__file__", None) or "<>")
 
 
 def _locals() -> Iterator[tuple[int, tuple[str, types.CodeType]]]:
