@@ -15,7 +15,9 @@ import memplan
 from memplan.integrations.watching.post_mortem import asked_for, is_out_of_memory
 
 PETABYTE = 1 << 50
-ON_CARD = "CUDA out of memory. Tried to allocate 22.50 GiB. GPU 0 has a total capacity of 23.52 GiB of which 1.0 GiB is free."
+ON_CARD = (
+    "CUDA out of memory. Tried to allocate 22.50 GiB. GPU 0 has a total capacity of 23.52 GiB of which 1.0 GiB is free."
+)
 
 
 def failed(folder: Path | None, after: int, **options: Any) -> Any:
@@ -23,8 +25,10 @@ def failed(folder: Path | None, after: int, **options: Any) -> Any:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     model[0].register_forward_hook(lambda *_: None)
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:  # noqa: SIM117
-        with memplan.watch(model, optimizer, quiet=True, post_mortem=folder, **options) as seen:
+    seen = memplan.watch(model, optimizer, quiet=True, post_mortem=folder, **options)
+
+    def run() -> None:
+        with seen:
             for number in range(after + 1):
                 loss = model(torch.randn(32, 64)).sum()
                 if number == after:
@@ -32,6 +36,9 @@ def failed(folder: Path | None, after: int, **options: Any) -> Any:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        run()
     assert not getattr(raised.value, "__notes__", None)
     assert raised.value.__cause__ is None
     return seen
@@ -111,9 +118,15 @@ def test_inputs_that_cannot_be_described_are_said(tmp_path: Path) -> None:
             return self.layer(x)
 
     model = Takes()
-    with pytest.raises(RuntimeError), memplan.watch(model, quiet=True, post_mortem=tmp_path) as seen:
-        model("a", torch.randn(4, 4))
-        torch.empty(PETABYTE, dtype=torch.uint8)
+    seen = memplan.watch(model, quiet=True, post_mortem=tmp_path)
+
+    def run() -> None:
+        with seen:
+            model("a", torch.randn(4, 4))
+            torch.empty(PETABYTE, dtype=torch.uint8)
+
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        run()
     assert seen.post_mortem is not None
     levers = json.loads(seen.post_mortem.read_text())["levers"]
     assert levers["fits"] is None

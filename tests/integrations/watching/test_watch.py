@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.errors import DeviceError, InputError, UsageError
-from memplan.integrations.watching import follower, watch as module_of_watch
+from memplan.integrations.watching import follower
+from memplan.integrations.watching import watch as module_of_watch
 
 BATCH, CLASSES = 32, 10
 OPTIMIZER: Any = importlib.import_module("torch.optim.optimizer")
@@ -249,7 +250,9 @@ def test_peaks_and_what_is_held_are_those_of_torchs_profiler() -> None:
     assert (last.source, last.observed) == ("profiler", False)
     assert last.peak == measured.steps[-1].peak_allocated
     weights = 64 * 128 + 128 + 128 * CLASSES + CLASSES
-    numbers = 4 * weights + 4 + BATCH * 64 + 2 * BATCH + BATCH * CLASSES + 1  # Adam's counters, x, y (int64), output, loss
+    numbers = (
+        4 * weights + 4 + BATCH * 64 + 2 * BATCH + BATCH * CLASSES + 1
+    )  # Adam's counters, x, y (int64), output, loss
     assert last.held == 4 * numbers
     assert last.predicted is not None
     assert abs(last.predicted - last.peak) <= 64  # each row counts some scalars that live for an op alone
@@ -318,11 +321,16 @@ class Own(Exception):
 def test_an_error_of_the_step_is_the_users_and_everything_is_put_back(steps: int, named: bool) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
-    error = Own("mine")
-    with unchanged(model, optimizer):
-        with pytest.raises(Own) as raised, memplan.watch(model, optimizer if named else None, quiet=True) as seen:
+    error, seen = Own("mine"), memplan.watch(model, optimizer if named else None, quiet=True)
+
+    def run() -> None:
+        with seen:
             train(seen, model, optimizer, steps=steps)
             raise error
+
+    with unchanged(model, optimizer):
+        with pytest.raises(Own) as raised:
+            run()
         assert raised.value is error
         assert len(seen.rows) == steps
         assert seen.post_mortem is None
@@ -374,9 +382,8 @@ def test_an_error_of_the_notes_ends_the_notes_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("memplan.trace.recording.ledger.Ledger.parts", fails)
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
-    with unchanged(model, optimizer):
-        with pytest.raises(ZeroDivisionError), memplan.watch(model, optimizer, quiet=True):
-            pass  # opening it fails: nothing is left behind
+    with unchanged(model, optimizer), pytest.raises(ZeroDivisionError), memplan.watch(model, optimizer, quiet=True):
+        pass  # opening it fails: nothing is left behind
 
 
 def test_one_watch_at_a_time_and_each_but_once() -> None:
@@ -412,6 +419,7 @@ def test_a_profiler_of_the_users_is_left_alone() -> None:
         with torch.autograd.profiler.profile() as profile:
             train(seen, model, optimizer, steps=2)
         train(seen, model, optimizer, steps=2)
+    assert profile is not None
     assert any(event.key == "aten::addmm" for event in profile.key_averages())
     assert [row.peak for row in seen.rows] == [None] * 5
     assert seen.rows[-1].predicted is not None
@@ -439,7 +447,8 @@ def test_steps_end_by_hand_where_no_optimizer_does_it() -> None:
             model(torch.randn(BATCH, 64)).sum().backward()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad  # pyright: ignore[reportOptionalOperand]
+                    assert parameter.grad is not None
+                    parameter -= 0.1 * parameter.grad
                     parameter.grad = None
             seen.end_step()
     assert len(seen.rows) == 5

@@ -63,10 +63,7 @@ def for_lightning(**options: Any) -> Any:
     Example:
         >>> lightning.Trainer(callbacks=[for_lightning(quiet=True)]).fit(module, loader)
     """
-    try:
-        from lightning.pytorch.callbacks import Callback
-    except ImportError:  # an installation under the older name
-        from pytorch_lightning.callbacks import Callback  # pyright: ignore[reportMissingImports]
+    from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]  # an optional library
 
     class WatchCallback(Callback, _Watched):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
