@@ -26,7 +26,6 @@ class CardCounters:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> Reading:
         """Return the counters, and begin the next step's peak."""

@@ -51,6 +51,7 @@ class Follower:
 
     def begin(self) -> None:
         """Begin with the first step."""
+        self._counters.read()  # of a card, the peak counts from here on
         if self._first is not None:
             self._first.start()
         self._open()

@@ -55,7 +55,7 @@ def watch(
 
     Raises:
         InputError: no module, no optimizer.
-        DeviceError: a card is named, and the model is on the CPU.
+        DeviceError: a card is named, and the model is on the CPU, or there is none.
         UsageError: on entering it: another watch runs in this process, or this one has run.
 
     Example:
@@ -151,9 +151,9 @@ class Watch:
         if self._state != "running" or threading.get_ident() != self._thread:
             return
         try:
-            self._follow_moves()
-            row = self._follower.end_step()
-            self._line.show(row, len(self.leaks))
+            if not self._moved():
+                row = self._follower.end_step()
+                self._line.show(row, len(self.leaks))
         except Exception as error:  # a mistake of ours must not end the training
             self._follower.notes.append(f"the watch ended at step {self._follower.steps}: {error!r}")
             self._say(self._follower.notes[-1])
@@ -219,17 +219,21 @@ class Watch:
         own = {id(parameter) for model in self._subject.models for parameter in model.parameters()}
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
-    def _follow_moves(self) -> None:
-        """Begin anew where the model was moved to another device after the watch began, as trainers do."""
+    def _moved(self) -> bool:
+        """Return whether the model was moved to another device in this step, as trainers do; begin anew there if so."""
         now = _place_of(self._subject.models)
-        if self._moves and now.type != self._device.type:
-            self._follower.close()
-            self._device, self._card = now, own_card(now) if now.type == "cuda" else None
-            self._subject = replace(self._subject, card=self._card)
-            steps, self._follower = self._follower.steps, Follower(self._subject, now, self._say)
-            self._follower.steps = steps + 1
-            self._follower.notes.append(f"the model moved to {now}: watched from step {steps + 2} on")
-            self._follower.begin()
+        if not self._moves or now.type == self._device.type:
+            return False
+        before = self._follower
+        before.close()
+        self._device, self._card = now, own_card(now) if now.type == "cuda" else None
+        self._subject = replace(self._subject, card=self._card)
+        self._follower = Follower(self._subject, now, self._say)
+        self._follower.steps = before.steps + 1
+        self._follower.rows.extend(before.rows)
+        self._follower.notes = [*before.notes, f"the model moved to {now}: watched from step {before.steps + 2} on"]
+        self._follower.begin()
+        return True
 
     def _write_post_mortem(self, error: BaseException) -> None:
         follower = self._follower
@@ -300,6 +304,8 @@ def _device_of(models: tuple[nn.Module, ...], asked: str | torch.device | None) 
     text = str(asked).strip().lower()
     if text == "cpu" or text.partition(":")[0] == "cuda":
         chosen = torch.device(text)
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise DeviceError(f"device={text!r} on a machine without a card", expected="a device that torch has here")
         return chosen, own_card(chosen) if chosen.type == "cuda" else None
     card = find(text)
     if place.type != "cuda":
