@@ -215,6 +215,7 @@ def test_a_leak_that_begins_late_is_found_by_the_growth_of_the_process(monkeypat
     kept = list[torch.Tensor]()
     resident = iter(range(0, 10**12, 1 << 20))  # each step's end has 1 MiB more
     monkeypatch.setattr("memplan.integrations.watching.counters._resident", lambda: next(resident))
+    monkeypatch.setattr("memplan.integrations.watching.counters._EVERY", 0.0)
     steps = iter(range(100))
     seen = watched(lambda output, loss: kept.append(output) if next(steps) > 5 else None, steps=16)
     (leak,) = seen.leaks
@@ -274,6 +275,7 @@ def test_rows_and_leaks_go_through_json() -> None:
 def test_a_larger_batch_that_comes_later_is_a_drift_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = iter(range(0, 10**12, 1 << 20))
     monkeypatch.setattr("memplan.integrations.watching.counters._resident", lambda: next(resident))
+    monkeypatch.setattr("memplan.integrations.watching.counters._EVERY", 0.0)
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
 
@@ -475,7 +477,9 @@ def test_of_two_optimizers_the_last_one_ends_a_step() -> None:
         ((net(), None, "h100"), DeviceError, "device='h100', and the model is on cpu"),
         ((net(), None, "h9000"), DeviceError, "h9000"),
         pytest.param(
-            (net(), None, "cuda"), DeviceError, "device='cuda' on a machine without a card",
+            (net(), None, "cuda"),
+            DeviceError,
+            "device='cuda' on a machine without a card",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card"),
         ),
     ],

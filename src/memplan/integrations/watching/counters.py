@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +36,23 @@ class CardCounters:
         return Reading(level["peak"], level["current"], stats["allocation"]["all"]["current"], _resident())
 
 
+NOTHING = Reading(None, None, None, None)
+_EVERY = 0.05
+"""Seconds between two looks at the process: steps of a millisecond are not to wait for the system."""
+
+
 class HostCounters:
-    """Reads what the process takes: the CPU's allocator has no counters."""
+    """Reads what the process takes, now and then: the CPU's allocator has no counters."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
 
     def read(self) -> Reading:
-        """Return what there is."""
+        """Return what the process takes; nothing where that was read a moment ago."""
+        now = time.monotonic()
+        if now < self._next:
+            return NOTHING
+        self._next = now + _EVERY
         return Reading(None, None, None, _resident())
 
 

@@ -80,6 +80,11 @@ class Follower:
         self._began = time.perf_counter()
         return row
 
+    @property
+    def is_observing(self) -> bool:
+        """Return whether a window is open."""
+        return self._window is not None
+
     def at_failure(self) -> tuple[Prediction | None, bool]:
         """Return the steps that were observed last, and whether the running one is among them; nothing is noted any
         more."""

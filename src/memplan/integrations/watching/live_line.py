@@ -20,11 +20,11 @@ class LiveLine:
     def __init__(self, *, quiet: bool) -> None:
         self._live: Any = None
         self._next = 0.0
-        self._shown = not quiet and "CI" not in os.environ and sys.stderr.isatty()
+        self.is_shown = not quiet and "CI" not in os.environ and sys.stderr.isatty()
 
     def show(self, row: Row, leaks: int) -> None:
         """Show a step, unless another one was shown a moment ago."""
-        if not self._shown or time.monotonic() < self._next:
+        if not self.is_shown or time.monotonic() < self._next:
             return
         from rich.text import Text
 

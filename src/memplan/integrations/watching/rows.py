@@ -30,7 +30,7 @@ class Row:
     predicted: int | None
     """Its peak, simulated from the ops of an observed step."""
     resident: int | None
-    """Of the process, when it ended; where the system says it cheaply (Linux)."""
+    """Of the process, when it ended; on Linux, 20 times a second at most."""
     source: Source = ""
     observed: bool = False
     """Whether every op of it was noted."""

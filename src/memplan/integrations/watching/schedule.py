@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 
-from memplan.integrations.watching.counters import Reading
+from memplan.integrations.watching.counters import NOTHING, Reading
 
 SHARE = 0.005
 """Of the time that steps take, so much may go into windows that nothing asked for."""
 _RISES = 3
-"""Steps in a row by whose ends more was held than before."""
+"""Readings in a row, one a step on a card, that are each above the one before."""
 _NOISE = 1 << 20
 """Bytes by which the process has to grow in these, where an allocator has no counters; a step's peak likewise."""
 _WAIT = 8
@@ -25,11 +25,15 @@ class Schedule:
         self._plain: deque[float] = deque(maxlen=32)
         self._elapsed = self._window = self._spent = 0.0
         self._windows = self._asked = self._wait_until = 0
+        self._new = False
+        """Whether the last step's end was read."""
         self._off: deque[bool] = deque(maxlen=2)
 
     def note(self, reading: Reading, seconds: float, *, observed: bool) -> None:
         """Note a step's end."""
-        self._readings.append(reading)
+        if reading is not NOTHING:
+            self._readings.append(reading)
+        self._new = reading is not NOTHING
         self._elapsed += seconds
         if observed:
             self._window += seconds
@@ -54,7 +58,7 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a window is to be opened for the next steps."""
-        if step >= self._wait_until and (self._grows() or (len(self._off) == 2 and all(self._off))):
+        if step >= self._wait_until and ((self._new and self._grows()) or (len(self._off) == 2 and all(self._off))):
             self._wait_until = step + _WAIT * 4 ** min(self._asked, 8)
             self._asked += 1
             return True

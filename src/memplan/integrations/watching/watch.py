@@ -151,8 +151,10 @@ class Watch:
         if self._state != "running" or threading.get_ident() != self._thread:
             return
         try:
-            if not self._moved():
-                row = self._follower.end_step()
+            if self._follower.is_observing and self._moved():
+                return
+            row = self._follower.end_step()
+            if self._line.is_shown:
                 self._line.show(row, len(self.leaks))
         except Exception as error:  # a mistake of ours must not end the training
             self._follower.notes.append(f"the watch ended at step {self._follower.steps}: {error!r}")
