@@ -67,6 +67,7 @@ def measured(name: str, steps: int) -> dict[str, Any]:
     with memplan.watch(model, optimizer, quiet=True) as seen:
         first = [watched_step() for _ in range(FIRST)]
         pairs, own = list[tuple[float, float]](), list[float]()
+        assert seen._inputs is not None
         end_step, note = seen.end_step, seen._inputs._note
 
         def timed_end_step() -> None:

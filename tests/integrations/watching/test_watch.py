@@ -433,8 +433,9 @@ def test_a_compiled_model_is_compiled_without_our_hooks() -> None:
     optimizer = torch.optim.SGD(model.parameters())
     fast, kept = torch.compile(model, backend="aot_eager"), list[torch.Tensor]()
     with warnings.catch_warnings(), memplan.watch(model, optimizer, quiet=True) as seen:
-        warnings.simplefilter("error")  # torch warns where hooks of modules are compiled, too
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        # torch warns where hooks of modules are compiled, too
+        warnings.filterwarnings("error", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # of Python 3.13.0
         train(seen, fast, optimizer, lambda output, loss: kept.append(loss), steps=5)  # pyright: ignore[reportArgumentType]
     (leak,) = seen.leaks
     assert leak.where == LOSS

@@ -98,14 +98,16 @@ class Holders:
         """
         named, first = list[Holder](), NOBODY
         level, chains = list[Any](tensors), list[_Chain]([()] * len(tensors))
-        seen = {id(tensors), *map(id, tensors)}
+        seen, mark = {id(tensors), *map(id, tensors)}, object()
         for _ in range(_DEEPEST):
             above, further = list[Any](), list[_Chain]()
             seen |= {id(level), id(above)}  # not the user's
             places = {id(one): place for place, one in enumerate(level)}
-            for holder in gc.get_referrers(*level):
+            for holder in gc.get_referrers(*level, mark):
                 if id(holder) in seen or isinstance(holder, (types.FrameType, types.ModuleType)):
                     continue
+                if type(holder) is tuple and holder and holder[-1] is mark:
+                    continue  # the arguments of this very call
                 seen.add(id(holder))
                 at = next(places[id(one)] for one in gc.get_referents(holder) if id(one) in places)
                 held, link = level[at], _Link.of(holder, level[at])
