@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memplan.checks.finding import Finding
     from memplan.explanation.explain import explain
     from memplan.explanation.model import Explanation
+    from memplan.integrations.watching.watch import watch
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
     from memplan.planning.plan.plan import Plan, load_plan, save_plan
@@ -72,6 +73,7 @@ _HOMES = {
     "spec": "memplan.trace.spec",
     "sweep": "memplan.studies.sweeps.sweep",
     "verify": "memplan.verification.proof.verify",
+    "watch": "memplan.integrations.watching.watch",
     "with_loss": "memplan.planning.capture.loss_module",
 }
 
@@ -110,6 +112,7 @@ __all__ = [
     "spec",
     "sweep",
     "verify",
+    "watch",
     "with_loss",
 ]
 
