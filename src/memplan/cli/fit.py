@@ -21,6 +21,8 @@ from memplan.cli.options import (
     without,
 )
 from memplan.cli.progress import progress
+from memplan.cli.run import run
+from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.targets import contained, location
 from memplan.errors import (
     BudgetError,
@@ -34,6 +36,7 @@ from memplan.errors import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from memplan.integrations.scripts.request import Request
     from memplan.planning.plan.plan import Plan
     from memplan.reports.fit import Outcome
     from memplan.reports.frontier import Frontier
@@ -53,10 +56,12 @@ gradients are off.
       --target "16:int64<1000" --loss cross_entropy --budget 400MiB
   memplan fit examples/resnet18.py:make --input 16x3x224x224 --predict \\
       --budget 400MiB --plan plan.json --frontier frontier.png
+  memplan fit --script examples/train.py --budget 6GiB --device rtx4090 -- --batch-size 64
 
 The first answers with peak and time before and after, what was decided about which value and why, and the
 proof. The second runs nothing: it predicts, keeps the plan and draws peak against time, down to the smallest
-budget that there is a plan for.
+budget that there is a plan for. The third takes a training script as it is, runs nothing either, and says which
+lines to add to it.
 
 \b
 Exit code: 0 done, or it fits already; 1 it does not fit, or the proof fails; 2 bad usage, a plan
@@ -135,17 +140,21 @@ def command(
     **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
+    request = target_or_script(given)
     arguments = StepArguments(**given)
     _check_options(arguments, budget, use_plan)
-    _check_costs(costs, predict)
+    _check_costs(costs, predict or request is not None)
     _check_peers(peers, frontier_file, predict)
     files = _Files(plan_file, python_file, json_file, frontier_file).checked()
-    plan = None if use_plan is None else _read_plan(use_plan, budget)
-    options: dict[str, Any] = {"budget": budget if budget is not None or plan is None else plan.budget}
-    options |= {"engine": engine} if engine != "graph" else {}
+    options: dict[str, Any] = {"engine": engine} if engine != "graph" else {}
     options |= {"allow": allow} if allow != "exact" else {}
     options |= {"early": True} if early else {}
     options |= {"accumulate": accumulate} if accumulate > 1 else {}
+    if request is not None:
+        _check_script(use_plan, frontier_file, python_file)
+        return _script(request, budget, options, files, top)
+    plan = None if use_plan is None else _read_plan(use_plan, budget)
+    options |= {"budget": budget if budget is not None or plan is None else plan.budget}
     options |= {"costs": costs} if costs != "measured" else {}
     with progress(f"{'planning' if predict else 'fitting'} {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
@@ -165,6 +174,36 @@ def command(
 
 
 without(command, "cudnn")
+script_option(command)
+
+
+def _check_script(*files: str | None) -> None:
+    """Raise InputError for outputs that only a target has."""
+    options = ("--use-plan", "--frontier", "--python")
+    wrong = [option for option, file in zip(options, files, strict=True) if file is not None]
+    if wrong:
+        raise InputError(
+            f"{', '.join(wrong)} with --script",
+            expected="--plan and --json, as files to write",
+            do="Leave it out, or name a callable that makes the model",
+        )
+
+
+def _script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
+    """Plan the model of a script and return the exit code."""
+    from memplan.reports.fit_script import dumps, print_fitting
+    from memplan.studies.capacity.limit import room_of
+
+    room = room_of(request.device, budget, assume=dict(request.assume))
+    found = run(replace(request, room=room, plan=tuple(options.items()))).fitting
+    assert found is not None, "it was asked for"
+    if files.json is not None:
+        write(files.json, dumps(found))
+    if found.plan is not None and files.plan is not None:
+        write(files.plan, found.plan.to_json())
+    if not files.takes_stdout:
+        print_fitting(found, top=top)
+    return 0 if found.fits else 1
 
 
 def _check_options(given: StepArguments, budget: str | None, use_plan: str | None) -> None:

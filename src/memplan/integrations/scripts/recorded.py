@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from memplan.errors import DataDependentError, InputError, MemplanError, StepError
 from memplan.integrations.scripts.held_calls import OFFLINE
+from memplan.integrations.scripts.planned import planned
 from memplan.integrations.scripts.request import Ran, Request
 from memplan.integrations.scripts.script import Script
 from memplan.studies.axes.subject import Subject
@@ -33,7 +34,7 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
         give_up: called with the error of a script that does not let itself be ended.
 
     Raises:
-        InputError: the largest batch is asked for, and no loader of torch's gives one.
+        InputError: the largest batch is asked for, and no loader of torch's gives one; a plan, and no model is trained.
     """
     script = Script(request, world, give_up)
     if not request.writes:
@@ -46,6 +47,8 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
     ran = Ran(request.command, trace, script.facts)
     if request.room is None:
         return ran
+    if request.plan is not None:
+        return replace(ran, fitting=planned(trace, script.call, request))
     if ran.facts.batch_size is None:
         raise InputError(
             f"{script.title} loads no batch by a torch.utils.data.DataLoader",

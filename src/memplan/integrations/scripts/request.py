@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from memplan.errors import StepError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
+from memplan.reports.fit_script import Fitting
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.capacity.limit import Room
 from memplan.trace.program_facts import Facts
@@ -30,7 +32,9 @@ class Request:
     limit: float = 300.0
     """Seconds after which it is ended."""
     room: Room | None = None
-    """What the largest batch has to fit; None: the step alone is asked for."""
+    """What the largest batch, or the script with a plan, has to fit; None: the step alone is asked for."""
+    plan: tuple[tuple[str, Any], ...] | None = None
+    """Options of a plan of its model, where that is asked for instead of the largest batch."""
     most: int | None = None
     """The largest batch to try."""
     settings: str | None = None
@@ -48,6 +52,8 @@ class Ran:
     facts: Facts
     largest: Largest | None = None
     """The largest batch, where that was asked for."""
+    fitting: Fitting | None = None
+    """Its model planned, where that was asked for."""
 
 
 class ScriptEnded(StepError):

@@ -21,6 +21,7 @@ from memplan.integrations.scripts.held_calls import HeldCalls
 from memplan.integrations.scripts.imports import imports_apart
 from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaders import Loaders
+from memplan.integrations.scripts.model_call import CallWatch, ModelCall
 from memplan.integrations.scripts.request import Request, ScriptEnded
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
@@ -55,6 +56,8 @@ class Script:
         self._runs = 0
         self.facts: Facts | None = None
         """What it did when it ran first: other runs take its branches the other way."""
+        self.call: ModelCall | None = None
+        """The first training call of a model, where a plan of it is asked for."""
 
     @property
     def title(self) -> str:
@@ -72,6 +75,7 @@ class Script:
         with imports_apart(request.command.folder), held.back():
             run.run()
         if self.facts is None:
+            self.call = run.calls.call
             self.facts = replace(run.facts(), held=held.rows(), really=request.really)
 
 
@@ -96,6 +100,8 @@ class _Run:
         self._ending: Ending | None = None
         self._code: int | str | None = None
         self._raised = 0
+        self.calls = CallWatch(request.command.folder)
+        self._plans = request.plan is not None
 
     def facts(self) -> Facts:
         """Return what the script did besides its step."""
@@ -143,6 +149,7 @@ class _Run:
         def noted(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             made(optimizer, *args, **kwargs)
             self._optimizers.setdefault(optimizer, 0)
+            self.calls.made(optimizer)
 
         with ExitStack() as stack:
             for handle in (
@@ -153,6 +160,8 @@ class _Run:
                 stack.callback(handle.remove)
             stack.enter_context(_torch.patched(torch.optim.Optimizer, __init__=noted))
             stack.enter_context(self._loaders.followed())
+            if self._plans:
+                stack.enter_context(self.calls.followed(lambda: not self._depth))
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -167,6 +176,7 @@ class _Run:
         self._depth -= 1
 
     def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.calls.updated(optimizer)
         before = self._updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         self._pending = self._pending or self._updates() > before

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
+from memplan.integrations.described_calls import Unknown, described, text_of
 from memplan.trace.spec import Spec
-
-_PLAIN = (int, float, bool, type(None))
-
-
-class Unknown(Exception):
-    """An argument that is neither a tensor, a number nor a container of such."""
 
 
 class LastInputs:
@@ -46,26 +39,11 @@ class LastInputs:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
-            self._args = tuple([_described(one) for one in args])
-            self._kwargs = {name: _described(one) for name, one in kwargs.items()}
+            self._args = tuple([described(one) for one in args])
+            self._kwargs = {name: described(one) for name, one in kwargs.items()}
         except Exception:  # whatever a user's container raises: then nothing is known of this call
             self._args, self._kwargs = None, {}
 
 
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return Spec(tuple(value.shape), value.dtype)
-    if isinstance(value, _PLAIN):
-        return value
-    if type(value) in (list, tuple):
-        return type(value)([_described(one) for one in value])
-    if isinstance(value, Mapping):
-        return {key: _described(one) for key, one in value.items()}
-    raise Unknown(f"a {type(value).__name__}")
-
-
 def _text(value: Any) -> str | None:
-    if not isinstance(value, Spec):
-        return None
-    sizes = "x".join(map(str, value.shape)) or "scalar"
-    return sizes if value.dtype is torch.float32 else f"{sizes}:{str(value.dtype)[6:]}"
+    return text_of(value) if isinstance(value, Spec) else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from memplan import _torch
 from memplan.errors import BudgetError
+from memplan.integrations.described_calls import copied, maker, options_of
 from memplan.integrations.watching.inputs import LastInputs
 from memplan.integrations.watching.prediction import Prediction
 from memplan.integrations.watching.window import Subject
@@ -19,7 +17,7 @@ from memplan.planning.api import plan
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Target
 from memplan.trace.records import HOST
-from memplan.trace.step import StepOptions, build_of, copy_module
+from memplan.trace.step import StepOptions, build_of
 
 
 def levers_for(subject: Subject, inputs: LastInputs, budget: int) -> dict[str, Any]:
@@ -67,25 +65,11 @@ def failed_step(subject: Subject, inputs: LastInputs) -> Prediction | None:
 
 
 def _copies(subject: Subject) -> Callable[[], nn.Module]:
-    return lambda: _without_hooks(copy_module(subject.models[0]))
-
-
-def _without_hooks(model: nn.Module) -> nn.Module:
-    """Remove the hooks of a copy: what the user's would store, they would store in the user's own objects."""
-    for module in model.modules():
-        _torch.remove_hooks(module)
-    return model
+    return lambda: copied(subject.models[0])
 
 
 def _optimizer(subject: Subject) -> Any:
     if not subject.optimizers:
         return None
-    kind = type(subject.optimizers[0])
-    taken = inspect.signature(kind).parameters  # Adam's defaults have one that AdamW does not take
-    defaults = {name: value for name, value in subject.optimizers[0].defaults.items() if name in taken}
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return kind(parameters, **defaults)
-
-    make.__qualname__ = kind.__qualname__
-    return make
+    first = subject.optimizers[0]
+    return maker(type(first), options_of(first))

@@ -1,0 +1,173 @@
+"""The first training call of a script's model: what it was called with, what updates it, where the script made it."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import _torch
+from memplan.integrations.described_calls import Unknown, described, options_of
+from memplan.trace.recording.place import format_frame
+
+
+@dataclass
+class ModelCall:
+    """The first call of a model that is in training, from outside of all models."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...] = ()
+    """Its positional arguments, tensors as `Spec`."""
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    unknown: str = ""
+    """What among its arguments cannot be described, if anything."""
+    autocast: torch.dtype | None = None
+    """Where its first layer was called."""
+    optimizer: type[torch.optim.Optimizer] | None = None
+    """Class of the optimizer that updated a parameter of it."""
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Of that optimizer."""
+    name: str = "model"
+    """What the script calls the model."""
+    line: str | None = None
+    """``file:line`` of the script beside which it can be made to fit."""
+    before: bool = False
+    """Whether before that line; else after it."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """An optimizer's making, as the script's frame saw it."""
+
+    line: tuple[str, int]
+    names: dict[int, str]
+    """id() of each module that a variable of the script held -> its name."""
+
+
+class CallWatch:
+    """Keeps the first training call of a script's model.
+
+    Args:
+        folder: of the script's own code.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.call: ModelCall | None = None
+        """None until there is one."""
+        self._inside = False
+        """Whether the first layer of the kept call was called."""
+        self._made: _Made | None = None
+        """The last optimizer's making."""
+
+    @contextmanager
+    def followed(self, is_outermost: Callable[[], bool]) -> Iterator[None]:
+        """Watch the calls of all modules.
+
+        Args:
+            is_outermost: returns whether no module runs.
+        """
+        plain = nn.Module.__call__
+
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.call is None:
+                if is_outermost() and _trains(module):
+                    self._keep(module, args, kwargs)
+            elif not self._inside and not is_outermost():
+                self._inside = True
+                self.call.autocast = _autocast(self.call.module)
+            return plain(module, *args, **kwargs)
+
+        with _torch.patched(nn.Module, __call__=called):
+            yield
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the script has made an optimizer."""
+        frame = self._frame()
+        if frame is not None and self.call is None:
+            self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _modules(frame))
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has made an update."""
+        call = self.call
+        if call is None or call.optimizer is not None:
+            return
+        own = {id(parameter) for parameter in call.module.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            call.optimizer, call.options = type(optimizer), options_of(optimizer)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = self.call = ModelCall(module, autocast=_autocast(module))
+        try:
+            call.inputs = tuple(described(one) for one in args)
+            call.kwargs = {name: described(one) for name, one in kwargs.items()}
+        except Unknown as error:
+            call.unknown = str(error)
+        frame = self._frame()
+        if frame is None:
+            return
+        here, made = (frame.f_code.co_filename, frame.f_lineno), self._made
+        call.before = made is None or made.line == here  # what trains makes the optimizer itself
+        names = _modules(frame) if call.before or made is None else made.names | _modules(frame)
+        line = here if call.before or made is None else made.line
+        first, last = _statement(*line)
+        call.line = format_frame((line[0], first if call.before else last))
+        call.name = names.get(id(module), "model")
+
+    def _frame(self) -> FrameType | None:
+        """Return the innermost frame of the script's own code."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            own = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
+            if own and not file.startswith("<") and not isinstance(frame.f_locals.get("self"), nn.Module):
+                return frame
+            frame = frame.f_back
+        return None
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+
+
+def _autocast(module: nn.Module) -> torch.dtype | None:
+    place = next((one.device.type for one in module.parameters()), "cpu")
+    kind = place if place in ("cpu", "cuda") else "cpu"
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _modules(frame: FrameType) -> dict[int, str]:
+    """Return the names of the variables of a frame that hold modules, those of the function before the module's."""
+    found: dict[int, str] = {}
+    own = frame.f_locals.get("self")
+    for variables in (frame.f_locals, {f"self.{name}": one for name, one in _attributes(own).items()}, frame.f_globals):
+        for name, value in list(variables.items()):
+            if isinstance(value, nn.Module):
+                found.setdefault(id(value), name)
+    return found
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {}) if value is not None else {}
+
+
+def _statement(file: str, line: int) -> tuple[int, int]:
+    """Return the first and the last line of the innermost simple statement at a line; the line where none is read."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return line, line
+    spans = [
+        (node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree)
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+    ]  # fmt: skip
+    return min(spans, key=lambda span: span[1] - span[0], default=(line, line))

@@ -1,0 +1,135 @@
+"""A plan of a script's model for a budget of the whole script, and the lines that would use it. Nothing runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from memplan import _torch
+from memplan.errors import BudgetError, InputError
+from memplan.integrations.described_calls import copied, maker, text_of
+from memplan.integrations.scripts.beside import held_beside
+from memplan.integrations.scripts.model_call import ModelCall
+from memplan.integrations.scripts.request import Request
+from memplan.planning.api import plan
+from memplan.reports.fit_script import Fitting, Lines
+from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.simulate import simulate
+from memplan.studies.capacity.limit import Room
+from memplan.trace.spec import Spec
+from memplan.trace.trace import Trace
+
+_WIDTH = 76
+_LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def planned(trace: Trace, call: ModelCall | None, request: Request) -> Fitting:
+    """Plan the model of a script that was recorded.
+
+    Args:
+        trace: of the script.
+        call: the model's first training call; None where there was none.
+        request: with the room that the script has to fit into.
+
+    Raises:
+        InputError: no model was trained, or it was called with something that cannot be described.
+        UsageError, RecordingError: as `memplan.plan`.
+    """
+    room = request.room
+    assert room is not None, "a budget was given"
+    title = request.command.name
+    context = 0 if room.target.card is None else room.target.card.capacity - room.target.card.usable("high")
+    timeline = simulate(trace)
+    recorded = timeline.peak_reserved + context
+    if room.holds(trace, AllocatorSettings()):
+        return Fitting(title, room.limit, recorded)
+    call = _checked(call, title)
+    parts = [path for path, _ in call.module.named_modules() if path]
+    tensors = [one for one in _torch.tree_leaves((call.inputs, call.kwargs)) if isinstance(one, Spec)]
+    beside = held_beside(trace, type(call.module).__name__, parts, tensors, updates=call.optimizer is not None)
+    surplus = recorded - timeline.peak_allocated
+    options = dict(request.plan or ())
+    lines = _lines(call, room, beside, options)
+    try:
+        found = plan(
+            lambda: copied(call.module), *call.inputs, kwargs=call.kwargs,
+            budget=max(room.limit - beside - surplus, 1), optimizer=_optimizer(call), autocast=call.autocast,
+            device=None if room.target.card is None else room.target.card.name, costs="roofline", **options,
+        )  # fmt: skip
+    except BudgetError as error:
+        return Fitting(title, room.limit, recorded, beside, surplus, shortfall=error)
+    return Fitting(title, room.limit, recorded, beside, surplus, found, lines=lines)
+
+
+def _checked(call: ModelCall | None, title: str) -> ModelCall:
+    if call is None:
+        raise InputError(
+            f"{title} called no model in training",
+            expected="a script that trains a torch.nn.Module, with gradients",
+            do="memplan run says what it does; plans are for training steps",
+        )
+    if call.unknown:
+        raise InputError(
+            f"{title} calls {type(call.module).__name__} with {call.unknown}",
+            expected="tensors, numbers, and lists or dicts of them",
+            do="Make the model fit in the script: fitted = memplan.fit(model, ...), with inputs that it takes",
+        )
+    return call
+
+
+def _optimizer(call: ModelCall) -> Any:
+    return None if call.optimizer is None else maker(call.optimizer, call.options)
+
+
+def _lines(call: ModelCall, room: Room, beside: int, options: Mapping[str, Any]) -> Lines:
+    """Return what makes the model fit, as lines of the script. There a budget on a card is counted as here."""
+    given = [call.name, *(_written(one) for one in call.inputs)]
+    kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
+    given += [f"kwargs={_written(kwargs)}"] if kwargs else []
+    given.append(f"budget={room.limit - beside:_}")
+    given += [f"optimizer={_kind(call)}"] if call.optimizer is not None else []
+    given += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
+    given += [f"{name}={value!r}" for name, value in options.items()]
+    imports = ["import memplan"]
+    module = "" if call.optimizer is None else call.optimizer.__module__
+    if module and not module.startswith("torch.") and module != "__main__":
+        imports.append(f"import {module}")
+    return Lines(call.line, call.before, (*imports, *_call(given)))
+
+
+def _call(given: list[str]) -> list[str]:
+    """Return a call of `memplan.fit`: on one line where that is short, else with a line for each argument."""
+    short = f"memplan.fit({', '.join(given)})"
+    return [short] if len(short) <= _WIDTH else ["memplan.fit(", *(f"    {one}," for one in given), ")"]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, Spec):
+        return f'"{text_of(value)}"'
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f'"{name}": {_written(one)}' for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_written, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+def _kind(call: ModelCall) -> str:
+    """Return the optimizer as an argument of `memplan.fit`: its class, with the options that may cost memory."""
+    kind = call.optimizer
+    assert kind is not None, "it was looked at"
+    torchs = kind.__module__.startswith("torch.optim")
+    name = f"torch.optim.{kind.__name__}" if torchs else f"{kind.__module__}.{kind.__qualname__}"
+    name = kind.__qualname__ if kind.__module__ == "__main__" else name
+    defaults = {key: one.default for key, one in inspect.signature(kind).parameters.items()}
+    differing = {
+        key: value for key, value in call.options.items()
+        if key != "lr" and isinstance(value, (bool, int, float, str, tuple)) and value != defaults.get(key)
+    }  # fmt: skip
+    if not differing:
+        return name
+    given = ", ".join(f"{key}={value!r}" for key, value in differing.items())
+    return f"lambda parameters: {name}(parameters, {given})"
