@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from memplan._version import __version__
 from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from memplan.verification.fitting.fit import Fitted, fit
     from memplan.verification.proof.proof import Proof
     from memplan.verification.proof.verify import verify
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",

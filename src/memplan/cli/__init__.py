@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import click
 
-from memplan import __version__
 from memplan._text import printable
+from memplan._version import __version__
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {

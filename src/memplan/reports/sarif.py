@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-from memplan import __version__
 from memplan._text import printable
+from memplan._version import __version__
 from memplan.reports.annotations import RULES, Annotation, is_absolute
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
