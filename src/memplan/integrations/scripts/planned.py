@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from memplan.trace.spec import Spec
 from memplan.trace.trace import Trace
 
 _WIDTH = 76
+_SMALL = 1 << 20
+"""Elements of a tensor of integers up to which it has values."""
 _LOWER = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -55,7 +58,7 @@ def planned(trace: Trace, call: ModelCall | None, request: Request) -> Fitting:
     lines = _lines(call, room, beside, options)
     try:
         found = plan(
-            lambda: copied(call.module), *call.inputs, kwargs=call.kwargs,
+            lambda: copied(call.module), *_known(call.inputs), kwargs=_known(call.kwargs),
             budget=max(room.limit - beside - surplus, 1), optimizer=_optimizer(call), autocast=call.autocast,
             device=None if room.target.card is None else room.target.card.name, costs="roofline", **options,
         )  # fmt: skip
@@ -80,6 +83,16 @@ def _checked(call: ModelCall | None, title: str) -> ModelCall:
     return call
 
 
+def _known(arguments: Any) -> Any:
+    """Return arguments with ones for small tensors of integers, as a recording reads them: masks decide branches."""
+
+    def with_values(one: Any) -> Any:
+        whole = isinstance(one, Spec) and not (one.dtype.is_floating_point or one.dtype.is_complex)
+        return torch.ones(one.shape, dtype=one.dtype) if whole and math.prod(one.shape) <= _SMALL else one
+
+    return _torch.tree_map(with_values, arguments)
+
+
 def _optimizer(call: ModelCall) -> Any:
     return None if call.optimizer is None else maker(call.optimizer, call.options)
 
@@ -88,7 +101,7 @@ def _lines(call: ModelCall, room: Room, beside: int, options: Mapping[str, Any])
     """Return what makes the model fit, as lines of the script. There a budget on a card is counted as here."""
     given = [call.name, *(_written(one) for one in call.inputs)]
     kwargs = {name: value for name, value in call.kwargs.items() if value is not None}
-    given += [f"kwargs={_written(kwargs)}"] if kwargs else []
+    given += [f"kwargs={_lined(kwargs)}"] if kwargs else []
     given.append(f"budget={room.limit - beside:_}")
     given += [f"optimizer={_kind(call)}"] if call.optimizer is not None else []
     given += [f'autocast="{_LOWER[call.autocast]}"'] if call.autocast in _LOWER else []
@@ -103,18 +116,35 @@ def _lines(call: ModelCall, room: Room, beside: int, options: Mapping[str, Any])
 def _call(given: list[str]) -> list[str]:
     """Return a call of `memplan.fit`: on one line where that is short, else with a line for each argument."""
     short = f"memplan.fit({', '.join(given)})"
-    return [short] if len(short) <= _WIDTH else ["memplan.fit(", *(f"    {one}," for one in given), ")"]
+    long = "\n".join(("memplan.fit(", *(f"    {one}," for one in given), ")"))
+    return [short] if len(short) <= _WIDTH and "\n" not in short else long.split("\n")
+
+
+def _lined(kwargs: Mapping[str, Any]) -> str:
+    """Return arguments by name as a dict: on one line where that is short, else with a line for each."""
+    short = _written(kwargs)
+    if len(short) <= _WIDTH - len("    kwargs=,"):
+        return short
+    rows = (f'        "{name}": {_named(name, one)},' for name, one in kwargs.items())
+    return "\n".join(("{", *rows, "    }"))
 
 
 def _written(value: Any) -> str:
     if isinstance(value, Spec):
         return f'"{text_of(value)}"'
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f'"{name}": {_written(one)}' for name, one in value.items()) + "}"
+        return "{" + ", ".join(f'"{name}": {_named(name, one)}' for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         inner = ", ".join(map(_written, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
     return repr(value)
+
+
+def _named(name: str, value: Any) -> str:
+    """Return an argument by name as Python; a mask is all ones, as most are."""
+    if isinstance(value, Spec) and "mask" in name and not value.dtype.is_floating_point:
+        return f"memplan.spec({_written(value)}, low=1)"
+    return _written(value)
 
 
 def _kind(call: ModelCall) -> str:
