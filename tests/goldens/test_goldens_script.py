@@ -17,9 +17,10 @@ import pytest
 import torch
 from goldens.handmade import MIB, ROOT, TENSOR, gelu, write
 
+from memplan.trace.card_run import golden_format as form
+
 golden_file = importlib.import_module("golden_file")  # of benchmarks/; handmade.py says where
-form = importlib.import_module("golden_format")  # of tools/gpu/, as all that follow
-steps = importlib.import_module("golden_steps")
+steps = importlib.import_module("golden_steps")  # of tools/gpu/, as all that follow
 measuring = importlib.import_module("golden_measure")
 golden = importlib.import_module("golden")
 

@@ -34,7 +34,8 @@ for _path in (str(HERE), str(ROOT), str(ROOT / "src")):
     if _path not in sys.path:
         sys.path.insert(0, _path)
 import golden  # noqa: E402  # of this folder, as the next
-import golden_format  # noqa: E402
+
+from memplan.trace.card_run import golden_format  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "fit_gpu"
 PEERS = ("eager", "per_block", "compile", "compile-0.8", "compile-0.5", "compile-0.2", "compile-0.0")

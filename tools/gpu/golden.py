@@ -31,9 +31,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 sys.path.append(str(ROOT / "src"))  # where memplan is not installed
-import golden_format  # noqa: E402  # found by the line above, wherever the script is started
-import golden_steps  # noqa: E402
+import golden_steps  # noqa: E402  # found by the lines above, wherever the script is started
 from golden_steps import Subject  # noqa: E402
+
+from memplan.trace.card_run import golden_format  # noqa: E402
 
 if TYPE_CHECKING:
     from golden_dry import DryCard

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import golden_format
 from golden_steps import Subject
 
 from memplan.devices import find
 from memplan.dry.cuda_torch import find_torch
 from memplan.dry.library import library_for
+from memplan.trace.card_run import golden_format
 from memplan.trace.dry_run.process import process_command, process_variables
 
 _CHILD = """

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import os
-import platform
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import golden_format
 import golden_steps
 import torch
 from golden_steps import Subject
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.trace.card_run import golden_format, machine
+
 DEVICE = 0
 MOST_EVENTS = 4_000_000
-ENVIRONMENT = (
-    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE",
-    "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUBLAS_WORKSPACE_CACHE", "TORCH_BLAS_PREFER_CUBLASLT",
-    "TORCH_CUDNN_V8_API_DISABLED", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)  # fmt: skip
-"""Variables that change what is allocated; those that are set are part of a golden file."""
 _LIBRARIES = ("transformers", "peft", "monai", "einops")
 _KINDS = ("conv", "mm", "addmv", "linear", "matmul", "attention", "norm", "rnn", "lstm", "gru", "dot", "embedding")
 Pair = list[int]
@@ -60,7 +52,8 @@ def golden(subject: Subject, *, alone: bool) -> dict[str, Any]:
     return {
         "format": golden_format.FORMAT, "version": golden_format.VERSION,
         "name": subject.name, "set": subject.set, "steps": subject.steps,
-        "gpu": gpu(), "versions": versions(), "environment": environment(), "flags": _flags(),
+        "gpu": machine.gpu(DEVICE), "versions": machine.versions(_LIBRARIES),
+        "environment": machine.environment(), "flags": machine.flags(),
         "allocator_settings": settings, "build": build, "peaks": peaks, "end": end, "context": context,
         "events": events, "segments": segments, "workspaces": workspaces, "calls": calls,
         "notes": notes,
@@ -123,65 +116,6 @@ def _used_by_this_process() -> int | None:
     except Exception:  # not installed, or forbidden: another way is given in `contexts`
         return None
     return int(found[0]) if found and found[0] else None
-
-
-def gpu() -> dict[str, Any]:
-    """The card: name, compute capability, multiprocessors, memory in bytes."""
-    seen = torch.cuda.get_device_properties(DEVICE)
-    return {
-        "name": seen.name, "capability": [seen.major, seen.minor], "multiprocessors": seen.multi_processor_count,
-        "memory": seen.total_memory,
-    }  # fmt: skip
-
-
-def versions() -> dict[str, Any]:
-    """Of torch, CUDA, cuDNN, the driver, Python, and the libraries that the step imported."""
-    found: dict[str, Any] = {
-        "torch": str(torch.__version__), "cuda": torch.version.cuda, "python": platform.python_version(),
-        "cudnn": _or_none(torch.backends.cudnn.version), "driver": _or_none(_driver),
-    }  # fmt: skip
-    for library in _LIBRARIES:
-        if library in sys.modules:
-            found[library] = _or_none(lambda name=library: importlib.metadata.version(name))
-    return found
-
-
-def _driver() -> str:
-    try:
-        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
-            words = file.readline().split()
-        return next(word for word in words if word[:1].isdigit() and "." in word)
-    except (OSError, StopIteration):
-        import pynvml
-
-        pynvml.nvmlInit()
-        version = pynvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
-
-
-def environment() -> dict[str, str]:
-    """The variables that are set of those that change what is allocated."""
-    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-
-
-def _flags() -> dict[str, Any]:
-    """torch's switches that choose kernels, as they stand after the step."""
-    cudnn = torch.backends.cudnn
-    return {
-        "cudnn_benchmark": _or_none(lambda: cudnn.benchmark),
-        "cudnn_deterministic": _or_none(lambda: cudnn.deterministic),
-        "cudnn_tf32": _or_none(lambda: cudnn.allow_tf32),
-        "matmul_tf32": _or_none(lambda: torch.backends.cuda.matmul.allow_tf32),
-        "blas": _or_none(lambda: str(torch.backends.cuda.preferred_blas_library())),
-    }
-
-
-def _or_none(ask: Callable[[], Any]) -> Any:
-    """What a question answers; None where this version of torch or this machine has no answer."""
-    try:
-        return ask()
-    except Exception:
-        return None
 
 
 def told(error: BaseException) -> str:

@@ -13,7 +13,15 @@ from memplan._torch.cuda import (
     histories_replaced,
     tensors_that_tell,
 )
-from memplan._torch.dry_card import HistoryEvent, HostValues, dump_history, history, record_history
+from memplan._torch.dry_card import (
+    HistoryEvent,
+    HostValues,
+    dump_history,
+    end_history,
+    history,
+    memory_snapshot,
+    record_history,
+)
 from memplan._torch.eager import (
     END_MARK,
     Call,
@@ -223,6 +231,7 @@ __all__ = [
     "dump_history",
     "eager_instead_of_compiled",
     "effect_of",
+    "end_history",
     "factories_replaced",
     "fake_tensors",
     "fetching",
@@ -263,6 +272,7 @@ __all__ = [
     "marker",
     "memory_budget",
     "memory_profile",
+    "memory_snapshot",
     "modules_converted_as_real",
     "named_arguments",
     "no_modes",

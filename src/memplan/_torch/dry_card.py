@@ -1,5 +1,5 @@
-"""Of a card whose kernels do nothing: torch's own memory history, and the values that the host can know. Seen in torch
-2.11 and 2.15."""
+"""Of a card: torch's own memory history; of one whose kernels do nothing, the values that the host can know. Seen in
+torch 2.11 and 2.15."""
 
 from __future__ import annotations
 
@@ -34,10 +34,19 @@ def record_history(*, stacks: bool) -> None:
     torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MOST_EVENTS)
 
 
+def end_history() -> None:
+    """End the history, and forget it."""
+    torch.cuda.memory._record_memory_history(None)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """Return torch's snapshot of its caching allocator: the history so far, and what it holds."""
+    return dict(torch.cuda.memory._snapshot())
+
+
 def history() -> list[HistoryEvent]:
     """Return what was recorded, in order."""
-    snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())
-    rows = snapshot["device_traces"][torch.cuda.current_device()]
+    rows = memory_snapshot()["device_traces"][torch.cuda.current_device()]
     return [
         HistoryEvent(
             row["action"], row.get("addr", 0), row["size"], row.get("stream", 0), tuple(row.get("pool_id", (0, 0)))

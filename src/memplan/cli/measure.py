@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,22 +17,28 @@ from memplan.cli.options import (
     top_option,
     without,
 )
+from memplan.cli.outputs import check_contribute, contribute_option
 from memplan.cli.progress import progress
 from memplan.cli.targets import contained
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
+    from memplan.studies.comparisons.measured import Beside
     from memplan.trace.recording.session import Step
     from memplan.trace.trace import Trace
 
+HOST = "cpu"
 HELP = """Really run a step, and say what it allocated.
 
 TARGET is path/to/file.py:callable or package.module:callable, as for memplan explain. Without --dry the step
-runs here, on the CPU.
+runs here, on the CPU, or with --device cuda on this machine's GPU: then its peaks stand beside the prediction, and
+what differs is listed by cause and layer.
 
 \b
   memplan measure examples/gpt2.py:build
+  memplan measure --device cuda examples/gpt2.py:build
+  memplan measure --device cuda --contribute step.json.gz examples/gpt2.py:build
   memplan measure --dry h100 examples/unet3d.py:build
   memplan measure --dry a100 --torch ~/cuda-env --snapshot step.pickle examples/resnet18.py:build
 
@@ -39,13 +46,17 @@ With --dry it runs on the CUDA build of torch in a process that sees an emulated
 kernels and workspaces and allocates as on a real one, and kernels do nothing. So losses are zeros, and a value
 that decides a branch is named. It needs Linux on x86-64 and a C compiler, but no GPU.
 
+--contribute writes what the GPU's allocator did, with shapes and sizes and without any name of yours: a file that
+memplan's predictions can be held against. memplan run --measure --device cuda does the same of a script.
+
 \b
-Exit code: 0 done; 2 bad usage, a step that does not run, no CUDA build of torch, or no compiler.
+Exit code: 0 done; 2 bad usage, a step that does not run, no GPU, no CUDA build of torch, or no compiler.
 """
 
 
 @click.command("measure", help=HELP)
 @step_options
+@click.option("--device", "place", metavar="NAME", help="cpu, or cuda for this machine's GPU. Default: cpu.")
 @click.option("--dry", metavar="CARD", help="Run it on this card, emulated: h100, a100, rtx4090, t4.")
 @click.option(
     "--torch",
@@ -57,69 +68,113 @@ Exit code: 0 done; 2 bad usage, a step that does not run, no CUDA build of torch
     "--steps", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="How often it runs."
 )
 @click.option(
-    "--snapshot", metavar="FILE", help="With --dry: write torch's own snapshot of its memory history, a pickle."
+    "--snapshot", metavar="FILE", help="On a card: write torch's own snapshot of its memory history, a pickle."
 )
+@contribute_option
 @top_option(12, "Layers")
 @json_option("the explanation")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write the measured step, to explain it again later.")
 def command(
+    place: str | None,
     dry: str | None,
     environment: str | None,
     steps: int,
     snapshot: str | None,
+    contribute: str | None,
     top: int,
     json_file: str | None,
     trace_file: str | None,
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    if dry is None and (environment is not None or snapshot is not None):
-        option = "--torch" if environment is not None else "--snapshot"
+    if dry is None and environment is not None:
+        raise InputError("--torch without --dry", expected="the card to emulate", do="Add --dry h100, or leave it out")
+    if dry is not None and place is not None:
         raise InputError(
-            f"{option} without --dry", expected="the card to emulate", do="Add --dry h100, or leave it out"
+            "--device and --dry", expected="one of them: --dry names the card that is emulated", do="Leave one out"
         )
+    check_contribute(contribute, place)
+    if snapshot is not None and dry is None and place is None:
+        raise InputError("--snapshot without a card", expected="--device cuda, or --dry h100", do="Add one of them")
     if json_file == trace_file == "-":
         raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
     for option, path in (("--json", json_file), ("--trace", trace_file), ("--snapshot", snapshot)):
         check_writable(path, option)
-    trace, explanation = _measured(StepArguments(**given), dry, environment, steps, snapshot)
+    arguments = StepArguments(**given)
+    asked = _Asked(place, dry, environment, steps, snapshot, contribute)
+    trace, explanation = _measured(arguments, asked)
+    beside = None if trace.device == HOST or dry is not None else _beside(arguments, trace, steps)
     from memplan.reports.explain import dumps, print_explanation
+    from memplan.reports.measure import dumps_beside, print_beside
 
     if trace_file is not None:
         write(trace_file, trace.to_json())
     if json_file is not None:
-        write(json_file, dumps(explanation))
+        write(json_file, dumps(explanation) if beside is None else dumps_beside(dumps(explanation), beside))
     if "-" not in (json_file, trace_file):
         print_explanation(explanation, top=top)
+        if beside is not None:
+            print_beside(beside, top=top)
     return 0
 
 
 without(command, "device", "assume", "settings", "cudnn")
 
 
-def _measured(
-    given: StepArguments, dry: str | None, environment: str | None, steps: int, snapshot: str | None
-) -> tuple[Trace, Explanation]:
+@dataclass(frozen=True)
+class _Asked:
+    """Where and how a step is to run, as typed."""
+
+    place: str | None
+    dry: str | None
+    environment: str | None
+    steps: int
+    snapshot: str | None
+    contribute: str | None
+
+    def run(self, given: StepArguments) -> Trace:
+        """Run the step."""
+        from memplan.trace.measure import measure, own_gpu
+
+        if self.dry is not None:
+            return measure(
+                StepOfOptions(given), device=self.dry, steps=self.steps, dry=True, environment=self.environment,
+                snapshot=self.snapshot,
+            )  # fmt: skip
+        on_card = self.place is not None and self.place.lower() != HOST
+        if on_card:
+            own_gpu()  # before anything of the target is loaded
+        return measure(
+            describe(given).build(on_card=on_card), device=self.place, steps=self.steps, snapshot=self.snapshot,
+            contribute=self.contribute,
+        )  # fmt: skip
+
+
+def _measured(given: StepArguments, asked: _Asked) -> tuple[Trace, Explanation]:
     from memplan.devices import find
     from memplan.explanation.explain import explain_trace
     from memplan.trace.dry_run.process import allocator_settings
-    from memplan.trace.measure import measure
 
-    card = None if dry is None else find(dry)
+    card = None if asked.dry is None else find(asked.dry)
     with progress(f"running {given.target}"), contained(given.target):
         try:
-            if card is None:
-                trace = measure(describe(given).build(), steps=steps)
-            else:
-                build = StepOfOptions(given)
-                trace = measure(
-                    build, device=card.name, steps=steps, dry=True, environment=environment, snapshot=snapshot
-                )
+            trace = asked.run(given)
         except StepError as error:
             raise advised(error, given) from error.__cause__
     trains = False if given.infer else None
-    settings = None if card is None else allocator_settings()
+    settings = None if trace.device == HOST else allocator_settings()
     return trace, explain_trace(trace, title=given.target, train=trains, card=card, settings=settings)
+
+
+def _beside(given: StepArguments, measured: Trace, steps: int) -> Beside:
+    """Record what was measured for the same card, and return both."""
+    from memplan.studies.comparisons.measured import beside
+    from memplan.trace.dry_run.process import allocator_settings
+    from memplan.trace.record import record
+
+    with progress(f"recording {given.target}"), contained(given.target):
+        predicted = record(describe(given).build(on_card=True), device="cuda", steps=steps)
+    return beside(predicted, measured, given.target, settings=allocator_settings())
 
 
 class StepOfOptions:

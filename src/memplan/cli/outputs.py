@@ -22,6 +22,27 @@ snapshot_option = click.option(
     "--snapshot", "snapshot_file", metavar="FILE",
     help="Write what the allocator does, too, as a snapshot that pytorch.org/memory_viz opens.",
 )  # fmt: skip
+contribute_option = click.option(
+    "--contribute", metavar="FILE",
+    help="With --device cuda: write what the card's allocator did, with shapes and sizes, without names.",
+)  # fmt: skip
+
+
+def check_contribute(path: str | None, device: str | None) -> None:
+    """Check the file of a contribution.
+
+    Raises:
+        InputError: it is of no GPU, or cannot be written.
+    """
+    if path is None:
+        return
+    if device is None or device.lower() == "cpu":
+        raise InputError(
+            "--contribute without --device cuda", expected="a step that really runs on a GPU", do="Add --device cuda"
+        )
+    if path == "-":
+        raise InputError("--contribute -", expected="a file: it is packed, and no text", do="Name one: step.json.gz")
+    check_writable(path, "--contribute")
 
 
 @dataclass(frozen=True)

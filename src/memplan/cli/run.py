@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +12,13 @@ import click
 from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
 from memplan.cli.options import StepArguments, debug_option, json_option, top_option
-from memplan.cli.outputs import Outputs, snapshot_option, trace_option
+from memplan.cli.outputs import Outputs, check_contribute, contribute_option, snapshot_option, trace_option
 from memplan.cli.progress import progress
 from memplan.errors import InputError
 
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Ran, Request
+    from memplan.studies.comparisons.measured import Beside
 
 HELP = """Say what a training script needs, as it is, before it trains.
 
@@ -28,6 +31,7 @@ would write, save, send or start is held back and listed.
   memplan run --device rtx4090 examples/train.py --batch-size 64
   memplan run --device h100 --input 64x3x32x32 --input "64:int64<10" examples/train.py
   memplan run -m package.train --epochs 3
+  memplan run --measure --device cuda examples/train.py
 
 memplan's own options come before the script. --input describes the batch where the data are not on this machine.
 memplan check, largest and fit take a script, too: memplan largest --script examples/train.py --device rtx4090.
@@ -41,7 +45,10 @@ a value that a recording does not have.
 
 @click.command("run", help=HELP, context_settings={"allow_interspersed_args": False})
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as after python -m.")
-@click.option("--device", metavar="NAME", help="cpu, or a card such as h100 (memplan devices lists them).")
+@click.option(
+    "--device", metavar="NAME",
+    help="cpu, or a card such as h100 (memplan devices lists them); with --measure, cuda for this machine's GPU.",
+)  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Updates to see.")
 @click.option(
     "--input", "inputs", multiple=True, metavar="SPEC", help="A tensor of the batch, instead of the loader's."
@@ -58,6 +65,7 @@ a value that a recording does not have.
 @click.option("--settings", metavar="CONF", help="Of the card's caching allocator, as in PYTORCH_ALLOC_CONF.")
 @click.option("--assume", multiple=True, metavar="FILE:LINE=SHARE", help="How much is selected by value at a line.")
 @click.option("--cudnn", metavar="PATH", help="Environment whose cuDNN is asked for workspaces on a card; off: none.")
+@contribute_option
 @debug_option
 @top_option(12, "Layers")
 @json_option("the explanation")
@@ -78,12 +86,23 @@ def command(
     from memplan.reports.run import dumps, print_run
 
     outputs = Outputs(json_file, trace_file, snapshot_file).checked()
-    ran = run(request_of(given))
+    check_contribute(given["contribute"], given["device"] if given["really"] else None)
+    request = request_of(given)
+    ran = run(request)
     explanation = explain_trace(ran.trace, title=ran.command.name, settings=settings)
-    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts), settings)
+    beside = _beside(request, ran, settings) if ran.trace.counters else None
+    outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts, beside=beside), settings)
     if not outputs.takes_stdout:
-        print_run(str(ran.command), ran.facts, explanation, top=top)
+        print_run(str(ran.command), ran.facts, explanation, top=top, beside=beside)
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
+
+
+def _beside(request: Request, ran: Ran, settings: str | None) -> Beside:
+    """Record a script that was measured on a card for that card, and return both."""
+    from memplan.studies.comparisons.measured import beside
+
+    predicted = run(replace(request, really=False, contribute=None, device="cuda"))
+    return beside(predicted.trace, ran.trace, ran.command.name, settings=settings)
 
 
 def request_of(given: dict[str, Any]) -> Request:
@@ -106,8 +125,13 @@ def request_of(given: dict[str, Any]) -> Request:
     command = Command(given["script"], tuple(given["arguments"]), given["is_module"]).checked()
     return Request(
         command, given["device"], given["steps"], given["really"], rules, given["writes"], given["shows"],
-        given["limit"], assume=tuple(typed.assumed.items()), cudnn=typed.environment,
+        given["limit"], contribute=_absolute(given["contribute"]), assume=tuple(typed.assumed.items()),
+        cudnn=typed.environment,
     )  # fmt: skip
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
 
 
 def run(request: Request) -> Ran:

@@ -60,6 +60,7 @@ def target_or_script(given: dict[str, Any]) -> Request | None:
         {
             "script": script, "arguments": arguments, "is_module": False, "device": given["device"], "steps": 2,
             "inputs": given["inputs"], "kwargs": given["kwargs"], "batch": given["batch"], "really": False,
-            "writes": False, "shows": False, "limit": 300.0, "assume": given["assume"], "cudnn": typed.cudnn,
+            "writes": False, "shows": False, "limit": 300.0,
+            "contribute": None, "assume": given["assume"], "cudnn": typed.cudnn,
         }
     )  # fmt: skip

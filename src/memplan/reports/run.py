@@ -13,28 +13,40 @@ from rich.text import Text
 
 from memplan._text import printable
 from memplan.explanation.model import Explanation
-from memplan.reports import explain
+from memplan.reports import explain, measure
 from memplan.reports.output import Field, Page, name_field, print_parts
+from memplan.studies.comparisons.measured import Beside
 from memplan.trace.program_facts import Batch, Facts, Held
 
 _KINDS = {"file": "written", "checkpoint": "saved", "network": "connected to", "process": "started"}
 _ROWS = 8
 
 
-def dumps(command: str, facts: Facts, explanation: Explanation) -> str:
-    """Write the explanation with the script's own facts as indented JSON. All sizes are bytes."""
-    script = {"command": command, **dataclasses.asdict(facts)}
-    return json.dumps({"script": script, **explanation.to_dict()}, indent=1, allow_nan=False) + "\n"
+def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None) -> str:
+    """Write the explanation with the script's own facts as indented JSON, and what was measured beside what was
+    predicted. All sizes are bytes."""
+    data = {"script": {"command": command, **dataclasses.asdict(facts)}, **explanation.to_dict()}
+    data |= {} if beside is None else {"beside": measure.to_dict(beside)}
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
-def print_run(command: str, facts: Facts, explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:
-    """Print what a script needs to a file, stdout by default; ``top`` rows of long tables, 0 for all."""
-    print_parts(lambda page: render(command, facts, explanation, page, top), file)
+def print_run(
+    command: str, facts: Facts, explanation: Explanation, file: TextIO | None = None, top: int = 12,
+    beside: Beside | None = None,
+) -> None:  # fmt: skip
+    """Print what a script needs to a file, stdout by default; ``top`` rows of long tables, 0 for all.
+
+    ``beside``: where it was measured on a card, that beside the prediction.
+    """
+    print_parts(lambda page: render(command, facts, explanation, page, top, beside), file)
 
 
-def render(command: str, facts: Facts, explanation: Explanation, page: Page, top: int = 12) -> list[RenderableType]:
+def render(
+    command: str, facts: Facts, explanation: Explanation, page: Page, top: int = 12, beside: Beside | None = None
+) -> list[RenderableType]:
     """Return the parts of the report as rich renderables, in order."""
-    return [*explain.render(explanation, page, top), "", *_script(command, facts, page, top)]
+    measured = [] if beside is None else measure.render(beside, page, top)
+    return [*explain.render(explanation, page, top), *measured, "", *_script(command, facts, page, top)]
 
 
 def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[RenderableType]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 
 import torch
 
 from memplan import _torch
 from memplan._bytes import format_bytes
+from memplan.devices import Device
 from memplan.errors import DeviceError, UsageError
+from memplan.trace.card_run import contribution
+from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.process import run_dry
 from memplan.trace.measure_run import StepMarks, named_run
 from memplan.trace.recording.boundaries import Runs
@@ -19,6 +23,7 @@ from memplan.trace.recording.session import (
     CUDA_DIFFERS,
     check_steps,
     of_outside,
+    own_card,
     random_kept,
     run_steps,
     undisturbed,
@@ -35,6 +40,7 @@ def measure(
     dry: bool = False,
     environment: str | os.PathLike[str] | None = None,
     snapshot: str | os.PathLike[str] | None = None,
+    contribute: str | os.PathLike[str] | None = None,
 ) -> Trace:
     """Run a step on this machine and return what it allocated.
 
@@ -43,22 +49,26 @@ def measure(
     are joined to them. Between the two, random states are put back, and what ops changed of tensors, gradients and
     optimizers from outside of ``build``. Memory that was there before does not count.
 
+    ``device="cuda"`` runs it on this machine's GPU: events are those of torch's memory history, peaks torch's own
+    counters. There, what a step changes of tensors from outside of ``build`` stays changed.
+
     ``dry`` runs the step on the CUDA build of torch in a process that sees an emulated card: torch's own code chooses
     and allocates as on a real one, and kernels do nothing. Losses are zeros, and a value that decides a branch is in
     the trace's assumptions. If ``build`` puts nothing on CUDA, everything is made on the card.
 
     Args:
         build: as for `record`. It is called twice, and each step that it returns ``steps`` times.
-        device: ``"cpu"`` or None; for a dry run, the card: ``"h100"``.
+        device: ``"cpu"`` or None; ``"cuda"`` for this machine's GPU; for a dry run, the card: ``"h100"``.
         steps: how often the step runs.
         dry: whether to run it on an emulated card. Linux on x86-64, with a C compiler.
         environment: of a dry run, the virtual environment with the CUDA build of torch; this one where None.
-        snapshot: of a dry run, a file that torch's own snapshot of its memory history is written to.
+        snapshot: on a card, a file that torch's own snapshot of its memory history is written to.
+        contribute: on a GPU, a file for what its allocator did, with shapes and sizes and without any name.
 
     Raises:
         StepError: ``build`` or the step raised, or ``build`` did not return a step.
         DeviceError: a device that this machine or this version does not have; no CUDA build of torch, or no compiler.
-        UsageError: options of a dry run without ``dry``; a ``build`` that cannot be sent to another process.
+        UsageError: options of a card without one; a ``build`` that cannot be sent to another process.
 
     Example:
         >>> memplan.simulate(memplan.measure(build)).peak_allocated
@@ -66,8 +76,12 @@ def measure(
     """
     check_steps(steps)
     if dry:
+        _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
-    _check_dry(environment, snapshot)
+    _refuse("without dry=True", environment=environment)
+    if _is_cuda(device):
+        return _on_card(build, own_gpu(), steps, snapshot, contribute)
+    _refuse("without a card", snapshot=snapshot, contribute=contribute)
     target, notes = _target(device)
     with undisturbed():
         with random_kept():
@@ -105,11 +119,50 @@ def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
     return _torch.with_threads(_torch.Profile.of(profile), threads), unended
 
 
-def _check_dry(environment: object, snapshot: object) -> None:
-    """Refuse what only a dry run has."""
-    if environment is not None or snapshot is not None:
-        option = "environment" if environment is not None else "snapshot"
-        raise UsageError(f"{option} without dry=True", expected="it of a dry run alone", do="Add dry=True, or leave it")
+def _refuse(why: str, **options: object) -> None:
+    """Raise UsageError for options that were given where there are none."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"{' and '.join(given)} {why}", expected="none there", do="Leave it out, or name the card: docs/measure.md"
+        )
+
+
+def _is_cuda(device: str | None) -> bool:
+    return device is not None and re.fullmatch(r"cuda(:\d+)?|gpu", str(device).strip().lower()) is not None
+
+
+def own_gpu() -> Device:
+    """Return this machine's GPU.
+
+    Raises:
+        DeviceError: there is none, or torch does not see it.
+    """
+    card = own_card()
+    if card is None:
+        why = "is built without CUDA" if torch.version.cuda is None else "finds no GPU"
+        raise DeviceError(
+            f"no GPU here: torch {torch.__version__} {why}",
+            expected="a machine with a GPU that torch sees",
+            do="Run it on an emulated card: memplan measure --dry h100 TARGET (dry=True, device='h100')",
+        )
+    return card
+
+
+def _on_card(
+    build: Runs, card: Device, steps: int, snapshot: str | os.PathLike[str] | None,
+    contribute: str | os.PathLike[str] | None,
+) -> Trace:  # fmt: skip
+    """Run the step on this machine's GPU."""
+    file = None if snapshot is None else os.path.abspath(snapshot)
+    run = observed(build, steps, snapshot_file=file, snapshot=contribute is not None)
+    if contribute is not None:
+        contribution.write(os.fspath(contribute), contribution.contribution(run))
+    parts = run.found.joined
+    return Trace(
+        "measured", card.name, torch.__version__, parts.ops, parts.storages, parts.layers, parts.steps, parts.end,
+        (), run.notes, run.found.calls, forms=parts.forms, returned=parts.returned, counters=run.counters,
+    )  # fmt: skip
 
 
 def _few(names: tuple[str, ...]) -> str:
@@ -121,7 +174,7 @@ def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
     if device is not None and str(device).lower() != HOST:
         raise DeviceError(
             f"device {device!r} to measure on",
-            expected="'cpu': only allocations of the CPU are measured, by torch's profiler",
-            do="Leave device out; or add dry=True (--dry), which runs the step on an emulated card",
+            expected="'cpu', or 'cuda' where a GPU is",
+            do="Leave device out, name this machine's GPU (device='cuda'), or add dry=True (--dry): an emulated card",
         )
     return HOST, (CUDA_DIFFERS,) if device is None else ()

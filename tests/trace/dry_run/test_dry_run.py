@@ -123,8 +123,8 @@ def dry(file: Path, name: str, **options: Any) -> memplan.Trace:
 
 
 def test_options_of_a_dry_run_are_refused_without_it() -> None:
-    for options in ({"environment": "/tmp"}, {"snapshot": "a.pickle"}):
-        with pytest.raises(UsageError, match="without dry=True"):
+    for options, why in (({"environment": "/tmp"}, "dry=True"), ({"snapshot": "a.pickle"}, "a card")):
+        with pytest.raises(UsageError, match=f"{next(iter(options))} without {why}"):
             memplan.measure(lambda: lambda: None, **options)  # pyright: ignore[reportArgumentType]
 
 

@@ -65,7 +65,7 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
 
 def _trace(script: Script, request: Request) -> Trace:
     if request.really:
-        return measure(script, device=request.device, steps=request.steps)
+        return measure(script, device=request.device, steps=request.steps, contribute=request.contribute)
     assume = dict(request.assume)
     return record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
 

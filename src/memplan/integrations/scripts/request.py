@@ -41,6 +41,8 @@ class Request:
     """Of a card's caching allocator."""
     assume: tuple[tuple[str, float], ...] = ()
     cudnn: str | bool | None = None
+    contribute: str | None = None
+    """File for what this machine's GPU did, where it runs there."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan import _torch
-from memplan.trace.dry_run.history import events_of, on_card
+from memplan.trace.card_run.history import events_of, on_card
 from memplan.trace.recording.join_events import Joined
 from memplan.trace.records import Call, Storage
 

@@ -1,0 +1,78 @@
+"""What a machine's card and libraries are, as far as it decides what is allocated."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+VARIABLES = (
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE",
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUBLAS_WORKSPACE_CACHE", "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_CUDNN_V8_API_DISABLED", "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)  # fmt: skip
+"""Variables that change what is allocated."""
+
+
+def gpu(number: int = 0) -> dict[str, Any]:
+    """Return the card: name, compute capability, multiprocessors, memory in bytes."""
+    seen = torch.cuda.get_device_properties(number)
+    return {
+        "name": seen.name, "capability": [seen.major, seen.minor], "multiprocessors": seen.multi_processor_count,
+        "memory": seen.total_memory,
+    }  # fmt: skip
+
+
+def versions(libraries: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the versions of torch, CUDA, cuDNN, the driver, Python, and those of these libraries that are imported."""
+    found: dict[str, Any] = {
+        "torch": str(torch.__version__), "cuda": torch.version.cuda, "python": platform.python_version(),
+        "cudnn": or_none(torch.backends.cudnn.version), "driver": or_none(_driver),
+    }  # fmt: skip
+    for library in libraries:
+        if library in sys.modules:
+            found[library] = or_none(lambda name=library: importlib.metadata.version(name))
+    return found
+
+
+def _driver() -> str:
+    try:
+        with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
+            words = file.readline().split()
+        return next(word for word in words if word[:1].isdigit() and "." in word)
+    except (OSError, StopIteration):
+        import pynvml  # pyright: ignore[reportMissingImports]  # where it is installed
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+
+
+def environment() -> dict[str, str]:
+    """Return the variables that are set of those that change what is allocated."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def flags() -> dict[str, Any]:
+    """Return torch's switches that choose kernels, as they stand."""
+    cudnn = torch.backends.cudnn
+    return {
+        "cudnn_benchmark": or_none(lambda: cudnn.benchmark),
+        "cudnn_deterministic": or_none(lambda: cudnn.deterministic),
+        "cudnn_tf32": or_none(lambda: cudnn.allow_tf32),
+        "matmul_tf32": or_none(lambda: torch.backends.cuda.matmul.allow_tf32),
+        "blas": or_none(lambda: str(torch.backends.cuda.preferred_blas_library())),
+    }
+
+
+def or_none(ask: Callable[[], Any]) -> Any:
+    """Return what a question answers; None where this version of torch or this machine has no answer."""
+    try:
+        return ask()
+    except Exception:  # of any library, in any way
+        return None
