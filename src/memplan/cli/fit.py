@@ -191,18 +191,18 @@ def _check_script(*files: str | None) -> None:
 
 def _script(request: Request, budget: str | None, options: dict[str, Any], files: _Files, top: int) -> int:
     """Plan the model of a script and return the exit code."""
-    from memplan.reports.fit_script import dumps, print_fitting
+    from memplan.reports.fit import dumps_script, print_script
     from memplan.studies.capacity.limit import room_of
 
     room = room_of(request.device, budget, assume=dict(request.assume))
     found = run(replace(request, room=room, plan=tuple(options.items()))).fitting
     assert found is not None, "it was asked for"
     if files.json is not None:
-        write(files.json, dumps(found))
+        write(files.json, dumps_script(found))
     if found.plan is not None and files.plan is not None:
         write(files.plan, found.plan.to_json())
     if not files.takes_stdout:
-        print_fitting(found, top=top)
+        print_script(found, top=top)
     return 0 if found.fits else 1
 
 

@@ -104,8 +104,8 @@ def command(
     asked = _Asked(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measured(arguments, asked)
     beside = None if trace.device == HOST or dry is not None else _beside(arguments, trace, steps)
+    from memplan.reports.compare import dumps_beside, print_beside
     from memplan.reports.explain import dumps, print_explanation
-    from memplan.reports.measure import dumps_beside, print_beside
 
     if trace_file is not None:
         write(trace_file, trace.to_json())

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from memplan._text import printable
 from memplan.explanation.model import Explanation
-from memplan.reports import explain, measure
+from memplan.reports import compare, explain
 from memplan.reports.output import Field, Page, name_field, print_parts
 from memplan.studies.comparisons.measured import Beside
 from memplan.trace.program_facts import Batch, Facts, Held
@@ -26,7 +26,7 @@ def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside |
     """Write the explanation with the script's own facts as indented JSON, and what was measured beside what was
     predicted. All sizes are bytes."""
     data = {"script": {"command": command, **dataclasses.asdict(facts)}, **explanation.to_dict()}
-    data |= {} if beside is None else {"beside": measure.to_dict(beside)}
+    data |= {} if beside is None else {"beside": compare.beside_to_dict(beside)}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
@@ -45,7 +45,7 @@ def render(
     command: str, facts: Facts, explanation: Explanation, page: Page, top: int = 12, beside: Beside | None = None
 ) -> list[RenderableType]:
     """Return the parts of the report as rich renderables, in order."""
-    measured = [] if beside is None else measure.render(beside, page, top)
+    measured = [] if beside is None else compare.render_beside(beside, page, top)
     return [*explain.render(explanation, page, top), *measured, "", *_script(command, facts, page, top)]
 
 

@@ -82,6 +82,11 @@ def measure(
     if _is_cuda(device):
         return _on_card(build, own_gpu(), steps, snapshot, contribute)
     _refuse("without a card", snapshot=snapshot, contribute=contribute)
+    return _on_cpu(build, device, steps)
+
+
+def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
+    """Run the step on this machine's CPU."""
     target, notes = _target(device)
     with undisturbed():
         with random_kept():

@@ -59,3 +59,20 @@ def test_a_release_that_waits_for_a_stream_ends_when_it_is_completed() -> None:
 def joined(*lives: tuple[int, int | None]) -> Joined:
     storages = tuple(Storage(number, 8, "input", *life) for number, life in enumerate(lives))
     return Joined((), storages, (), (0,), 3, 0, 0, (), 0, (), ())
+
+
+def test_a_release_that_the_profiler_did_not_see_takes_nobody_elses_time() -> None:
+    """The second block at an address is freed much later: that is not when the first was."""
+    seen = [_torch.MemoryEvent(512, 512, 10, "", 1), _torch.MemoryEvent(512, 512, 20, "", 2),
+            _torch.MemoryEvent(1024, 512, 30, "", 3), _torch.MemoryEvent(512, -512, 90, "", 4)]  # fmt: skip
+    rows = [event("alloc", 512, 8), *freed(512, 8), event("alloc", 512, 16), event("alloc", 1024, 8), *freed(512, 16)]
+    found = events_of(rows, _torch.Profile(seen, [], {})).profile.events
+    assert [(one.bytes, one.time, one.call) for one in found] == [
+        (8, 10, 1), (-8, 10, -1), (16, 20, 2), (8, 30, 3), (-16, 90, 4)
+    ]  # fmt: skip
+
+
+def test_a_block_that_the_profiler_did_not_see_takes_nobody_elses_call() -> None:
+    seen = [_torch.MemoryEvent(512, 1024, 20, "", 2)]
+    rows = [event("alloc", 512, 8), *freed(512, 8), event("alloc", 512, 1000)]
+    assert [one.call for one in events_of(rows, _torch.Profile(seen, [], {})).profile.events] == [-1, -1, 2]

@@ -16,7 +16,7 @@ from memplan.integrations.scripts.beside import held_beside
 from memplan.integrations.scripts.model_call import ModelCall
 from memplan.integrations.scripts.request import Request
 from memplan.planning.api import plan
-from memplan.reports.fit_script import Fitting, Lines
+from memplan.reports.fit import Fitting, Lines
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.simulate import simulate
 from memplan.studies.capacity.limit import Room

@@ -8,7 +8,7 @@ from typing import Any
 from memplan.errors import StepError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
-from memplan.reports.fit_script import Fitting
+from memplan.reports.fit import Fitting
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.capacity.limit import Room
 from memplan.trace.program_facts import Facts

@@ -55,9 +55,11 @@ def beside(predicted: Trace, measured: Trace, title: str, *, settings: str | Non
     rows = list[Peak]()
     for part, found, counted in zip(parts, (timeline.build, *timeline.steps), measured.counters, strict=False):
         rows += _rows(part, found, counted)
-    sides = (of_trace(trace, f"{title}, {name}", settings=settings) for name, trace in
-             (("predicted", predicted), ("measured", measured)))  # fmt: skip
-    return Beside(tuple(rows), Comparison(*sides))
+    one, other = (
+        of_trace(trace, f"{title}, {name}", settings=settings)
+        for name, trace in (("predicted", predicted), ("measured", measured))
+    )
+    return Beside(tuple(rows), Comparison(one, other))
 
 
 def _rows(part: str, found: StepPeak, counted: Counters) -> list[Peak]:

@@ -6,11 +6,13 @@ The format is that of the files in ``goldens/`` (tools/gpu/README.md), with ``al
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from memplan.dry.card import CARD
 from memplan.trace.card_run import golden_format, machine
 from memplan.trace.card_run.observed import CardRun
 from memplan.trace.records import Op, Storage
@@ -23,10 +25,11 @@ OTHER = "other"
 
 def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
     """Return the content of a golden file of a run whose snapshot was kept. ``number``: of the card."""
+    emulated = CARD in os.environ  # by no means a real card's
     events, segments = golden_format.compact(run.snapshot, number)
     settings = golden_format.plain(run.snapshot.get("allocator_settings") or {})
     return {
-        "format": golden_format.FORMAT, "version": golden_format.VERSION,
+        "format": golden_format.DRY_FORMAT if emulated else golden_format.FORMAT, "version": golden_format.VERSION,
         "name": NAME, "set": NAME, "steps": len(run.counters) - 1,
         "gpu": machine.gpu(number), "versions": machine.versions(),
         "environment": _settings(machine.environment()), "flags": machine.flags(),

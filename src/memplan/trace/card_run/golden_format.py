@@ -1,7 +1,7 @@
 """What a golden file looks like, without torch or a GPU: events, segments, keys of ops, and the bytes of the file.
 
 A file is one JSON object, gzip-packed, the same bytes for the same content. `FORMAT` (or `DRY_FORMAT`) and `VERSION`
-head it; README.md beside this file lists the fields. `benchmarks/cuda_accuracy.py` reads it and shares no code with
+head it; tools/gpu/README.md lists the fields. `benchmarks/cuda_accuracy.py` reads it and shares no code with
 what is here.
 """
 
@@ -48,12 +48,12 @@ class Numbers:
         self.known: dict[Any, int] = {default: 0}
 
     def of(self, value: Any) -> int:
-        """The number of a value."""
+        """Return the number of a value."""
         return self.known.setdefault(value, len(self.known))
 
 
 def compact(snapshot: Mapping[str, Any], gpu: int = 0) -> tuple[dict[str, Any], list[list[Any]]]:
-    """The history of one GPU and what it holds at the end, as columns of small numbers, from torch's snapshot.
+    """Return the history of one GPU and what it holds at the end, as columns of small numbers, from torch's snapshot.
 
     Events: ``actions`` is one letter an event. ``places`` has one number an event: for a free, how many allocations ago
     its block was allocated (1: the last one); else the address, from the lowest one, in units of ``unit`` bytes
@@ -144,14 +144,14 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Settings as JSON has them: texts, numbers, and tables of these; anything else is left out (None)."""
+    """Return settings as JSON has them: texts, numbers, and tables of these; anything else is left out (None)."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     return value if isinstance(value, (str, int, float, bool)) else None
 
 
 def op_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What an op was called with, as text that is equal for calls that take the same memory.
+    """Return what an op was called with, as text that is equal for calls that take the same memory.
 
     Example:
         >>> op_key((torch.zeros(2, 3), [1, 1], None), {"groups": 1})
@@ -187,7 +187,7 @@ def _tensor(tensor: Any) -> str:
 
 
 def packed(content: Mapping[str, Any]) -> bytes:
-    """A golden file's bytes: the same for the same content, whenever and wherever they are made."""
+    """Return a golden file's bytes: the same for the same content, whenever and wherever they are made."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     buffer = io.BytesIO()
     with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, compresslevel=9, mtime=0) as file:
@@ -226,5 +226,5 @@ def shrink(folder: Path, limit: int = LIMIT) -> list[str]:
 
 
 def slug(text: str) -> str:
-    """A name that any file system and any copying tool takes."""
+    """Return a name that any file system and any copying tool takes."""
     return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in text.lower()).strip("-")

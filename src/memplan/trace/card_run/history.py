@@ -10,6 +10,8 @@ from memplan.trace.recording.join_events import Joined
 from memplan.trace.records import ON_CARD, Call, CallKind
 
 _FREED, _WAITED = "free_requested", "free_completed"
+_BLOCK = 512
+"""Bytes: the caching allocator gives out multiples of these."""
 _DEFAULT: tuple[int, tuple[int, ...]] = (0, (0, 0))
 
 
@@ -28,23 +30,52 @@ class Events:
     calls: tuple[tuple[int, CallKind], ...]
 
 
+@dataclass
+class _Life:
+    """What the profiler saw of one allocation."""
+
+    born: _torch.MemoryEvent | None = None
+    died: _torch.MemoryEvent | None = None
+
+
+def _lives(profile: _torch.Profile) -> defaultdict[int, deque[_Life]]:
+    """Return the allocations at each address, in order."""
+    seen: defaultdict[int, deque[_Life]] = defaultdict(deque)
+    for event in profile.events:
+        lives = seen[event.address]
+        if event.bytes > 0:
+            lives.append(_Life(event))
+        elif lives and lives[-1].died is None:
+            lives[-1].died = event
+    return seen
+
+
+def _size(life: _Life) -> int:
+    return 0 if life.born is None else life.born.bytes
+
+
 def events_of(history: list[_torch.HistoryEvent], profile: _torch.Profile) -> Events:
     """Return a history with the profiler's calls.
 
     The profiler saw the same allocations at the same addresses, in blocks rather than as requested, and within calls.
-    What it did not see, as it does not in threads that the step starts, is outside of all calls.
+    What it did not see, as it does not in threads that the step starts, is outside of all calls; of some allocations
+    it does not see the release.
     """
-    seen: defaultdict[tuple[int, bool], deque[_torch.MemoryEvent]] = defaultdict(deque)
-    for event in profile.events:
-        seen[event.address, event.bytes > 0].append(event)
+    seen = _lives(profile)
     events, pools, calls = list[_torch.MemoryEvent](), list[int](), list[tuple[int, CallKind]]()
+    open_now = dict[int, _Life]()
     numbers, live, waiting, waited = {_DEFAULT: 0}, dict[int, int](), dict[int, int](), set[int]()
     time = 0
     for index, row in enumerate(history):
         if row.action in ("alloc", _FREED):
             born = row.action == "alloc"
-            known = seen[row.address, born]
-            found = known.popleft() if known else None
+            if born:
+                known = seen[row.address]
+                matches = bool(known) and _size(known[0]) == -(-max(row.bytes, 1) // _BLOCK) * _BLOCK
+                open_now[row.address] = life = known.popleft() if matches else _Life()
+            else:
+                life = open_now.pop(row.address, _Life())
+            found = life.born if born else life.died
             time = max(time, found.time) if found is not None else time
             mark, call = (found.mark, found.call) if found is not None else ("", -1)
             events.append(_torch.MemoryEvent(row.address, row.bytes if born else -row.bytes, time, mark, call))
