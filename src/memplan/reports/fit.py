@@ -1,5 +1,5 @@
-"""The outcome of fitting a step, or of planning a script's model: before and after, the plan and the proof, or why no plan
-fits; printed and as JSON."""
+"""The outcome of fitting a step, or of planning a script's model: before and after, the plan and the proof, or why no
+plan fits; printed and as JSON."""
 
 from __future__ import annotations
 
