@@ -38,6 +38,11 @@ def step_of(make: Callable[..., tuple[Step, Any]]) -> Callable[..., Build]:
     return build_of
 
 
+def made(name: str, **sizes: Any) -> Step:
+    """Build a step by its name, for another process."""
+    return STEPS[name](**sizes)()
+
+
 def _run(step: Step, held: Any) -> None:
     step()
 

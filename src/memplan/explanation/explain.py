@@ -242,10 +242,13 @@ def _named_workspaces(trace: Trace, timeline: Timeline) -> str:
     plan, op = found.plans[0], trace.ops[trace.storages[found.storage].op or 0]
     of = f" of {op.layer}" if op.layer else ""
     named = {one.storage for one in trace.engines}
-    held = sum(one.bytes for one in live_at(trace, timeline.peak_tick) if one.id in named)
+    live = [one for one in live_at(trace, timeline.peak_tick) if one.id in named]
+    held, real = (sum(one.bytes for one in live if (one.id in trace.measured) is of_card) for of_card in (False, True))
+    took = ", as a real card took" if found.storage in trace.measured else ""
+    beside = f", {format_bytes(real)} on what a real card took" if trace.measured else ""
     return (
-        f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}; "
-        f"{format_bytes(held)} of the peak rest on its answers"
+        f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}{took}: {plan.engine} for {origin_word(op, trace)}{of}; "
+        f"{format_bytes(held)} of the peak rest on its answers{beside}"
     )
 
 
