@@ -13,6 +13,7 @@ from asked_convolutions import NOWHERE, needs_compiler, write_script
 from torch import nn
 
 import memplan
+from memplan._bytes import format_bytes
 from memplan.cudnn import ask as asking
 from memplan.cudnn import worker_process
 from memplan.cudnn.questions import ExecutionPlan
@@ -201,3 +202,19 @@ def test_with_benchmark_what_a_real_card_took_without_it_plays_no_part(
 
     monkeypatch.setattr(asking, "measured", lambda card, version: Any1())
     assert recorded(tried).measured == ()
+
+
+def test_explain_tells_the_first_step_under_benchmark_from_later_ones(recorded: Recorded) -> None:
+    """The largest plan takes 7 MiB and 4096 bytes, the smallest nothing; each step tries, or runs, one of three."""
+
+    def tried() -> Callable[[], None]:
+        torch.backends.cudnn.benchmark = True
+        return build()
+
+    trace = recorded(tried)
+    high, low = memplan.simulate(trace), memplan.simulate(trace, workspace="low")
+    (note,) = [note for note in memplan.explain(trace).notes if "the first step" in note and "later" in note]
+    said = [format_bytes(step.peak_allocated) for step in (high.steps[0], low.steps[1], high.steps[1])]
+    assert note.endswith(f"takes up to {said[0]}, and later ones between {said[1]} and {said[2]}")
+    assert high.steps[0].peak_allocated - low.steps[1].peak_allocated > 6 << 20
+    assert not any("the first step, which" in note for note in memplan.explain(recorded(build)).notes)

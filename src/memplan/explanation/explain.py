@@ -223,6 +223,8 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
     if trace.engines:
         notes.append(_named_workspaces(trace, timeline))
+    if len(timeline.steps) > 1 and any("cudnn.benchmark = True" in note for note in trace.notes):
+        notes.append(_with_benchmark(trace, timeline))
     if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
         notes.append(
             "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
@@ -234,6 +236,17 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
             "the peak, it can be some per cent off"
         )
     return tuple(notes)
+
+
+def _with_benchmark(trace: Trace, low: Timeline) -> str:
+    """Tell the peak of the first step, in which cuDNN tries all plans, from that of later ones."""
+    high = simulate(trace)
+    first, least, most = high.steps[0].peak_allocated, low.steps[-1].peak_allocated, high.steps[-1].peak_allocated
+    later = format_bytes(least) if least == most else f"between {format_bytes(least)} and {format_bytes(most)}"
+    return (
+        f"torch.backends.cudnn.benchmark = True: the first step, which tries all plans, takes up to "
+        f"{format_bytes(first)}, and later ones {later}"
+    )
 
 
 def _named_workspaces(trace: Trace, timeline: Timeline) -> str:
