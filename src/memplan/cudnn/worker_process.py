@@ -88,6 +88,7 @@ class _Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # of a dry run: a driver
         )  # fmt: skip
         self._request = request
         self._read = b""
