@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -38,6 +40,8 @@ HALF_EVERY = 3
 PATIENCE = 90
 """Seconds without a word after which a process is ended."""
 PARTS = ("card", "predicted")
+WIDE = {5: 24, 10: 50, 20: 90}
+"""Sizes of the corpus' samples -> larger ones, by which what a kernel takes for itself shows."""
 DECIDED = ("branch", "bound", "scalar")
 """Kinds of assumptions: a value that the step reads."""
 Row = dict[str, Any]
@@ -58,9 +62,9 @@ def corpus() -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for number, op in enumerate(op_db):
         name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
-        if op.supports_autograd:
-            found += [(f"{name} float32", op)] if torch.float32 in op.dtypes else []
-            found += [(f"{name} bfloat16", op)] if number % HALF_EVERY == 0 and torch.bfloat16 in op.dtypes else []
+        found += [(f"{name} {form}", op) for form in ("float32", "wide") if torch.float32 in op.dtypes]
+        if number % HALF_EVERY == 0 and torch.bfloat16 in op.dtypes:
+            found.append((f"{name} bfloat16", op))
     found += [(f"{info.name} module", info) for info in module_db if torch.float32 in info.dtypes]
     gc.collect()
     gc.freeze()  # half a million objects, which every collection would walk
@@ -77,10 +81,26 @@ def steps(key: str, entry: Any, hook: Callable[[], None]) -> Iterator[tuple[str,
             yield f"{key} {number}", module_build(entry, given, hook)
         return
     dtype = torch.bfloat16 if key.endswith("bfloat16") else torch.float32
-    for number, sample in enumerate(entry.sample_inputs("cpu", dtype, requires_grad=True)):
-        if number == SAMPLES:
-            return
+    with sizes(WIDE if key.endswith("wide") else {}):
+        samples = entry.sample_inputs("cpu", dtype, requires_grad=entry.supports_autograd)
+        chosen = list(itertools.islice(samples, SAMPLES))
+    for number, sample in enumerate(chosen):
         yield f"{key} {number}", op_build(entry, sample, hook)
+
+
+@contextlib.contextmanager
+def sizes(wide: dict[int, int]) -> Iterator[None]:
+    """Give the names that the corpus' samples take their sizes from (`S`, `M`, `L`) other sizes for a while."""
+    places = [module for name, module in sys.modules.items() if name.startswith("torch.testing._internal.")]
+    kept = [(module, name, getattr(module, name, None)) for module in places for name in ("S", "M", "L")]
+    kept = [one for one in kept if one[2] in wide]
+    try:
+        for module, name, size in kept:
+            setattr(module, name, wide[size])
+        yield
+    finally:
+        for module, name, size in kept:
+            setattr(module, name, size)
 
 
 def moved(tree: Any) -> tuple[Any, list[Any]]:
