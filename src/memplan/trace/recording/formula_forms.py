@@ -67,6 +67,8 @@ _EVENLY = {
     "aten.sum.default": Form(beside=_of_gradient),
     "aten.mul.Tensor": _PLAIN,
 }
+_LARGEST = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+_WRITTEN_OUT = {"aten.logical_and.default": _ABSENT}
 _LEFT_OUT = ("ones.default", "cat.default", "cumprod.default", "flip.default", "clone.default")
 _PRODUCT = {f"aten.{name}": _ABSENT for name in _LEFT_OUT}
 _OF_ZEROS = (
@@ -81,7 +83,7 @@ _RUNNING_PRODUCT: dict[str, Form | tuple[Form | None, ...]] = {
     "aten.stack.default": Form(beside=_turned),  # 2.11: the result of the loop
 }
 FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
-    **dict.fromkeys(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), _EVENLY),
+    **dict.fromkeys(_LARGEST, _EVENLY),
     "ProdBackward0": _PRODUCT,
     "ProdBackward1": _PRODUCT | {"aten.cat.default": Form(absent=True, beside=_of_zeros)},
     "CumprodBackward0": _RUNNING_PRODUCT,
@@ -90,9 +92,7 @@ FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
 """By node of autograd and by op: of the op each time, or of its first call, the second and so on, None as it is."""
 ON_CARD: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     **FORMS,
-    **dict.fromkeys(
-        ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"), {"aten.logical_and.default": _ABSENT}
-    ),
+    **dict.fromkeys(_LARGEST, _WRITTEN_OUT),
     "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection_on_card, granted=_ALL_FILLED)},
 }
 """The same of tensors on a card, where the gradient of a largest element is written out in either form."""

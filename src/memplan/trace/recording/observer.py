@@ -395,7 +395,7 @@ def _births(
         Ids of what are workspaces.
     """
     taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
-    if any(extra.after is not None for extra in extras):
+    if any(extra.after is not None or extra.until is not None for extra in extras):
         yield from _around_each(result, extras, taken, ledger, index, note.writes, absent)
         return
     _results(result, ledger, index, note.writes, absent, order.get(note.name))
