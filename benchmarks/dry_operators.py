@@ -92,8 +92,12 @@ def steps(key: str, entry: Any, hook: Callable[[], None]) -> Iterator[tuple[str,
 def sizes(wide: dict[int, int]) -> Iterator[None]:
     """Give the names that the corpus' samples take their sizes from (`S`, `M`, `L`) other sizes for a while."""
     places = [module for name, module in sys.modules.items() if name.startswith("torch.testing._internal.")]
-    kept = [(module, name, getattr(module, name, None)) for module in places for name in ("S", "M", "L")]
-    kept = [one for one in kept if one[2] in wide]
+    kept = [
+        (module, name, size)
+        for module in places
+        for name in ("S", "M", "L")
+        if (size := getattr(module, name, 0)) in wide
+    ]
     try:
         for module, name, size in kept:
             setattr(module, name, wide[size])

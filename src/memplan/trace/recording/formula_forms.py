@@ -14,6 +14,7 @@ import torch
 
 from memplan import _torch
 from memplan.trace.recording.ledger import Note
+from memplan.trace.records import HOST, ON_CARD
 
 Bytes = Callable[[tuple[Any, ...], Any], tuple[int, ...]]
 """Of the arguments and the result of an op, each request by itself."""
@@ -90,30 +91,30 @@ FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection, granted=_ALL_FILLED)},
 }
 """By node of autograd and by op: of the op each time, or of its first call, the second and so on, None as it is."""
-ON_CARD: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
+CARD_FORMS: Mapping[str, Mapping[str, Form | tuple[Form | None, ...]]] = {
     **FORMS,
     **dict.fromkeys(_LARGEST, _WRITTEN_OUT),
     "MaskedFillBackward1": {"aten.where.self": Form(beside=_of_selection_on_card, granted=_ALL_FILLED)},
 }
 """The same of tensors on a card, where the gradient of a largest element is written out in either form."""
-_OPS = frozenset(op for table in (FORMS, ON_CARD) for forms in table.values() for op in forms)
+_OPS = frozenset(op for table in (FORMS, CARD_FORMS) for forms in table.values() for op in forms)
 _NO_MEMORY = "aten._efficientzerotensor.default"
 """A gradient of which torch knows that it is zero."""
 
 
 def form_of(
-    op: str, notes: Sequence[Note], say: Callable[[str], None] | None = None, *, on_card: bool = False
+    op: str, notes: Sequence[Note], say: Callable[[str], None] | None = None, device: str = HOST
 ) -> Form | None:
     """Return what stands for an op that is called now, the last of the notes; None where it is as it is.
 
-    ``say`` is told what is taken for granted; ``on_card``: the op's tensors lie on a card.
+    ``say`` is told what is taken for granted; ``device`` is that of the op's results.
     """
     if op == _NO_MEMORY:
         return _ABSENT
     if op not in _OPS or not _torch.in_backward() or torch.is_grad_enabled():
         return None
     node = _torch.backward_node()
-    table = ON_CARD if on_card else FORMS
+    table = CARD_FORMS if device == ON_CARD else FORMS
     form = None if node is None else table.get(node.name(), {}).get(op)
     if isinstance(form, tuple):
         form = form[min(_calls_before(op, notes), len(form) - 1)]

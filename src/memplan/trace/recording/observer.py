@@ -13,7 +13,7 @@ from memplan import _torch
 from memplan.errors import DeviceError, StepError
 from memplan.trace.recording.call_forms import Forms
 from memplan.trace.recording.engine_forms import EngineForms
-from memplan.trace.recording.formula_forms import Form, form_of
+from memplan.trace.recording.formula_forms import form_of
 from memplan.trace.recording.held_numbers import HeldNumbers
 from memplan.trace.recording.ledger import Entry, Ledger, Note
 from memplan.trace.recording.marks import Marks
@@ -203,12 +203,12 @@ class Observer:
             ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
-        form = None if ledger.real else self._form_of(signature.name)
+        form = None if ledger.real else form_of(signature.name, self.notes, self.taken_for_granted, ledger.device)
         if form is None:
             extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
             extras = self._numbers.without(extras, signature.name, args, note.sequence)
         else:
-            extras = [Extra(size) for size in form.beside(args, result)]
+            extras = tuple(map(Extra, form.beside(args, result)))
         if signature.name == _LIFT:
             ledger.lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
@@ -226,10 +226,6 @@ class Observer:
         if note.phase == "optimizer":
             self.marks.updating.update(note.writes)
         return result
-
-    def _form_of(self, op: str) -> Form | None:
-        there = self.card is not None and self.ledger.device == ON_CARD
-        return form_of(op, self.notes, self.taken_for_granted, on_card=there)
 
     def random_state(self, state: torch.Tensor) -> None:
         """Note the CPU's random state, which `torch.get_rng_state` copies into a tensor without any op."""

@@ -185,6 +185,8 @@ def product(*positions: int) -> Any:
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        if not all(args[i].numel() for i in positions):
+            return ()
         return tuple(taken for i in positions if (taken := _matrix(args[i])))
 
     return formula

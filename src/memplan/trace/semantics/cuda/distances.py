@@ -45,8 +45,8 @@ def euclidean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
 def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """Linear.cpp, _trilinear: a product and its sum for each place along the dimension that is unrolled."""
     operands, summed = [_expanded(x, dims) for x, dims in zip(args[:3], args[3:6], strict=True)], args[6]
-    unrolled = args[7] if len(args) > 7 else kwargs.get("unroll_dim", 1)
-    first, second = [], []
+    unrolled: int = [*args[7:8], kwargs.get("unroll_dim", 1)][0]
+    first, second = list[int](), list[int]()
     for at, sizes in enumerate(zip(*operands, strict=True)):
         here = 1 if at == unrolled else max(sizes[:2])
         first.append(1 if at in summed and sizes[2] == 1 else here)

@@ -284,7 +284,7 @@ def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], resul
 
 
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
-    """SummaryOps.cu, _histc_cuda_template: the least and the largest value before the counts, where no range is given."""
+    """SummaryOps.cu, _histc_cuda_template: the least and the largest value first, where no range is given."""
     low, high = (*args[2:4], *(kwargs.get(name, 0) for name in ("min", "max")[len(args[2:4]) :]))
     size = args[0].element_size()
     return (Extra(size, first=True, until=0), Extra(size, first=True)) if low == high and args[0].numel() else ()
