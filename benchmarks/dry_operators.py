@@ -8,7 +8,7 @@ mode. Another process of the same environment predicts the same steps. Compared 
 what is allocated between forward and backward, each to a block of 512 bytes. Counted apart: what the emulated card
 refuses, what the prediction refuses, and steps in which values decide what is allocated, as that card has none. With
 `--keep` what the card did and what was predicted is kept, and only what is missing there is run again.
-Writes benchmarks/results/dry_operators.json and dry_operators.md.
+Writes benchmarks/results/dry_operators.json, dry_operators.md and dry_operators_short.md, and docs/dry.md.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-if str(ROOT / "src") not in sys.path:
-    sys.path.insert(0, str(ROOT / "src"))
+PAGE = ROOT / "docs" / "dry.md"
+for _path in (str(ROOT / "src"), str(ROOT / "benchmarks")):
+    if _path not in sys.path:
+        sys.path.insert(0, _path)
 
 BLOCK = 512
 SAMPLES = 2
@@ -359,19 +361,25 @@ def judged(real: Row, said: Row) -> Row:
     return {"status": "values", "why": said["values"]} | row if "values" in said else {"status": "wrong"} | row
 
 
-def summary(rows: Sequence[Row], card: str, version: str) -> str:
-    """The counts, and every step that is wrong."""
+def said(rows: Sequence[Row], card: str, version: str) -> str:
+    """The counts, in words."""
     counts = collections.Counter(row["status"] for row in rows)
     judged_rows = counts["exact"] + counts["wrong"] + counts["interval"]
     near = sum(_off(row) <= BLOCK for row in rows if row["status"] == "wrong")
-    lines = [
-        f"On {card}, torch {version}: {len(rows)} steps. Of {judged_rows} that ran on both, {counts['exact']} "
-        f"({counts['exact'] / max(1, judged_rows):.1%}) are exact, {near} more are within a block of {BLOCK} bytes, "
-        f"{counts['interval']} are intervals that hold, {counts['wrong'] - near} are wrong. Apart: "
-        f"{counts['not on the card']} that the emulated card does not run, {counts['values']} in which values decide, "
-        f"{counts['refused']} that the prediction refuses.\n",
-        "| step | peak | predicted | between | predicted |", "|---|--:|--:|--:|--:|",
-    ]  # fmt: skip
+    return (
+        f"PyTorch's own corpus of operators and modules, forward and backward, on {card} with torch {version}: of "
+        f"{judged_rows:,} steps, {counts['exact']:,} ({counts['exact'] / max(1, judged_rows):.1%}) have the peak and "
+        f"what is held between both passes exactly, {near} more within a block of {BLOCK} bytes, "
+        f"{counts['wrong'] - near} are wrong. Apart: {counts['not on the card']} that the emulated card does not run, "
+        f"{counts['values']} in which values decide what is allocated, {counts['refused']} that the prediction "
+        f"refuses.\n"
+    )
+
+
+def summary(rows: Sequence[Row], card: str, version: str) -> str:
+    """The counts, and every step that is wrong."""
+    head = "| step | peak | predicted | between | predicted |\n|---|--:|--:|--:|--:|"
+    lines = [said(rows, card, version), head]
     for row in rows:
         if row["status"] == "wrong":
             lines.append(f"| {row['step']} | {' | '.join(f'{n:,}' for n in (*row['peak'], *row['between']))} |")
@@ -391,6 +399,8 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAMES", help="ops and modules of these names, with commas between them")
     parser.add_argument("--again", action="store_true", help="predict anew what was predicted before")
     options = parser.parse_args()
+    from cuda_accuracy import filled
+
     from memplan.dry.cuda_torch import find_torch
 
     torch = find_torch(options.torch)
@@ -412,6 +422,9 @@ def main() -> int:
         head = json.dumps(content | {"steps": None}, indent=1).replace('"steps": null', f'"steps": [\n  {body}\n ]')
         (RESULTS / "dry_operators.json").write_text(head + "\n", encoding="utf-8")
         (RESULTS / "dry_operators.md").write_text(text, encoding="utf-8")
+        short = said(rows, options.card, torch.version)
+        (RESULTS / "dry_operators_short.md").write_text(short, encoding="utf-8")
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return int(any(row["status"] == "wrong" for row in rows))
 
 

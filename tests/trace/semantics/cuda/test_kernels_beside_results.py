@@ -62,6 +62,8 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
     "by another norm": ((500, 64), lambda x: torch.cdist(x, ones(600, 64), p=1.0), 146_719_744),
     "of batches by another norm": ((4, 50, 64), lambda x: torch.cdist(x, ones(4, 30, 64), p=3.0), 68_827_136),
     "of few": ((20, 64), lambda x: torch.cdist(x, ones(30, 64)), 67_167_232),
+    "differing coordinates": ((50, 64), lambda x: torch.cdist(x, ones(30, 64), p=0.0), 67_155_456),
+    "infinite": (ROWS, alone(lambda x: x.isinf()), 67_684_864),
     "bilinear": ((64, 100), lambda x: F.bilinear(x, ones(64, 50), ones(30, 100, 50)), 69_079_552),
     "permutation of 2": ((8,), permuted(2), 67_111_936),
     "permutation of 1000": ((8,), permuted(1_000), 67_134_464),

@@ -23,13 +23,20 @@ def _summed(like: torch.Tensor, shape: tuple[int, ...], dim: int, arch: Arch) ->
 
 
 def pdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """DistanceKernel.cu, pdist_backward_kernel_impl: the part of every point in the gradient of every other."""
+    """DistanceKernel.cu, pdist_backward_kernel_impl: the part of every point in the gradient of every other.
+
+    That of the number of differing coordinates is zero.
+    """
+    if not args[2]:
+        return ()
     points, width = args[1].shape
     return _summed(args[1], (points - 1, points, width), 0, arch)
 
 
 def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """DistanceKernel.cu, cdist_backward_kernel_impl: the part of every pair in the gradient of the first operand."""
+    """DistanceKernel.cu, cdist_backward_kernel_impl: likewise, for the gradient of the first operand."""
+    if not args[3]:
+        return ()
     x, y = args[1:3]
     batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     batched = (batch.numel(),) if batch else ()
@@ -52,7 +59,8 @@ def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
         first.append(1 if at in summed and sizes[2] == 1 else here)
         second.append(1 if at in summed or at == unrolled else max(sizes))
     itemsize = args[0].element_size()
-    return (prod(first) * itemsize, prod(second) * itemsize) if result.numel() else ()
+    some = result.numel() and all(x.numel() for x in args[:3])
+    return (prod(first) * itemsize, prod(second) * itemsize) if some else ()
 
 
 def _expanded(x: torch.Tensor, dims: list[int]) -> list[int]:

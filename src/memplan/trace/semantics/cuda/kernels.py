@@ -125,6 +125,11 @@ def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
     return (bytes_of(result),) * (len(dims) - 1) or _taken(copied(x))
 
 
+def is_infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """TensorCompare.cpp, isinf: the magnitudes of floating-point numbers."""
+    return _taken(bytes_of(args[0])) if args[0].is_floating_point() else ()
+
+
 _MOST_CHANNELS = 1024
 
 
@@ -189,6 +194,7 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}.default": copies_of(0) for name in _CONTIGUOUS},
     **{f"aten.{name}.default": columns for name in ("im2col", "col2im")},
     "aten.roll.default": roll,
+    "aten.isinf.default": is_infinite,
     "aten.grid_sampler_2d.default": sampled(1),
     "aten.grid_sampler_2d_backward.default": sampled(2),
     "aten.nll_loss_backward.default": copies_of(0, 1),
