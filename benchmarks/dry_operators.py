@@ -44,8 +44,8 @@ PATIENCE = 90
 PARTS = ("card", "predicted")
 WIDE = {5: 24, 10: 50, 20: 90}
 """Sizes of the corpus' samples -> larger ones, by which what a kernel takes for itself shows."""
-DECIDED = ("branch", "bound", "scalar")
-"""Kinds of assumptions: a value that the step reads."""
+DECIDED = ("branch", "bound", "scalar", "sparse")
+"""Kinds of assumptions: values that the step reads, or that size what it makes."""
 Row = dict[str, Any]
 Build = Callable[[], Callable[[], None]]
 
