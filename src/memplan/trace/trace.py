@@ -63,6 +63,8 @@ class Trace:
     """Of a dry run: what torch's own said of building and then of each step."""
     engines: tuple[Engines, ...] = ()
     """Of the workspaces that cuDNN was asked for, in the order of their storages."""
+    measured: tuple[int, ...] = ()
+    """Storages of these whose bytes are not cuDNN's answer but what a real card took with it."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

@@ -49,6 +49,8 @@ class _Made:
     """An optimizer's making, as the script's frame saw it."""
 
     line: tuple[str, int]
+    end: int
+    """Last line of the statement."""
     names: dict[int, str]
     """id() of each module that a variable of the script held -> its name."""
 
@@ -92,9 +94,9 @@ class CallWatch:
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the script has made an optimizer."""
-        frame = self._frame()
+        frame = next((one for one in self._frames() if not _statement(one)[2]), None)
         if frame is not None and self.call is None:
-            self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _modules(frame))
+            self._made = _Made((frame.f_code.co_filename, frame.f_lineno), _statement(frame)[1], _modules(frame))
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has made an update."""
@@ -112,27 +114,26 @@ class CallWatch:
             call.kwargs = {name: described(one) for name, one in kwargs.items()}
         except Unknown as error:
             call.unknown = str(error)
-        frame = self._frame()
+        frame, made = next(self._frames(), None), self._made
         if frame is None:
             return
-        here, made = (frame.f_code.co_filename, frame.f_lineno), self._made
-        call.before = made is None or made.line == here  # what trains makes the optimizer itself
-        names = _modules(frame) if call.before or made is None else made.names | _modules(frame)
-        line = here if call.before or made is None else made.line
-        first, last = _statement(*line)
-        call.line = format_frame((line[0], first if call.before else last))
-        call.name = names.get(id(module), "model")
+        here = frame.f_code.co_filename, frame.f_lineno
+        if made is None or made.line == here:  # what trains makes the optimizer itself
+            call.before, call.line = True, format_frame((here[0], _statement(frame)[0]))
+            call.name = _modules(frame).get(id(module), call.name)
+        else:
+            call.line = format_frame((made.line[0], made.end))
+            call.name = made.names.get(id(module), call.name)
 
-    def _frame(self) -> FrameType | None:
-        """Return the innermost frame of the script's own code."""
+    def _frames(self) -> Iterator[FrameType]:
+        """Yield the frames of the script's own code outside of its models, the innermost first."""
         frame = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
             own = os.path.abspath(file).startswith(self._folder + os.sep) and "-packages" not in file
             if own and not file.startswith("<") and not isinstance(frame.f_locals.get("self"), nn.Module):
-                return frame
+                yield frame
             frame = frame.f_back
-        return None
 
 
 def _trains(module: nn.Module) -> bool:
@@ -160,14 +161,18 @@ def _attributes(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {}) if value is not None else {}
 
 
-def _statement(file: str, line: int) -> tuple[int, int]:
-    """Return the first and the last line of the innermost simple statement at a line; the line where none is read."""
+def _statement(frame: FrameType) -> tuple[int, int, bool]:
+    """Return the first and the last line of the statement that a frame runs, and whether it returns."""
+    line = frame.f_lineno
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     except SyntaxError:
-        return line, line
-    spans = [
-        (node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree)
+        return line, line, False
+    around = [
+        node for node in ast.walk(tree)
         if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
     ]  # fmt: skip
-    return min(spans, key=lambda span: span[1] - span[0], default=(line, line))
+    inner = min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
+    if inner is None:
+        return line, line, False
+    return inner.lineno, inner.end_lineno or inner.lineno, isinstance(inner, ast.Return)

@@ -43,8 +43,7 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
         trace = _trace(script, request)
     except StepError as error:
         raise error if error.__cause__ is None else _of_script(error) from error.__cause__
-    assert script.facts is not None, "it has run"
-    ran = Ran(request.command, trace, script.facts)
+    ran = Ran(request.command, trace, script.facts(trace))
     if request.room is None:
         return ran
     if request.plan is not None:
@@ -74,6 +73,11 @@ def _of_script(error: StepError) -> StepError:
     """Return the error of a step with what to do about a script."""
     if isinstance(error, DataDependentError):
         return error
+    if "on CUDA" in error.found:
+        do = "Name one: --device h100 (memplan devices lists them)"
+        named = StepError(error.found, expected=error.expected, do=do)
+        named.layer, named.where = error.layer, error.where
+        return named
     found = StepError(
         error.found,
         expected="a script that runs as far as its second update",

@@ -52,6 +52,11 @@ class Room:
         return self.limit if self.target.card is None else self.target.card.usable("high")
 
     @property
+    def device(self) -> str:
+        """Device to record a step for."""
+        return self.target.name
+
+    @property
     def title(self) -> str:
         """Limit and device, for reports."""
         return f"{format_bytes(self.limit)} ({self.target.card.title if self.target.card else 'CPU'})"
