@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from reports.outcomes import FRONTIER, MIB, PROOF, WRONG, kept, plan
 
 from memplan.errors import BudgetError
 from memplan.planning.plan.plan import Plan
-from memplan.reports.fit import Outcome, dumps, print_fit
+from memplan.reports.fit import Fitting, Lines, Outcome, dumps, dumps_script, print_fit, print_script
 from memplan.verification.proof.proof import Proof
 from memplan.verification.proof.proof import loads as proof_from
 
@@ -103,3 +104,61 @@ def test_json_of_a_shortfall() -> None:
     data = json.loads(dumps(CASES["too small"][0]))
     assert (data["fits"], data["plan"], data["smallest_budget"]) == (False, None, 200 * MIB)
     assert data["reason"] == "The budget is 100.0 MiB. Expected at least 200.0 MiB. Halve the batch."
+
+
+LINES = Lines("train.py:13", False, ("import memplan", 'memplan.fit(model, "8x8", budget=380)'))
+SCRIPT = Fitting("train.py", 500 * MIB, 700 * MIB, 80 * MIB, 20 * MIB, plan(), lines=LINES)
+SCRIPTS = {
+    "planned": (SCRIPT, [
+        "train.py can be made to fit 500.0 MiB; nothing was run.",
+        "",
+        "the script as it is 700.0 MiB",
+        "the model's step 600.0 MiB -> 300.0 MiB",
+        "beside the model at most 80.0 MiB",
+        "the allocator's 20.0 MiB: context and cached blocks, as recorded",
+        "the script planned at most 400.0 MiB",
+    ]),
+    "already": (Fitting("train.py", 500 * MIB, 400 * MIB), [
+        "train.py fits 500.0 MiB already: it takes 400.0 MiB. There is nothing to change.",
+    ]),
+    "too small": (Fitting("train.py", 100 * MIB, 700 * MIB, 80 * MIB, shortfall=SHORT), [
+        "train.py does not fit 100.0 MiB. The smallest budget with a plan is 280.0 MiB.",
+        "",
+        "the script as it is 700.0 MiB",
+        "beside the model at most 80.0 MiB",
+    ]),
+}  # fmt: skip
+
+
+def printed_script(found: Fitting) -> list[str]:
+    file = io.StringIO()
+    print_script(found, file)
+    return [" ".join(line.split()) for line in file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_scripts_figures(name: str) -> None:
+    found, lines = SCRIPTS[name]
+    assert printed_script(found)[: len(lines)] == lines
+
+
+@pytest.mark.parametrize(
+    ("where", "before", "said"),
+    [
+        ("train.py:13", False, "Add after train.py:13:"),
+        ("train.py:13", True, "Add before train.py:13:"),
+        (None, False, "Add before the first step, where the model is at hand:"),
+    ],
+)
+def test_the_lines_to_add_and_their_place(where: str | None, before: bool, said: str) -> None:
+    lines = printed_script(replace(SCRIPT, lines=Lines(where, before, LINES.text)))
+    at = lines.index(said)
+    assert lines[at + 2 : at + 4] == ["import memplan", 'memplan.fit(model, "8x8", budget=380)']
+
+
+def test_a_script_as_json() -> None:
+    data = json.loads(dumps_script(SCRIPT))
+    assert (data["format"], data["fits"], data["changed"]) == ("memplan.fit_script", True, True)
+    assert (data["recorded"], data["planned"], data["smallest_budget"]) == (700 * MIB, 400 * MIB, None)
+    assert data["lines"]["where"] == "train.py:13"
+    assert Plan.from_json(json.dumps(data["plan"])) == plan()

@@ -238,7 +238,9 @@ class Fitting:
     @property
     def smallest(self) -> int | None:
         """Return the smallest budget for which there is a plan; None where the given one is enough."""
-        return None if self.shortfall is None else self.shortfall.smallest_budget + self.beside + self.surplus
+        if self.shortfall is None:
+            return None
+        return min(self.shortfall.smallest_budget + self.beside + self.surplus, self.recorded)
 
 
 def dumps_script(found: Fitting) -> str:
@@ -300,7 +302,7 @@ def _facts_of_script(found: Fitting) -> dict[str, str]:
     if found.beside:
         rows["beside the model"] = f"at most {format_bytes(found.beside)}"
     if found.surplus:
-        rows["the allocator's"] = f"{format_bytes(found.surplus)}: context, rounding and reserved blocks, as recorded"
+        rows["the allocator's"] = f"{format_bytes(found.surplus)}: context and cached blocks, as recorded"
     if found.planned is not None:
         rows["the script planned"] = f"at most {format_bytes(found.planned)}"
     return rows

@@ -1,0 +1,195 @@
+"""A script's model planned for a budget of the whole script; the lines are run, and what they take is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocator import allocations, peak_of
+from script_runs import HEAD, run, script_of
+from torch import nn
+
+import memplan
+from memplan.devices import find
+from memplan.errors import InputError
+from memplan.integrations.scripts.command import Command
+from memplan.integrations.scripts.planned import planned
+from memplan.integrations.scripts.request import Request
+from memplan.reports.fit import Fitting
+from memplan.studies.capacity.limit import room_of
+
+LAYERS = """
+def net():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128)) for _ in range(5)))
+"""
+TRAIN = (
+    LAYERS
+    + """
+model = net()
+opt = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    x, y = torch.randn(2048, 128), torch.randn(2048, 128)
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+"""
+)
+MIB = 1 << 20
+EXAMPLE = HEAD.count("\n")
+"""Lines of the script before its text."""
+
+
+def fitting(folder: Path, text: str, budget: str, device: str = "cpu", **options: Any) -> Fitting:
+    """Record a script and plan its model."""
+    (folder / "script.py").write_text(HEAD + text, encoding="utf-8")
+    (folder / "world").mkdir()
+    room = room_of(device, budget)
+    request = Request(Command(str(folder / "script.py")), device, room=room, plan=tuple(options.items()))
+    script = script_of(str(folder / "script.py"), world=str(folder / "world"), room=room, plan=request.plan)
+    return planned(memplan.record(script, device=device), script.call, request)  # pyright: ignore[reportArgumentType]  # a program
+
+
+def test_the_lines_make_the_script_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = fitting(tmp_path, TRAIN, "18MiB")
+    assert found.plan is not None
+    assert found.lines is not None
+    assert found.planned is not None
+    assert found.plan.peak < found.plan.eager_peak
+    assert found.recorded <= found.plan.eager_peak + found.beside  # what the plan does not count is all counted
+    assert found.planned <= 18 * MIB < found.recorded
+    assert (found.lines.where, found.lines.before) == (f"script.py:{EXAMPLE + 6}", False)
+    assert found.lines.text == (
+        "import memplan",
+        "memplan.fit(",
+        "    model,",
+        '    "2048x128",',
+        f"    budget={18 * MIB - found.beside:_},",
+        "    optimizer=torch.optim.AdamW,",
+        ")",
+    )
+    _check_measured("\n".join(found.lines.text), 18 * MIB)
+
+
+def _check_measured(lines: str, budget: int) -> None:
+    """Run the script's step with the lines added, and see what the allocator gives."""
+    around: dict[str, Any] = {"torch": torch, "nn": nn}
+    exec(LAYERS, around)
+    model = around["model"] = around["net"]()
+    exec(lines, around)
+
+    def step() -> None:
+        x, y = torch.randn(2048, 128), torch.randn(2048, 128)
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    step()
+    state = [one for row in optimizer.state.values() for one in row.values()]
+    there = sum(one.numel() * one.element_size() for one in (*model.parameters(), *state))
+    assert there + peak_of(allocations(step)) <= budget
+    before = memplan.measure(lambda: _as_it_is(around["net"]()), device="cpu")
+    assert memplan.simulate(before).peak_allocated > budget
+
+
+def _as_it_is(model: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        x, y = torch.randn(2048, 128), torch.randn(2048, 128)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_one_that_fits_needs_nothing(tmp_path: Path) -> None:
+    found = fitting(tmp_path, TRAIN, "1GiB")
+    assert (found.fits, found.changes, found.lines) == (True, False, None)
+    trace, _ = run(tmp_path, TRAIN)
+    assert found.recorded == memplan.simulate(trace).peak_allocated
+
+
+def test_the_smallest_budget_is_enough(tmp_path: Path) -> None:
+    found = fitting(tmp_path, TRAIN, "2MiB")
+    assert not found.fits
+    assert found.smallest is not None
+    (tmp_path / "again").mkdir()
+    assert fitting(tmp_path / "again", TRAIN, str(found.smallest)).plan is not None
+
+
+def test_no_budget_is_said_to_be_smaller_than_what_the_script_takes_anyway(tmp_path: Path) -> None:
+    """Beside a small model a large loss: the bound on both is more than the script takes."""
+    large = TRAIN.replace("range(5)", "range(1)").replace("model(x), y)", "model(x).exp().exp(), y.exp().exp())")
+    found = fitting(tmp_path, large, "2MiB")
+    assert found.smallest == found.recorded
+
+
+def test_on_a_card_context_and_reserved_blocks_are_kept_free(tmp_path: Path) -> None:
+    """What the card has beyond tensors is in the script's sum; `memplan.fit` there counts it by itself."""
+    text = TRAIN.replace("net()\nopt", "net().cuda()\nopt").replace("2048, 128)", '65536, 128, device="cuda")')
+    found = fitting(tmp_path, text, "1300MiB", "rtx4090")
+    card = find("rtx4090")
+    assert found.plan is not None
+    assert found.lines is not None
+    assert found.surplus >= card.capacity - card.usable("high")
+    assert found.planned is not None
+    assert found.planned <= 1300 * MIB < found.recorded
+    assert f"    budget={1300 * MIB - found.beside:_}," in found.lines.text
+
+
+MASKED = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(9)))
+    def forward(self, ids, mask=None, scale=1.0):
+        x = self.body(self.embed(ids)) * scale
+        return x if mask is None or bool(mask.all()) else x * mask[..., None]
+model = Net()
+opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for _ in range(3):
+    ids = torch.randint(0, 50, (64, 32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(ids, mask=torch.ones(64, 32, dtype=torch.long), scale=0.5)
+    out.float().square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_arguments_of_all_kinds(tmp_path: Path) -> None:
+    found = fitting(tmp_path, MASKED, "6MiB")
+    assert found.lines is not None
+    assert found.lines.text == (
+        "import memplan",
+        "memplan.fit(",
+        "    model,",
+        '    "64x32:int64",',
+        '    kwargs={"mask": memplan.spec("64x32:int64", low=1), "scale": 0.5},',
+        f"    budget={6 * MIB - found.beside:_},",
+        "    optimizer=lambda parameters: torch.optim.SGD(parameters, momentum=0.9),",
+        '    autocast="bf16",',
+        ")",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("with torch.no_grad():\n    nn.Linear(2, 2).eval()(torch.zeros(1, 2))", "script.py called no model in training"),
+        ("class Odd(nn.Linear):\n    def forward(self, x): return super().forward(x.get())\n"
+         "class Box:\n    def get(self): return torch.zeros(1, 2)\nOdd(2, 2)(Box()).sum().backward()",
+         "script.py calls Odd with a Box"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_said(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        fitting(tmp_path, text, "1")
