@@ -130,6 +130,11 @@ def test_the_largest_batch_is_the_largest(script: str) -> None:
         (["check"], "no TARGET"),
         (["largest", "--script", "train.py", "--axis", "size", "--device", "t4"], "another axis than batch"),
         (["largest", "--script", "nosuch.py", "--device", "t4"], "there is no file nosuch.py"),
+        (["fit", "--script", "train.py"], "no budget"),
+        (["fit", "--script", "train.py", "--budget", "1MiB", "--use-plan", "p.json"], "--use-plan with --script"),
+        (["fit", "--script", "train.py", "--budget", "1MiB", "--frontier", "a.png"], "--frontier with --script"),
+        (["fit", "--script", "train.py", "--budget", "1MiB", "--optimizer", "sgd"], "--optimizer with --script"),
+        (["fit", "--budget", "1MiB"], "no TARGET"),
     ],
 )  # fmt: skip
 def test_bad_scripts_of_other_commands(script: str, arguments: list[str], message: str) -> None:
@@ -147,3 +152,24 @@ def test_check_takes_a_script(script: str) -> None:
     assert done.exit_code == 1, done.output
     assert "train.py: 1 warning" in done.stdout
     assert "4 pixels on each side" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("budget", "code", "said"),
+    [
+        ("1GiB", 0, "fits 1.0 GiB already"),
+        ("32MiB", 0, "can be made to fit 32.0 MiB; nothing was run."),
+        ("1MiB", 1, "does not fit 1.0 MiB. The smallest budget with a plan is"),
+    ],
+)
+def test_fit_takes_a_script(script: str, budget: str, code: int, said: str) -> None:
+    arguments = ["--device", "cpu", "--json", "out.json", "--plan", "plan.json", "--", "--batch-size", "8192"]
+    text = SCRIPT.replace("nn.ReLU()", "nn.GELU(), nn.Linear(256, 256), nn.GELU()").replace("randn(512", "randn(8192")
+    Path(script).write_text(text, encoding="utf-8")
+    done = _invoke("fit", "--script", script, "--budget", budget, *arguments)
+    assert done.exit_code == code, done.output
+    assert said in " ".join(done.stdout.split())
+    data = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert (data["fits"], data["changed"]) == (code == 0, Path("plan.json").exists())
+    if data["changed"]:
+        assert "Add after train.py:10:" in done.stdout

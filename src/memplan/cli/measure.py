@@ -134,14 +134,14 @@ class _Asked:
 
     def run(self, given: StepArguments) -> Trace:
         """Run the step."""
-        from memplan.trace.measure import measure, own_gpu
+        from memplan.trace.measure import is_cuda, measure, own_gpu
 
         if self.dry is not None:
             return measure(
                 StepOfOptions(given), device=self.dry, steps=self.steps, dry=True, environment=self.environment,
                 snapshot=self.snapshot,
             )  # fmt: skip
-        on_card = self.place is not None and self.place.lower() != HOST
+        on_card = is_cuda(self.place)
         if on_card:
             own_gpu()  # before anything of the target is loaded
         return measure(

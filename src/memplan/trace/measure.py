@@ -79,7 +79,7 @@ def measure(
         _refuse("with dry=True", contribute=contribute)
         return run_dry(build, device=device, steps=steps, environment=environment, snapshot=snapshot)
     _refuse("without dry=True", environment=environment)
-    if _is_cuda(device):
+    if is_cuda(device):
         return _on_card(build, own_gpu(), steps, snapshot, contribute)
     _refuse("without a card", snapshot=snapshot, contribute=contribute)
     return _on_cpu(build, device, steps)
@@ -133,7 +133,8 @@ def _refuse(why: str, **options: object) -> None:
         )
 
 
-def _is_cuda(device: str | None) -> bool:
+def is_cuda(device: str | None) -> bool:
+    """Return whether a device is this machine's GPU, by torch's name."""
     return device is not None and re.fullmatch(r"cuda(:\d+)?|gpu", str(device).strip().lower()) is not None
 
 

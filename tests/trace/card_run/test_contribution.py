@@ -121,7 +121,7 @@ def test_the_benchmarks_read_it(run: CardRun, tmp_path: Path) -> None:
     assert write(str(path), content) == path.stat().st_size
     golden = golden_file.read(path)
     assert (golden.name, golden.capability) == (NAME, (9, 0))
-    assert [(peak.allocated, peak.reserved) for peak in golden.peaks] == [(1536, 2048 * KIB)] * 2
+    assert [(peak.allocated, peak.reserved) for peak in golden.steps] == [(1536, 2048 * KIB)] * 2
     assert json.loads(gzip.decompress(path.read_bytes())) == json.loads(json.dumps(content))
 
 

@@ -143,7 +143,8 @@ def test_a_card_has_to_be_named(device: str | None, said: str) -> None:
     ("options", "said"),
     [
         (["--torch", "/tmp", "a.py:b"], "--torch without --dry"),
-        (["--snapshot", "a.pickle", "a.py:b"], "--snapshot without --dry"),
+        (["--snapshot", "a.pickle", "a.py:b"], "--snapshot without a card"),
+        (["--device", "cuda", "--dry", "h100", "a.py:b"], "--device and --dry"),
         (["--dry", "b200", "{file}:build"], "the clocks of b200"),
         (["--dry", "h100", "--torch", "{file}x", "{file}:counts"], "is no environment of Python"),
     ],

@@ -38,7 +38,7 @@ def contribution(run: CardRun, *, number: int = 0) -> dict[str, Any]:
         "end": [run.end.allocated, run.end.reserved], "context": None,
         "events": events, "segments": segments, "workspaces": None, "calls": None, "notes": [],
         "allocations": allocations(run),
-    }  # fmt: skip
+    } | ({"assumed": []} if emulated else {})  # fmt: skip
 
 
 def allocations(run: CardRun) -> list[list[Any]]:

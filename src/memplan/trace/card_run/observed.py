@@ -74,6 +74,7 @@ def observed(
     notes = list[str]()
     torch.cuda.init()
     with undisturbed(cuda=True):
+        _settle()
         random_state = torch.cuda.get_rng_state()
         with random_kept():
             try:
@@ -83,8 +84,6 @@ def observed(
                 notes.append(_EVERYTHING)
                 plain = _plain(build, steps, snapshot_file, snapshot, around, elsewhere=False)
         _settle()
-        _torch.clear_cublas_workspaces()
-        torch.cuda.empty_cache()
         torch.cuda.set_rng_state(random_state)
         before = len(_torch.history())
         named = named_run(build, steps, device="cuda")
@@ -104,8 +103,11 @@ def _is_librarys(call: str) -> bool:
 
 
 def _settle() -> None:
+    """Free what nobody holds, libraries' workspaces too: a run is to take its own."""
     gc.collect()
     torch.cuda.synchronize()
+    _torch.clear_cublas_workspaces()
+    torch.cuda.empty_cache()
 
 
 def _plain(
