@@ -31,10 +31,10 @@ def test_another_optimizer_with_the_same_options(kind: type[torch.optim.Optimize
 
 
 def test_a_copy_has_no_hooks_and_its_own_parameters() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    layer = torch.nn.Linear(2, 2)
     seen: list[object] = []
-    model[0].register_forward_hook(lambda *given: seen.append(given))
-    other = copied(model)
+    layer.register_forward_hook(lambda *given: seen.append(given))
+    other = copied(layer)
     other(torch.zeros(1, 2))
     assert not seen
-    assert other[0].weight is not model[0].weight
+    assert other.weight is not layer.weight

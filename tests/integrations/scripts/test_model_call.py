@@ -114,10 +114,18 @@ def test_what_makes_the_optimizer_as_it_trains_is_too_late(folder: Path) -> None
     library.parent.mkdir(exist_ok=True)
     code = "import torch\ndef train(it):\n    net = it\n    opt = torch.optim.SGD(it.parameters(), lr=1)\n"
     library.with_suffix(".py").write_text(code + textwrap.indent(LOOP, "    "), encoding="utf-8")
-    call = call_of(folder, f"import sys\nsys.path.append({str(library.parent)!r})\nfrom {library.name} import train\n"
-                   "class Holder: pass\nholder = Holder()\nholder.model = mine = nn.Linear(8, 2)\ntrain(mine)")  # fmt: skip
+    text = f"""
+        import sys
+        sys.path.append({str(library.parent)!r})
+        from {library.name} import train
+        class Holder: pass
+        holder = Holder()
+        holder.model = mine = nn.Linear(8, 2)
+        train(mine)
+        """
+    call = call_of(folder, text)
     assert call is not None
-    assert (call.name, call.line, call.before) == ("mine", "train.py:9", True)
+    assert (call.name, call.line, call.before) == ("mine", "train.py:10", True)
     assert call.optimizer is torch.optim.SGD
 
 

@@ -184,7 +184,7 @@ def test_arguments_of_all_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("with torch.no_grad():\n    nn.Linear(2, 2).eval()(torch.zeros(1, 2))", "script.py called no model in training"),
+        ("with torch.no_grad():\n    nn.Linear(2, 2).eval()(torch.zeros(1, 2))", "called no model in training"),
         ("class Odd(nn.Linear):\n    def forward(self, x): return super().forward(x.get())\n"
          "class Box:\n    def get(self): return torch.zeros(1, 2)\nOdd(2, 2)(Box()).sum().backward()",
          "script.py calls Odd with a Box"),

@@ -32,9 +32,10 @@ def held_beside(trace: Trace, kind: str, parts: Iterable[str], inputs: Iterable[
     first = trace.steps[0]
     changes = list[tuple[int, int, Storage]]()
     for storage in trace.counted:
-        if _is_own(storage, trace, own, updates=updates) or (storage.died is not None and storage.died <= first):
+        over = storage.died is not None and storage.died <= first
+        if over or _is_own(storage, trace, own, updates=updates):
             continue
-        changes.append((max(storage.born, first), 1, storage))
+        changes.append((storage.born, 1, storage))
         changes += [] if storage.died is None else [(storage.died, -1, storage)]
     level = most = 0
     alive = Counter[tuple[tuple[int, ...], str]]()
