@@ -173,3 +173,14 @@ def test_fit_takes_a_script(script: str, budget: str, code: int, said: str) -> N
     assert (data["fits"], data["changed"]) == (code == 0, Path("plan.json").exists())
     if data["changed"]:
         assert "Add after train.py:10:" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_target_without_a_callable_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "def make(): ...\nopen('trained', 'w').close()\nraise SystemExit\n"
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    done = _invoke(command, "train.py")
+    assert done.exit_code == 2
+    assert "Say which: train.py:make; or memplan run train.py says what it needs" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
