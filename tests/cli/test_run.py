@@ -184,3 +184,14 @@ def test_a_target_without_a_callable_is_not_run(tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 2
     assert "Say which: train.py:make; or memplan run train.py says what it needs" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("command", ["fit", "largest"])
+def test_a_budget_that_is_a_card_is_what_a_script_is_recorded_for(script: str, command: str) -> None:
+    """For the CPU a script that names CUDA cannot be recorded."""
+    text = SCRIPT.replace("nn.Linear(256, 4))", "nn.Linear(256, 4)).cuda()").replace("model(x)", "model(x.cuda())")
+    Path(script).write_text(text, encoding="utf-8")
+    most = ["--most", "8"] if command == "largest" else []
+    done = _invoke(command, "--script", script, "--budget", "t4", *most)
+    assert done.exit_code == 0, done.output
+    assert "14.6 GiB" in done.stdout

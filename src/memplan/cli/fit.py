@@ -195,7 +195,7 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
     from memplan.studies.capacity.limit import room_of
 
     room = room_of(request.device, budget, assume=dict(request.assume))
-    found = run(replace(request, device=room.device, room=room, plan=tuple(options.items()))).fitting
+    found = run(replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))).fitting
     assert found is not None, "it was asked for"
     if files.json is not None:
         write(files.json, dumps_script(found))

@@ -93,7 +93,9 @@ def command(
                 expected="--axis batch: the batch that its loader gives is made larger",
                 do="Leave it out, or name a callable that makes the model",
             )
-        ran = run(replace(request, device=room.device, room=room, most=most, settings=given["settings"]))
+        ran = run(
+            replace(request, device=request.device or room.device, room=room, most=most, settings=given["settings"])
+        )
         found = ran.largest
         assert found is not None, "it was asked for"
         return _shown(found, json_file)
