@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from memplan.checks.check import check
     from memplan.checks.finding import Finding
     from memplan.explanation.explain import explain
+    from memplan.explanation.line_profile import LineProfile
     from memplan.explanation.model import Explanation
+    from memplan.integrations.lines.decorator import profile
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
     from memplan.planning.plan.plan import Plan, load_plan, save_plan
@@ -45,6 +47,7 @@ _HOMES = {
     "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
     "Heuristics": "memplan.planning.search.search",
+    "LineProfile": "memplan.explanation.line_profile",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
@@ -61,6 +64,7 @@ _HOMES = {
     "load_trace": "memplan.trace.trace",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",
+    "profile": "memplan.integrations.lines.decorator",
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
@@ -80,6 +84,7 @@ __all__ = [
     "Finding",
     "Fitted",
     "Heuristics",
+    "LineProfile",
     "MemplanError",
     "Plan",
     "Proof",
@@ -98,6 +103,7 @@ __all__ = [
     "load_trace",
     "measure",
     "plan",
+    "profile",
     "quantize",
     "record",
     "replay",

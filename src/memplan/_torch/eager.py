@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 
 Run = Callable[[Any], Any]
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
@@ -62,6 +62,12 @@ def no_modes() -> contextlib.AbstractContextManager[None]:
 def marker(name: str) -> contextlib.AbstractContextManager[Any]:
     """Return a named range in the profiler's record of this thread."""
     return _RecordFunctionFast(MARK + name)
+
+
+def is_observed() -> bool:
+    """Return whether a profiler sees what this thread runs, or a dispatch mode, or Dynamo traces it."""
+    profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    return profiled or is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
 
 
 def memory_profile() -> Any:

@@ -16,6 +16,7 @@ from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.grad import beside_training
 from memplan.explanation.holders import holders_at
 from memplan.explanation.layers import fullest, layer_rows, origin_word, saved_rows
+from memplan.explanation.lines import line_profiles
 from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
@@ -144,6 +145,7 @@ def explain_trace(
         (*trace.notes, *_notes(recorded, timeline)),
         trace.assumptions,
         card_use(recorded, timeline, card, settings) if card is not None else None,
+        line_profiles(trace, timeline),
     )
 
 

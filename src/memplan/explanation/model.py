@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan.explanation.line_profile import LineProfile
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
 
@@ -196,6 +197,8 @@ class Explanation:
     assumptions: tuple[Assumption, ...]
     card: CardUse | None = None
     """Of a step for a card: what it takes from it."""
+    lines: tuple[LineProfile, ...] = ()
+    """The functions that were followed line by line, as `memplan.profile` asks for."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every number and text of the explanation, without the events of the timeline."""

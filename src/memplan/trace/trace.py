@@ -19,6 +19,7 @@ from memplan.trace.records import (
     Counters,
     Engines,
     Form,
+    FunctionLines,
     Layer,
     Op,
     Returned,
@@ -63,6 +64,8 @@ class Trace:
     """Of a dry run: what torch's own said of building and then of each step."""
     engines: tuple[Engines, ...] = ()
     """Of the workspaces that cuDNN was asked for, in the order of their storages."""
+    lines: tuple[FunctionLines, ...] = ()
+    """Of the functions that were followed line by line (`memplan.profile`), in the order in which they ran first."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

@@ -13,6 +13,7 @@ from memplan.integrations.scripts.script import Script
 from memplan.trace.measure import measure
 from memplan.trace.program_facts import Facts
 from memplan.trace.record import record
+from memplan.trace.recording.line_watch import following
 from memplan.trace.trace import Trace
 
 
@@ -27,10 +28,11 @@ def recorded(request: Request, world: str, give_up: Callable[[MemplanError], NoR
     script = Script(request, world, give_up)
     if not request.writes:
         os.environ.update({name: value for name, value in OFFLINE.items() if name not in os.environ})
-    if request.really:
-        trace = measure(script, device=request.device, steps=request.steps)
-    else:
-        assume = dict(request.assume)
-        trace = record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
+    with following(request.lines):
+        if request.really:
+            trace = measure(script, device=request.device, steps=request.steps)
+        else:
+            assume = dict(request.assume)
+            trace = record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
     assert script.facts is not None, "it has run"
     return trace, script.facts

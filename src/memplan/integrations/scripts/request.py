@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
 from memplan.trace.program_facts import Facts
+from memplan.trace.recording.line_watch import Followed
 from memplan.trace.trace import Trace
 
 
@@ -28,6 +29,8 @@ class Request:
     """Seconds after which it is ended."""
     assume: tuple[tuple[str, float], ...] = ()
     cudnn: str | bool | None = None
+    lines: tuple[Followed, ...] = ()
+    """Functions to follow line by line besides those that are decorated."""
 
 
 @dataclass(frozen=True)
