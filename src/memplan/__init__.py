@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from memplan._display import draw_with
 from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from memplan.explanation.explain import explain
     from memplan.explanation.line_profile import LineProfile
     from memplan.explanation.model import Explanation
-    from memplan.integrations.lines.decorator import profile
+    from memplan.integrations.line_profiles.decorator import profile
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
     from memplan.planning.plan.plan import Plan, load_plan, save_plan
@@ -60,11 +61,12 @@ _HOMES = {
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fitting.fit",
     "largest": "memplan.studies.capacity.largest",
+    "load_ipython_extension": "memplan.integrations.notebook.extension",
     "load_plan": "memplan.planning.plan.plan",
     "load_trace": "memplan.trace.trace",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",
-    "profile": "memplan.integrations.lines.decorator",
+    "profile": "memplan.integrations.line_profiles.decorator",
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
@@ -126,3 +128,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _as_html(result: object) -> str:
+    return importlib.import_module("memplan.reports.html").html_of(result)
+
+
+draw_with(_as_html)

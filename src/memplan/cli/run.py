@@ -30,8 +30,9 @@ would write, save, send or start is held back and listed.
   memplan run --lines examples/train.py examples/train.py
 
 memplan's own options come before the script. --input describes the batch where the data are not on this machine.
-Functions that the script decorates with memplan.profile are shown line by line; --lines FILE.py[:FUNCTION] does so for
-others, without a decorator. memplan check, largest and fit take a script, too: memplan largest --script examples/train.py --device rtx4090.
+Functions that the script decorates with memplan.profile are shown line by line; --lines FILE.py[:FUNCTION] does so
+for others, without a decorator.
+memplan check, largest and fit take a script, too: memplan largest --script examples/train.py --device rtx4090.
 
 \b
 Exit code: 0 done; 1 does not fit on the card that --device names; 2 bad
@@ -80,7 +81,7 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.explain import explain_trace
-    from memplan.integrations.lines.places import not_run
+    from memplan.integrations.line_profiles.places import not_run
     from memplan.reports.run import dumps, print_run
 
     outputs = Outputs(json_file, trace_file, snapshot_file).checked()
@@ -89,7 +90,7 @@ def command(
     outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts), settings)
     if not outputs.takes_stdout:
         print_run(str(ran.command), ran.facts, explanation, top=top)
-    for message in not_run(given["places"], explanation.lines):
+    for message in not_run(given["places"], explanation.by_line):
         click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
@@ -101,7 +102,7 @@ def request_of(given: dict[str, Any]) -> Request:
         InputError: an option that does not describe what it should.
     """
     from memplan.cli.parsing import named
-    from memplan.integrations.lines.places import followed
+    from memplan.integrations.line_profiles.places import followed
     from memplan.integrations.scripts.command import Command
     from memplan.integrations.scripts.loaders import Rules
     from memplan.integrations.scripts.request import Request

@@ -12,11 +12,11 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
+from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.grad import beside_training
 from memplan.explanation.holders import holders_at
 from memplan.explanation.layers import fullest, layer_rows, origin_word, saved_rows
-from memplan.explanation.lines import line_profiles
 from memplan.explanation.model import Explanation, PeakRow, headline
 from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate

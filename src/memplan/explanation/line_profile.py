@@ -9,6 +9,7 @@ from typing import Any
 
 from memplan import _json
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan._text import printable
 
 WORDS = {"recorded": "predicted", "measured": "measured", "dry": "measured on an emulated card"}
@@ -33,7 +34,7 @@ class LineRow:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LineProfile:
+class LineProfile(Displayed):
     """Memory of a function, line by line; what a line calls belongs to it, and ``loss.backward()`` all of backward.
 
     ``rows`` are its lines in order, those that never ran with 0 ``hits``. ``origin`` is that of the Trace.
@@ -136,10 +137,5 @@ def _both(a: LineProfile, b: LineProfile) -> LineProfile:
 
 
 def _most(rows: Sequence[LineRow]) -> LineRow:
-    first = rows[0]
-    return LineRow(
-        first.line,
-        sum(row.hits for row in rows),
-        *(max(getattr(row, name) for row in rows) for name in ("held", "added", "freed", "peak")),
-        first.source,
-    )
+    most = {name: max(getattr(row, name) for row in rows) for name in ("held", "added", "freed", "peak")}
+    return dataclasses.replace(rows[0], hits=sum(row.hits for row in rows), **most)

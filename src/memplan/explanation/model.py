@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.explanation.line_profile import LineProfile
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
@@ -169,7 +170,7 @@ class CardUse:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation:
+class Explanation(Displayed):
     """Where the memory of a step goes. All numbers are bytes.
 
     ``by_cause`` is what is live at the allocated peak and adds up to it exactly; ``by_cause_reserved`` the same at the

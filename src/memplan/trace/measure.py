@@ -12,9 +12,9 @@ from memplan.errors import DeviceError, UsageError
 from memplan.trace.dry_run.process import run_dry
 from memplan.trace.measure_run import StepMarks, named_run
 from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.followed.line_marks import LineClock
+from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.join_events import join
-from memplan.trace.recording.line_marks import LineClock
-from memplan.trace.recording.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.session import (

@@ -17,7 +17,7 @@ from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.causes import Finished, finish
-from memplan.trace.recording.line_watch import LineWatch, watching
+from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (

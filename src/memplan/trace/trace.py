@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from memplan._display import Displayed
 from memplan._text import write_whole
 from memplan.errors import TraceFormatError
 from memplan.trace import codec
@@ -28,7 +29,7 @@ from memplan.trace.records import (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Trace:
+class Trace(Displayed):
     """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
 
     ``origin``: predicted on fake tensors, measured in a real run, or measured on an emulated card (``dry``), which

@@ -13,7 +13,7 @@ from memplan.integrations.scripts.script import Script
 from memplan.trace.measure import measure
 from memplan.trace.program_facts import Facts
 from memplan.trace.record import record
-from memplan.trace.recording.line_watch import following
+from memplan.trace.recording.followed.line_watch import following
 from memplan.trace.trace import Trace
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
 from memplan.trace.program_facts import Facts
-from memplan.trace.recording.line_watch import Followed
+from memplan.trace.recording.followed.line_watch import Followed
 from memplan.trace.trace import Trace
 
 

@@ -11,8 +11,8 @@ from itertools import count, takewhile
 from memplan import _torch
 from memplan.trace.recording.align_runs import aligned, matched_calls, without_mode
 from memplan.trace.recording.causes import Finished
+from memplan.trace.recording.followed.line_marks import on_events
 from memplan.trace.recording.ledger import Entry
-from memplan.trace.recording.line_marks import on_events
 from memplan.trace.records import Form, FunctionLines, Layer, Op, Operand, Returned, Storage, View
 
 

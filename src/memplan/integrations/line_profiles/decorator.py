@@ -13,11 +13,11 @@ from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any, overload
 
 from memplan.errors import InputError, MemplanError
-from memplan.trace.recording.line_watch import decorate, is_watched
+from memplan.trace.recording.followed.line_watch import decorate, is_watched
 
 if TYPE_CHECKING:
     from memplan.explanation.line_profile import LineProfile
-    from memplan.integrations.lines.session import Session
+    from memplan.integrations.line_profiles.line_session import Session
 
 _SECONDS = 10.0
 _Key = tuple[str, int, str]
@@ -84,6 +84,7 @@ class Profiled:
 
     def __init__(self, function: Any, code: CodeType, device: str | None, seconds: float) -> None:
         functools.update_wrapper(self, function)
+        self.__qualname__: str = function.__qualname__
         self._function = function
         self._code = code
         self._device = device
@@ -124,20 +125,20 @@ class Profiled:
 
     def _driven(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         """Run a generator that is measured while it runs, and not while it waits."""
-        resume, value = generator.send, None
+        resume = functools.partial(generator.send, None)
         while True:
             with self._measured((), {}):
                 try:
-                    made = resume(value)
+                    made = resume()
                 except StopIteration as end:
                     return end.value
             try:
-                resume, value = generator.send, (yield made)
+                resume = functools.partial(generator.send, (yield made))
             except GeneratorExit:
                 generator.close()
                 raise
             except BaseException as error:
-                resume, value = generator.throw, error
+                resume = functools.partial(generator.throw, error)
 
     @contextmanager
     def _measured(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -150,7 +151,7 @@ class Profiled:
             _note(_predicted(self._function, args, kwargs, self._device))
             yield
             return
-        from memplan.integrations.lines.session import Session, with_note
+        from memplan.integrations.line_profiles.line_session import Session, with_note
 
         session = Session(self._left)
         session.begin()
@@ -201,7 +202,7 @@ def _print_all() -> None:
 
 
 def _print(profiles: Sequence[LineProfile]) -> None:
-    from memplan.reports.lines import print_lines
+    from memplan.reports.line_tables import print_lines
 
     for one in profiles:
         _unprinted.pop(_key(one), None)
@@ -211,7 +212,7 @@ def _print(profiles: Sequence[LineProfile]) -> None:
 def _predicted(function: Any, args: Any, kwargs: Any, device: str) -> Sequence[LineProfile]:
     """Return what a call takes on a device; where that cannot be recorded, say so and let the program run on."""
     from memplan.explanation.explain import explain_trace
-    from memplan.integrations.lines.namespace import Surroundings
+    from memplan.integrations.line_profiles.namespace import Surroundings
 
     plain = inspect.unwrap(function)
     around = Surroundings(plain.__globals__, [plain.__code__], plain.__closure__ or (), (args, kwargs))

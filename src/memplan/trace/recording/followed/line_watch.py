@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import inspect
 import linecache
 import os
 import sys
@@ -37,8 +38,9 @@ class Followed:
         """Return whether code of a file is among them."""
         if path != self.file:
             return False
-        if self.function is None:  # comprehensions and lambdas belong to the line around them
-            return code.co_name == _MODULE or not code.co_name.startswith("<")
+        if self.function is None:  # comprehensions and lambdas belong to the line around them, classes run no step
+            own = not code.co_name.startswith("<") and code.co_flags & inspect.CO_OPTIMIZED
+            return code.co_name == _MODULE or bool(own)
         return self.function in (code.co_name, code.co_qualname.replace(".<locals>", ""))
 
 

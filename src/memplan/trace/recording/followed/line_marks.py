@@ -1,4 +1,4 @@
-"""The clock of lines in a real run: marks in the profiler's record, which say afterwards between which events they lie."""
+"""The clock of lines in a real run: marks in the profiler's record, which later say between which events they lie."""
 
 from __future__ import annotations
 

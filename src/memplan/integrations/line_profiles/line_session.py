@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan.explanation.by_line import profiles_of
 from memplan.explanation.line_profile import LineProfile
-from memplan.explanation.lines import profiles_of
-from memplan.trace.recording.line_marks import LineClock, on_events
-from memplan.trace.recording.line_watch import LineWatch, watching
+from memplan.trace.recording.followed.line_marks import LineClock, on_events
+from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.records import HOST, FunctionLines
 
 _FREED = "freed"

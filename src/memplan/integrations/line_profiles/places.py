@@ -11,7 +11,7 @@ from pathlib import Path
 from memplan._text import printable
 from memplan.errors import InputError
 from memplan.explanation.line_profile import LineProfile
-from memplan.trace.recording.line_watch import Followed
+from memplan.trace.recording.followed.line_watch import Followed
 
 _EXPECTED = "FILE.py or FILE.py:FUNCTION, such as train.py:Trainer.step"
 

@@ -1,0 +1,22 @@
+"""How results show themselves in notebooks. What draws them lies above them all: the package itself puts it here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_draw: Callable[[object], str] | None = None
+
+
+def draw_with(draw: Callable[[object], str]) -> None:
+    """Draw every result as HTML by a function."""
+    global _draw
+    _draw = draw
+
+
+class Displayed:
+    """A result that Jupyter shows as HTML."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        return None if _draw is None else _draw(self)
