@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processor import needs_avx512
@@ -37,7 +38,7 @@ def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pyt
     exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", ["compare", "quantize"])
+@pytest.mark.parametrize("name", ["compare", "quantize", "watch"])
 def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quantize":
         pytest.importorskip("torchao")
@@ -45,6 +46,18 @@ def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pyte
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.S)
     assert len(blocks) >= 2
     exec("".join(blocks), {"__name__": "example"})
+
+
+def test_the_example_of_guard_runs(request: pytest.FixtureRequest) -> None:
+    from memplan.integrations.pytest_plugin import pytest_configure
+
+    pytest_configure(request.config)  # of an installation from before the plugin
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "guard.md").read_text(encoding="utf-8"), re.S)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    names["test_the_step_stays_small"]()
+    ((mark,), made) = names["test_the_same"].pytestmark, names["test_the_same"]()
+    assert (mark.name, mark.kwargs["peak"], made[0].in_features) == ("memplan", "80 MiB", 256)
 
 
 def test_every_check_has_a_page_with_its_title() -> None:

@@ -24,6 +24,7 @@ PARENTS = {
     "TraceFormatError": (UsageError,),
     "SnapshotFormatError": (UsageError,),
     "PlanFormatError": (UsageError,),
+    "BaselineError": (UsageError,),
     "BudgetError": (UsageError,),
     "RecordingError": (MemplanError, RuntimeError),
     "DataDependentError": (RecordingError,),
@@ -31,6 +32,7 @@ PARENTS = {
     "VerificationError": (MemplanError, RuntimeError),
     "CompileError": (MemplanError, RuntimeError),
     "BackwardError": (MemplanError, RuntimeError),
+    "PeakError": (MemplanError, AssertionError),
     "ScheduleError": (MemplanError, AssertionError),
 }
 

@@ -36,6 +36,7 @@ PUBLIC = [
     "Timeline",
     "Trace",
     "__version__",
+    "assert_peak",
     "check",
     "compare",
     "explain",
@@ -54,6 +55,7 @@ PUBLIC = [
     "spec",
     "sweep",
     "verify",
+    "watch",
     "with_loss",
 ]
 
@@ -78,8 +80,20 @@ def snapshot(folder: Path) -> str:
     return str(folder / "step.pickle")
 
 
+def watched() -> Any:
+    model, data = make(), torch.randn(256, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    with memplan.watch(model, optimizer, quiet=True) as seen:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(data).sum().backward()
+            optimizer.step()
+    return seen
+
+
 # Each public function, called for a tiny model; true where it gave what it should.
 CALLS: dict[str, Callable[[Path], bool]] = {
+    "assert_peak": lambda _: memplan.assert_peak(make, "256x64", at_most="2 MiB", **STEP).device == "cpu",
     "check": lambda _: memplan.check(make, "256x64", **STEP) == [],
     "compare": lambda _: memplan.compare(make, make, "256x64", b_options={"train": False}, **STEP).difference < 0,
     "explain": lambda _: memplan.explain(make, "256x64", **STEP).timeline.peak_allocated > 256 * 64 * 4,
@@ -94,6 +108,7 @@ CALLS: dict[str, Callable[[Path], bool]] = {
     "spec": lambda _: memplan.spec("2x3", seed=1).shape == (2, 3),
     "sweep": lambda _: len(memplan.sweep(make, {"batch": [1, 2]}, "256x64", **STEP).rows) == 2,
     "verify": lambda _: memplan.verify(model := make(), model, "256x64", pairs=0, **LOSS).ok,
+    "watch": lambda _: len(watched().rows) == 4,
     "with_loss": lambda _: isinstance(memplan.with_loss(make(), F.cross_entropy), nn.Module),
 }
 

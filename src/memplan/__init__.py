@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from memplan._display import draw_with
+from memplan._version import __version__
 from memplan.errors import BudgetError, MemplanError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from memplan.explanation.line_profile import LineProfile
     from memplan.explanation.model import Explanation
     from memplan.integrations.line_profiles.decorator import profile
+    from memplan.integrations.watching.watch import watch
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
     from memplan.planning.plan.plan import Plan, load_plan, save_plan
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from memplan.studies.capacity.largest import largest
     from memplan.studies.comparisons.compare import compare
     from memplan.studies.comparisons.comparison import Comparison
+    from memplan.studies.guarding.assert_peak import assert_peak
     from memplan.studies.quantization.quantize import quantize
     from memplan.studies.quantization.quantized import Quantized
     from memplan.studies.sweeps.sweep import Sweep, sweep
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
     from memplan.verification.fitting.fit import Fitted, fit
     from memplan.verification.proof.proof import Proof
     from memplan.verification.proof.verify import verify
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",
@@ -56,6 +57,7 @@ _HOMES = {
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
+    "assert_peak": "memplan.studies.guarding.assert_peak",
     "check": "memplan.checks.check",
     "compare": "memplan.studies.comparisons.compare",
     "explain": "memplan.explanation.explain",
@@ -76,6 +78,7 @@ _HOMES = {
     "spec": "memplan.trace.spec",
     "sweep": "memplan.studies.sweeps.sweep",
     "verify": "memplan.verification.proof.verify",
+    "watch": "memplan.integrations.watching.watch",
     "with_loss": "memplan.planning.capture.loss_module",
 }
 
@@ -96,6 +99,7 @@ __all__ = [
     "Timeline",
     "Trace",
     "__version__",
+    "assert_peak",
     "check",
     "compare",
     "explain",
@@ -115,6 +119,7 @@ __all__ = [
     "spec",
     "sweep",
     "verify",
+    "watch",
     "with_loss",
 ]
 
@@ -131,7 +136,7 @@ def __dir__() -> list[str]:
 
 
 def _as_html(result: object) -> str:
-    return importlib.import_module("memplan.reports.html").html_of(result)
+    return importlib.import_module("memplan.reports.html.results").html_of(result)
 
 
 draw_with(_as_html)

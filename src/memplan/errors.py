@@ -9,6 +9,7 @@
     - TraceFormatError: a file that is no trace, or one of another schema version
     - SnapshotFormatError: a file that is no memory snapshot, or one that cannot be trusted
     - PlanFormatError: a file that is no plan, or one of another schema version
+    - BaselineError: a baseline that is missing, damaged, or not of this step, device or torch
     - BudgetError: the step cannot be made to fit
   * RecordingError (also a RuntimeError): a step could not be recorded
     - DataDependentError: a shape depends on values, which a recording does not have
@@ -16,6 +17,7 @@
   * VerificationError (also a RuntimeError): a planned step ran and was not the step that it was
   * CompileError (also a RuntimeError): no kernels could be made of a planned step
   * BackwardError (also a RuntimeError): a backward pass that a planned step cannot run
+  * PeakError (also an AssertionError): a step takes more than it may
   * ScheduleError (also an AssertionError): a planned step that memplan's own validator refuses
 
 Every message says what was found, what was expected and what to do, in one line.
@@ -96,6 +98,10 @@ class SnapshotFormatError(UsageError):
 
 class PlanFormatError(UsageError):
     """A file that is no plan, one of another schema version, or one with what this memplan does not know."""
+
+
+class BaselineError(UsageError):
+    """A baseline that is missing or damaged, or that has no figures of this step on this device with this torch."""
 
 
 class BudgetError(UsageError):
@@ -181,6 +187,29 @@ class BackwardError(MemplanError, RuntimeError):
 
 class CompileError(MemplanError, RuntimeError):
     """Inductor could not make kernels of a planned step. The model is as before."""
+
+
+class PeakError(MemplanError, AssertionError):
+    """A step takes more than it may.
+
+    Args:
+        found: as in MemplanError, and so are `expected` and `do`.
+        details: lines that follow the message: causes, the largest layers.
+        explanation: of the step (an Explanation).
+    """
+
+    def __init__(
+        self,
+        found: str,
+        *,
+        expected: str | None = None,
+        do: str | None = None,
+        details: tuple[str, ...] = (),
+        explanation: Any = None,
+    ) -> None:
+        super().__init__(found, expected=expected, do=do)
+        self.args = ("\n".join((*self.args, *(f"  {line}" for line in details))),)
+        self.explanation = explanation
 
 
 class ScheduleError(MemplanError, AssertionError):

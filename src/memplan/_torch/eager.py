@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
-from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from memplan._torch.patches import patched
 
 Run = Callable[[Any], Any]
 Dispatch = Callable[[Any, tuple[Any, ...], dict[str, Any], Run], Any]
@@ -52,6 +54,30 @@ class EagerMode(TorchDispatchMode):
         return self._observe(func, args, kwargs, lambda op: op(*args, **kwargs))
 
 
+class GuestMode(EagerMode):
+    """The same in a step that must not change: higher-order ops pass it by, and compiled code stays compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True  # what it does is not compiled either
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @property
+    def is_innermost(self) -> bool:
+        """Return whether no mode was entered after it, so that it can be left."""
+        return _get_current_dispatch_mode() is self
+
+
 def no_modes() -> contextlib.AbstractContextManager[None]:
     """Return a context in which no dispatch mode sees what runs."""
     from torch.utils._python_dispatch import _disable_current_modes
@@ -67,7 +93,7 @@ def marker(name: str) -> contextlib.AbstractContextManager[Any]:
 def is_observed() -> bool:
     """Return whether a profiler sees what this thread runs, or a dispatch mode, or Dynamo traces it."""
     profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    return profiled or is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
+    return profiled or _get_current_dispatch_mode() is not None or torch.compiler.is_compiling()
 
 
 def memory_profile() -> Any:
@@ -78,6 +104,42 @@ def memory_profile() -> Any:
     """
     _quieted()
     return torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+
+
+class YieldingProfile:
+    """A `memory_profile` that ends at once where somebody else starts a profiler: torch has one at a time."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._stack = contextlib.ExitStack()
+        self.whole = False
+        """Whether it saw all that happened until it was stopped."""
+
+    def start(self) -> None:
+        """Start it, unless a profiler is at work."""
+        if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+            return
+        profile = memory_profile()
+        profile.__enter__()
+        self._profile, self.whole = profile, True
+        kind: Any = torch.autograd.profiler.profile
+        prepare = kind._prepare_trace
+
+        def after_ours(other: Any) -> None:
+            self.stop()
+            self.whole = False
+            prepare(other)
+
+        self._stack.enter_context(patched(kind, _prepare_trace=after_ours))
+
+    def stop(self) -> Profile | None:
+        """Stop it and return what it saw; None where it did not see all."""
+        self._stack.close()
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return None
+        profile.__exit__(None, None, None)
+        return Profile.of(profile) if self.whole else None
 
 
 @functools.cache

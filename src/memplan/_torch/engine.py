@@ -95,6 +95,17 @@ def own_hooks(module: nn.Module) -> tuple[int, ...]:
     return tuple([key for name in _HOOKS for key in getattr(module, name)])
 
 
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Return a module's own hooks."""
+    return [hook for name in _HOOKS for hook in getattr(module, name).values()]
+
+
+def remove_hooks(module: nn.Module) -> None:
+    """Take a module's own hooks away."""
+    for name in (*_HOOKS, *_ABOUT_HOOKS[:3]):
+        getattr(module, name).clear()
+
+
 def attribute_names(own: Mapping[str, Any]) -> list[str]:
     """Return the names in a module's ``__dict__`` that are no bookkeeping of torch's."""
     return [name for name in own if name not in _BOOKKEEPING]

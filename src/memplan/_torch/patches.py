@@ -118,6 +118,28 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module, or one below it, runs as compiled code."""
+    return any(
+        vars(one).get("_compiled_call_impl") is not None or "_orig_mod" in one._modules for one in module.modules()
+    )
+
+
+@contextlib.contextmanager
+def compiled_modules_seen(said: Callable[[], None]) -> Iterator[None]:
+    """Call ``said`` before a module runs that `torch.compile` made of another one."""
+    from torch._dynamo import eval_frame  # every optimizer has imported it
+
+    call = eval_frame.OptimizedModule.__call__
+
+    def say_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        said()
+        return call(self, *args, **kwargs)
+
+    with patched(eval_frame.OptimizedModule, __call__=say_and_call):
+        yield
+
+
 @contextlib.contextmanager
 def linear_seen(called: Callable[[bool], None]) -> Iterator[None]:
     """Tell when `torch.nn.functional.linear` begins and ends.

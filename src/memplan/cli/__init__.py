@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import click
 
-from memplan import __version__
 from memplan._text import printable
+from memplan._version import __version__
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "sweep": "Say what grows with batch, size, or any argument, and what is fixed.",
     "largest": "Find the largest batch, size or sequence that fits a card or a budget.",
     "compare": "Hold two steps against each other: models, precisions, plans, saved results.",
+    "guard": "Fail where a step takes more memory than its baseline says.",
     "fit": "Make a training step run within a budget of bytes, with the same result.",
     "measure": "Really run a step, here or on an emulated card, and say what it allocated.",
     "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",

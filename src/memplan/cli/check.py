@@ -6,20 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memplan.cli.ci_options import CiOutputs, ci_options
 from memplan.cli.files import check_writable, is_trace, write
 from memplan.cli.options import StepArguments, advised, describe, json_option, recorded, step_options, top_option
 from memplan.cli.progress import progress
+from memplan.cli.run import run
+from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.targets import contained
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
     from memplan.checks.finding import Finding
     from memplan.checks.ignores import Ignore
+    from memplan.integrations.scripts.request import Request
     from memplan.trace.trace import Trace
 
 HELP = """Find where a step wastes memory, or saves it the wrong way, before it runs.
 
-TARGET and its options are those of memplan explain.
+TARGET and its options are those of memplan explain. --script takes a training script as it is instead.
 
 \b
   memplan check examples/resnet18.py:make --input 32x3x224x224 \\
@@ -27,6 +31,7 @@ TARGET and its options are those of memplan explain.
   memplan check mymodels.py:unet --input 1x1x572x572 --context 92
   memplan check mymodels.py:unet --input 1x1x572x572 --ignore "border-erosion:encoder.*"
   memplan check mymodels.py:unet --input 1x1x576x576 --fix
+  memplan check --script examples/train.py -- --batch-size 64
 
 A comment "# memplan: ignore[ID]" on the line that makes or calls a layer does as --ignore does.
 
@@ -53,6 +58,7 @@ usage, or a step that cannot be recorded.
 @click.option("--fix", is_flag=True, help="Print the change of the source that keeps the border, or a wrapper.")
 @top_option(12, "Layers")
 @json_option("the findings")
+@ci_options
 def command(
     fail_on: str,
     ignored: tuple[str, ...],
@@ -60,37 +66,46 @@ def command(
     fix: bool,
     top: int,
     json_file: str | None,
+    sarif: str | None,
+    github: bool,
+    junit: str | None,
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.checks.finding import SEVERITIES
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
+    from memplan.reports.annotations import of_findings
     from memplan.reports.check import dumps, print_findings
 
-    arguments = StepArguments(**given)
+    request = target_or_script(given)
+    arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
+    outputs.check(json_file)
     check_writable(json_file, "--json")
     ignores = [parse_ignore(text, IDS) for text in ignored]
-    if fix and (json_file == "-" or is_trace(arguments.target)):
+    if fix and (json_file == "-" or outputs.to_stdout or is_trace(arguments.target)):
         raise InputError(
             "--fix for a trace, or with --json -",
             expected="a callable as the target, and stdout for the change",
             do="Leave one out",
         )
-    trace, findings = _findings(arguments, context, ignores)
+    trace, findings = _findings(arguments, request, context, ignores)
     if json_file is not None:
         write(json_file, dumps(arguments.target, findings))
-    if json_file != "-":
+    if json_file != "-" and not outputs.to_stdout:
         print_findings(arguments.target, findings, top=top)
+    failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
+    outputs.write(arguments.target, IDS, of_findings(arguments.target, findings, failing))
     if fix:
         from memplan.reports.check import print_fixes
 
         print_fixes(trace, findings)
-    failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
     return int(any(finding.severity in failing for finding in findings))
 
 
-def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tuple[Trace, list[Finding]]:
+def _findings(
+    given: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
+) -> tuple[Trace, list[Finding]]:
     from memplan.checks.changed_step import Remaker
     from memplan.checks.check import check_trace, record_again
     from memplan.trace.recording.session import choose_target
@@ -99,8 +114,8 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tupl
         raise InputError(
             "--settings for check", expected="no such option: check does not use allocator settings", do="Leave it out"
         )
-    if is_trace(given.target):
-        trace = recorded(given)
+    if request is not None or is_trace(given.target):
+        trace = recorded(given) if request is None else run(request).trace
         return trace, check_trace(trace, context=context, ignores=ignores)
     with progress(f"recording {given.target}"), contained(given.target):
         described = describe(given)
@@ -112,3 +127,6 @@ def _findings(given: StepArguments, context: int, ignores: list[Ignore]) -> tupl
             return trace, check_trace(trace, remaker=remaker, context=context, ignores=ignores)
         except StepError as error:
             raise advised(error, given) from error.__cause__
+
+
+script_option(command)

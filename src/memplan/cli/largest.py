@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,6 +10,8 @@ import click
 from memplan.cli.files import check_writable, write
 from memplan.cli.options import StepArguments, advised, json_option, step_options
 from memplan.cli.progress import line
+from memplan.cli.run import run
+from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.sweep import described_at, subject_of
 from memplan.errors import InputError, StepError
 
@@ -30,6 +33,7 @@ not fit.
       --divisible 16 --window 512x512x320 --overlap 0.5 --device t4
   memplan largest examples/resnet18.py:make --input 8x3x64x64 --axis batch \\
       --budget 600MiB --device cpu --fit
+  memplan largest --script examples/train.py --device rtx4090 -- --epochs 3
 
 The first answers "the largest batch is 962" with what it needs, what the next one would, and how many recordings it
 took. --window counts inference over a whole volume in patches: the aggregation buffer, not the patch, may be largest.
@@ -46,7 +50,11 @@ can be recorded.
 @click.command("largest", help=HELP)
 @step_options
 @click.option(
-    "--axis", required=True, metavar="NAME", help="batch, size, patch, sequence, or an argument of the target."
+    "--axis",
+    default="batch",
+    show_default=True,
+    metavar="NAME",
+    help="batch, size, patch, sequence, or an argument of the target.",
 )
 @click.option("--budget", metavar="SIZE", help="400MiB, 8GB: instead of what the card has, or for the CPU.")
 @click.option(
@@ -71,15 +79,33 @@ def command(
     planned: bool, window: str | None, overlap: float, window_batch: int, json_file: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
-    from memplan.reports.largest import dumps, print_largest
     from memplan.studies.capacity.limit import room_of
 
+    request = target_or_script(given)
     arguments = StepArguments(**given)
     check_writable(json_file, "--json")
     volume = _window(window, overlap, window_batch)
     room = room_of(arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment)  # pyright: ignore[reportArgumentType]
+    if request is not None:
+        if axis != "batch" or divisible != 1 or aspect or planned or volume:
+            raise InputError(
+                "--script with another axis than batch, or with --divisible, --aspect, --fit or --window",
+                expected="--axis batch: the batch that its loader gives is made larger",
+                do="Leave it out, or name a callable that makes the model",
+            )
+        ran = run(replace(request, room=room, most=most, settings=given["settings"]))
+        found = ran.largest
+        assert found is not None, "it was asked for"
+        return _shown(found, json_file)
     options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
     found = _found(arguments, axis, room, volume, options)
+    return _shown(found, json_file)
+
+
+def _shown(found: Largest, json_file: str | None) -> int:
+    """Write and print what was found; return the exit code."""
+    from memplan.reports.largest import dumps, print_largest
+
     if json_file is not None:
         write(json_file, dumps(found))
     if json_file != "-":
@@ -89,8 +115,6 @@ def command(
 
 
 def _found(given: StepArguments, axis: str, room: Any, window: Window | None, options: dict[str, Any]) -> Largest:
-    from dataclasses import replace
-
     from memplan.studies.capacity.largest import find_largest
 
     vary = {axis: (options["divisible"],)} if axis not in ("batch", "size", "patch", "sequence") else {}
@@ -127,3 +151,6 @@ def _shares(text: str | None) -> tuple[float, ...] | None:
         raise InputError(
             f"--aspect {text!r}", expected="a share for each dimension, as in 1,1,0.5", do="Write it so"
         ) from None
+
+
+script_option(command)

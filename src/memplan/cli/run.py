@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
 from memplan.cli.options import StepArguments, debug_option, json_option, top_option
 from memplan.cli.outputs import Outputs, snapshot_option, trace_option
@@ -90,7 +91,7 @@ def command(
     outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts), settings)
     if not outputs.takes_stdout:
         print_run(str(ran.command), ran.facts, explanation, top=top)
-    for message in not_run(given["places"], explanation.by_line):
+    for message in not_run(given["places"], explanation.lines):
         click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
@@ -116,14 +117,21 @@ def request_of(given: dict[str, Any]) -> Request:
     command = Command(given["script"], tuple(given["arguments"]), given["is_module"]).checked()
     return Request(
         command, given["device"], given["steps"], given["really"], rules, given["writes"], given["shows"],
-        given["limit"], tuple(typed.assumed.items()), typed.environment,
-        tuple(map(followed, given.get("places", ()))),
+        given["limit"], assume=tuple(typed.assumed.items()), cudnn=typed.environment,
+        lines=tuple(map(followed, given.get("places", ()))),
     )  # fmt: skip
 
 
 def run(request: Request) -> Ran:
     """Run a script, with a line on the terminal while it lasts."""
     from memplan.integrations.scripts.process import run_script
+    from memplan.integrations.scripts.request import ScriptEnded
 
     with progress(f"{'running' if request.really else 'recording'} {request.command.name}"):
-        return run_script(request)
+        try:
+            return run_script(request)
+        except ScriptEnded as error:
+            click.echo("\n".join(map(printable, error.said.splitlines())), err=True)
+            if error.code is not None:  # as under python: its own answer to --help, or to arguments that are wrong
+                raise SystemExit(error.code if isinstance(error.code, int) else 1) from error
+            raise

@@ -42,6 +42,8 @@ def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[Render
     yield Text(_ended(facts))
     for batch in facts.batches[: top or None]:
         yield Text(_batch(batch))
+    for name in facts.absent:
+        yield Text(printable(f"The data of {name} are not here: its batches are those described."))
     if facts.lines:
         yield Text(f"{facts.lines} lines that it printed are not shown (--show-output)")
     if facts.held:
@@ -61,7 +63,7 @@ def _ended(facts: Facts) -> str:
         case "steps":
             return f"It {seen} until {updates} were made; nothing behind that was seen."
         case "no update":
-            return f"It {seen} over 64 batches without an update by an optimizer of torch.optim, and was ended."
+            return f"It {seen} over 256 batches without another update by an optimizer of torch.optim, and was ended."
         case "time":
             return f"It {seen} until its time was over (--limit), with {updates}; what comes later was not seen."
         case _:

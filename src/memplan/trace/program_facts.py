@@ -55,7 +55,9 @@ class Facts:
     held: tuple[Held, ...]
     lines: int
     """Lines that it printed."""
-    really: bool
+    absent: tuple[str, ...] = ()
+    """Classes of the data sets whose data are not there."""
+    really: bool = False
     """Whether it ran for real."""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.process
 import os
 import socket
@@ -73,7 +74,7 @@ class HeldCalls:
                 (socket.socket, {"connect": self._connecting(socket.socket.connect)}),
                 (socket.socket, {"connect_ex": self._connecting(socket.socket.connect_ex)}),
                 (socket, {"getaddrinfo": self._asking(socket.getaddrinfo)}),
-                (subprocess.Popen, {"__init__": self._start}),
+                (subprocess.Popen, {"__init__": self._starting()}),
                 (os, {"system": self._run}),
             ):
                 stack.enter_context(_torch.patched(owner, **new))
@@ -132,12 +133,14 @@ class HeldCalls:
 
         return ask
 
-    def _start(self, own: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
-        text = " ".join(os.fsdecode(word) for word in words)
-        own.returncode, own._child_created = 127, False  # what its finalizer reads
-        self._note("process", text[:200])
-        raise FileNotFoundError(2, "memplan run starts no other programs", os.fsdecode(words[0]))
+    def _starting(self) -> Callable[..., None]:
+        def start(own: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+            words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
+            own.returncode, own._child_created = 127, False  # what its finalizer reads
+            self._note("process", " ".join(os.fsdecode(word) for word in words)[:200])
+            raise FileNotFoundError(errno.ENOENT, "memplan run starts no other programs", os.fsdecode(words[0]))
+
+        return start
 
     def _run(self, command: Any) -> int:
         self._note("process", os.fsdecode(command)[:200])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from memplan import _torch
+from memplan.integrations.scripts.absent_data import absent_data
 from memplan.integrations.scripts.lines import script_line
 from memplan.trace.program_facts import Batch
 from memplan.trace.spec import realize
@@ -29,16 +30,14 @@ class Rules:
 
     @property
     def given(self) -> bool:
-        """Whether the batch is described, so that no loader is asked."""
+        """Return whether the batch is described, so that no loader is asked."""
         return bool(self.inputs or self.kwargs)
 
 
 class Loaders:
     """Follows the loaders of one run."""
 
-    def __init__(
-        self, rules: Rules, most: int, before_batch: Callable[..., None], folder: str, *, really: bool
-    ) -> None:
+    def __init__(self, rules: Rules, most: int, before_batch: Callable[[], None], folder: str, *, really: bool) -> None:
         self._rules = rules
         self._really = really
         self._folder = folder
@@ -46,6 +45,8 @@ class Loaders:
         """Batches to take of a loader that trains nothing."""
         self._before_batch = before_batch
         self._seen: list[_Batches] = []
+        self.absent = dict[str, None]()
+        """Classes of the data sets that are not there."""
         self._first: int | None = None
         """Leading dimension of the first batch that was loaded."""
 
@@ -54,7 +55,7 @@ class Loaders:
         return tuple(dict.fromkeys(one.fact() for one in self._seen if one.text))
 
     def called(self, *, trains: bool) -> None:
-        """A model is called, and trains on what loaders gave, or does not."""
+        """Note that a model is called, which trains on what loaders gave or does not."""
         for one in self._seen:
             if trains:
                 one.idle = 0
@@ -75,7 +76,8 @@ class Loaders:
             self._seen.append(found)
             return found
 
-        with _torch.patched(DataLoader, __iter__=followed):
+        forgiving = absent_data(lambda name: self.absent.setdefault(name)) if self._rules.given else nullcontext()
+        with forgiving, _torch.patched(DataLoader, __iter__=followed):
             yield
 
     def next_of(self, loader: _Batches) -> Any:
@@ -84,7 +86,7 @@ class Loaders:
         Raises:
             StopIteration: the loader is at its end, or trains nothing and has given enough.
         """
-        self._before_batch(loads=True)
+        self._before_batch()
         if loader.idle >= self._most:
             loader.cut = True
             raise StopIteration

@@ -18,11 +18,9 @@ from typing import NoReturn
 from memplan.errors import MemplanError, StepError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.recorded import recorded
-from memplan.integrations.scripts.request import Ran, Request
-from memplan.trace.program_facts import Facts
-from memplan.trace.trace import Trace
+from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
 
-_REQUEST, _TRACE, _FACTS, _ERROR = "request", "trace.json", "facts", "error"
+_REQUEST, _ANSWER, _ERROR = "request", "answer", "error"
 _WORLD, _OUT, _SAID = "world", "out", "err"
 _START = "from memplan.integrations.scripts.process import answer; answer({folder!r})"
 
@@ -41,14 +39,17 @@ def run_script(request: Request) -> Ran:
         Path(folder, _WORLD).mkdir()
         status = _wait(_command(folder), folder, shows=request.shows)
         said = Path(folder, _SAID).read_text(encoding="utf-8", errors="replace") if not request.shows else ""
-        error, trace = Path(folder, _ERROR), Path(folder, _TRACE)
+        error, answer = Path(folder, _ERROR), Path(folder, _ANSWER)
         if error.exists():
-            raise pickle.loads(error.read_bytes())
-        if not trace.exists():
+            raised = pickle.loads(error.read_bytes())
+            if isinstance(raised, ScriptEnded) and not request.shows:
+                raised.said = Path(folder, _OUT).read_text(encoding="utf-8", errors="replace") + said
+            raise raised
+        if not answer.exists():
             raise _ended(request.command, status, said)
-        facts: Facts = pickle.loads(Path(folder, _FACTS).read_bytes())
+        ran: Ran = pickle.loads(answer.read_bytes())
         lines = 0 if request.shows else _lines(Path(folder, _OUT)) + _lines(Path(folder, _SAID))
-        return Ran(request.command, Trace.from_json(trace.read_text(encoding="utf-8")), replace(facts, lines=lines))
+        return replace(ran, facts=replace(ran.facts, lines=lines))
 
 
 def _command(folder: str) -> list[str]:
@@ -99,18 +100,23 @@ def answer(folder: str) -> NoReturn:
         _end()
 
     try:
-        trace, facts = recorded(request, os.path.join(folder, _WORLD), give_up)
-        _write(folder, _FACTS, pickle.dumps(facts))
-        _write(folder, _TRACE, trace.to_json().encode())
+        _write(folder, _ANSWER, pickle.dumps(recorded(request, os.path.join(folder, _WORLD), give_up)))
     except MemplanError as error:
         give_up(error)
     _end()
 
 
+# of the real file system: a script may be in the middle of its run, when others stand in their place
+_open, _rename, _write_all = os.open, os.rename, os.write
+
+
 def _write(folder: str, name: str, data: bytes) -> None:
-    partial = Path(folder, f"{name}.partial")
-    partial.write_bytes(data)
-    partial.rename(Path(folder, name))
+    path = f"{folder}{os.sep}{name}"
+    descriptor = _open(f"{path}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    written = 0
+    while written < len(data):
+        written += _write_all(descriptor, data[written:])
+    _rename(f"{path}.partial", path)
 
 
 def _end() -> NoReturn:

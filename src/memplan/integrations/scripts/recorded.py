@@ -2,37 +2,100 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import tempfile
 from collections.abc import Callable
-from typing import NoReturn
+from dataclasses import replace
+from typing import Any, NoReturn
 
-from memplan.errors import MemplanError
+from memplan.errors import DataDependentError, InputError, MemplanError, StepError
 from memplan.integrations.scripts.held_calls import OFFLINE
-from memplan.integrations.scripts.request import Request
+from memplan.integrations.scripts.request import Ran, Request
 from memplan.integrations.scripts.script import Script
+from memplan.studies.axes.subject import Subject
+from memplan.studies.capacity.largest import find_largest
 from memplan.trace.measure import measure
-from memplan.trace.program_facts import Facts
 from memplan.trace.record import record
+from memplan.trace.recording.boundaries import Programs
 from memplan.trace.recording.followed.line_watch import following
+from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
+GiveUp = Callable[[MemplanError], NoReturn]
 
-def recorded(request: Request, world: str, give_up: Callable[[MemplanError], NoReturn]) -> tuple[Trace, Facts]:
+
+def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
     """Run a script as a request asks and return its steps and what else it did.
 
     Args:
         request: what to run, and for which device.
         world: an empty folder that its files go to.
         give_up: called with the error of a script that does not let itself be ended.
+
+    Raises:
+        InputError: the largest batch is asked for, and no loader of torch's gives one.
     """
     script = Script(request, world, give_up)
     if not request.writes:
         os.environ.update({name: value for name, value in OFFLINE.items() if name not in os.environ})
-    with following(request.lines):
-        if request.really:
-            trace = measure(script, device=request.device, steps=request.steps)
-        else:
-            assume = dict(request.assume)
-            trace = record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
+    try:
+        with following(request.lines):
+            trace = _trace(script, request)
+    except StepError as error:
+        raise error if error.__cause__ is None else _of_script(error) from error.__cause__
     assert script.facts is not None, "it has run"
-    return trace, script.facts
+    ran = Ran(request.command, trace, script.facts)
+    if request.room is None:
+        return ran
+    if ran.facts.batch_size is None:
+        raise InputError(
+            f"{script.title} loads no batch by a torch.utils.data.DataLoader",
+            expected="a loader, whose batches are made larger and smaller",
+            do="Run it with its own argument for the batch: memplan run train.py --batch-size 64",
+        )
+    batches = _Batches(request, os.path.join(world, "batches"), give_up)
+    subject = Subject(batches, StepOptions(), {"batch": ran.facts.batch_size})
+    found = find_largest(
+        subject, "batch", request.room, most=request.most, settings=request.settings, title=script.title
+    )
+    return replace(ran, largest=found)
+
+
+def _trace(script: Script, request: Request) -> Trace:
+    if request.really:
+        return measure(script, device=request.device, steps=request.steps)
+    assume = dict(request.assume)
+    return record(script, device=request.device, steps=request.steps, assume=assume, cudnn=request.cudnn)
+
+
+def _of_script(error: StepError) -> StepError:
+    """Return the error of a step with what to do about a script."""
+    if isinstance(error, DataDependentError):
+        return error
+    found = StepError(
+        error.found,
+        expected="a script that runs as far as its second update",
+        do="Run it under python first; where only its data are not here, describe the batch: --input 32x3x224x224; "
+        "where it needs values that no recording has, --measure runs it for real",
+    )
+    found.layer, found.where = error.layer, error.where
+    return found
+
+
+class _Batches(Programs):
+    """A script whose loaders give another batch."""
+
+    def __init__(self, request: Request, world: str, give_up: GiveUp) -> None:
+        self._request, self._world, self._give_up = request, world, give_up
+        self.__qualname__ = request.command.name
+        self.__signature__ = inspect.signature(lambda batch: None)
+        os.mkdir(world)
+
+    def __call__(self) -> None:
+        """Do nothing: what is called has parameters, and these are its batch."""
+
+    def program(self, **arguments: Any) -> Script:
+        """Return the script with a ``batch``."""
+        request = replace(self._request, rules=replace(self._request.rules, batch=arguments["batch"]))
+        return Script(request, tempfile.mkdtemp(dir=self._world), self._give_up)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memplan.errors import StepError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
+from memplan.studies.capacity.largest import Largest
+from memplan.studies.capacity.limit import Room
 from memplan.trace.program_facts import Facts
 from memplan.trace.recording.followed.line_watch import Followed
 from memplan.trace.trace import Trace
@@ -27,6 +30,12 @@ class Request:
     """Whether what it prints is shown."""
     limit: float = 300.0
     """Seconds after which it is ended."""
+    room: Room | None = None
+    """What the largest batch has to fit; None: the step alone is asked for."""
+    most: int | None = None
+    """The largest batch to try."""
+    settings: str | None = None
+    """Of a card's caching allocator."""
     assume: tuple[tuple[str, float], ...] = ()
     cudnn: str | bool | None = None
     lines: tuple[Followed, ...] = ()
@@ -40,3 +49,27 @@ class Ran:
     command: Command
     trace: Trace
     facts: Facts
+    largest: Largest | None = None
+    """The largest batch, where that was asked for."""
+
+
+class ScriptEnded(StepError):
+    """A script that ended before it called a model.
+
+    Args:
+        name: what to call it.
+        code: what it called sys.exit with; None where it did not.
+        said: what it printed.
+    """
+
+    def __init__(self, name: str, code: int | str | None, said: str = "") -> None:
+        how = "" if code is None else f" with exit code {code}"
+        super().__init__(
+            f"{name} ended{how} before it called a model",
+            expected="a script that trains, or runs, a torch.nn.Module",
+            do="Run it under python to see what it does; its arguments come after its name",
+        )
+        self.name, self.code, self.said = name, code, said
+
+    def __reduce__(self) -> tuple[type[ScriptEnded], tuple[str, int | str | None, str]]:
+        return ScriptEnded, (self.name, self.code, self.said)

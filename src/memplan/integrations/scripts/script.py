@@ -21,14 +21,14 @@ from memplan.integrations.scripts.held_calls import HeldCalls
 from memplan.integrations.scripts.imports import imports_apart
 from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaders import Loaders
-from memplan.integrations.scripts.request import Request
+from memplan.integrations.scripts.request import Request, ScriptEnded
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
 
 _RARE = 8
 """Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
-_UNUSED = 64
-"""Batches without an update, after which none is waited for."""
+_UNUSED = 256
+"""Batches, or calls of models, without an update, after which none is waited for."""
 
 
 _CAUGHT = 50
@@ -91,7 +91,7 @@ class _Run:
         """Optimizers that are alive -> how often each was updated."""
         self._models: list[nn.Module] = []
         """Models that were called, kept alive until the layers have their names."""
-        self._depth = self._done = self._batches = self._updated_last = 0
+        self._depth = self._done = self._waited = self._updated_last = 0
         self._built = self._pending = False
         self._ending: Ending | None = None
         self._code: int | str | None = None
@@ -99,8 +99,9 @@ class _Run:
 
     def facts(self) -> Facts:
         """Return what the script did besides its step."""
+        loaders = self._loaders
         return Facts(
-            self._ending or "script", self._updated_last, self._code, self._loaders.batches(), (), 0, really=False
+            self._ending or "script", self._updated_last, self._code, loaders.batches(), (), 0, tuple(loaders.absent)
         )
 
     def run(self) -> None:
@@ -129,18 +130,11 @@ class _Run:
     def _end_early(self) -> None:
         """End a run that has made fewer steps than asked for."""
         if not self._models and not self._optimizers:
-            raise StepError(
-                f"{self._command.name} ended{self._with_code()} before it called a model",
-                expected="a script that trains, or runs, a torch.nn.Module",
-                do="Run it under python to see what it says; give its arguments after its name",
-            )
+            raise ScriptEnded(self._command.name, self._code)
         if not self._built:
             self._boundaries.built()
         self._boundaries.stepped()
         self._finish()
-
-    def _with_code(self) -> str:
-        return "" if self._code is None else f" with exit code {self._code}"
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -176,7 +170,7 @@ class _Run:
         before = self._updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         self._pending = self._pending or self._updates() > before
-        self._batches = 0
+        self._waited = 0
         self._loaders.called(trains=True)
 
     def _updates(self) -> int:
@@ -185,21 +179,21 @@ class _Run:
         most = counts[-1] if counts else 0
         return next((count for count in counts if most < _RARE * max(count, self._steps)), most)
 
-    def _at_boundary(self, *, loads: bool = False) -> None:
-        """A batch is loaded, or a model called from outside of all models: a step may have ended here."""
+    def _at_boundary(self) -> None:
+        """Look whether a step has ended here: a batch is loaded, or a model called from outside of all models."""
         if self._over:
             self._stop()
         if not self._built:
             self._built = True
             self._boundaries.built()
-        self._batches += loads
+        self._waited += 1
         if self._pending:
             self._pending = False
             self._boundaries.stepped()
             self._done += 1
             if self._done == self._steps:
                 self._end("steps")
-        elif self._batches > _UNUSED:
+        elif self._waited > _UNUSED:
             self._end_unfinished("no update")
         elif time.monotonic() > self._deadline:
             self._end_unfinished("time")

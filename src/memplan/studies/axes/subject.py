@@ -12,7 +12,7 @@ from torch import nn
 from memplan.errors import InputError
 from memplan.studies.axes.changed_layers import LayerChange, change_layers
 from memplan.studies.axes.sliding_window import Window, windowed
-from memplan.trace.recording.boundaries import Build
+from memplan.trace.recording.boundaries import Programs, Runs
 from memplan.trace.step import StepOptions, build_of, copy_module
 
 
@@ -29,8 +29,10 @@ class Subject:
     window: Window | None = None
     """Inference of a volume in overlapping patches, instead of a step: the first input is one patch."""
 
-    def build(self, *, on_card: bool) -> Build:
-        """Return the ``build`` that `record` and `measure` take."""
+    def build(self, *, on_card: bool) -> Runs:
+        """Return the ``build``, or the program, that `record` and `measure` take."""
+        if isinstance(self.what, Programs):
+            return self.what.program(**self.arguments)
         made = Maker(self.what, self.arguments, self.changes)
         if self.window is not None:
             return windowed(made, self.options, self.window, on_card=on_card)

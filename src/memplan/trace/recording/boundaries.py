@@ -13,15 +13,15 @@ class Boundaries(Protocol):
     """Told where the parts of a run begin and end."""
 
     def built(self) -> None:
-        """Everything that the first step needs is made."""
+        """Note that everything the first step needs is made."""
         ...
 
     def stepped(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         ...
 
     def ended(self) -> None:
-        """The last step has ended, and what was made for it is still alive."""
+        """Note that the last step has ended, while what was made for it is still alive."""
         ...
 
 
@@ -31,7 +31,7 @@ class Program(Protocol):
 
     @property
     def title(self) -> str:
-        """What to call it in a message."""
+        """Return what to call it in a message."""
         ...
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
@@ -40,6 +40,14 @@ class Program(Protocol):
         Each of these is called at least once; ``stepped`` at most ``steps`` times, and any of them may raise.
         """
         ...
+
+
+class Programs:
+    """A program for each value of what its signature names, as of its ``batch``."""
+
+    def program(self, **arguments: Any) -> Program:
+        """Return the program with these values."""
+        raise NotImplementedError
 
 
 Runs = Build | Program

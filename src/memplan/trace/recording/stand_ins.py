@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
 
 from memplan import _torch
 from memplan.errors import DataDependentError
@@ -95,15 +94,15 @@ class Standins:
 
     def read(self, tensor: torch.Tensor, run: _torch.Run) -> Any:
         """Return what ``aten._local_scalar_dense`` answers: the value where it is known, else 0 for found_inf and 1."""
+        self._last_real = True
         if not isinstance(tensor, _torch.FakeTensor) or tensor.constant is not None:
-            self._last_real = True
             return run(_torch.READ_SCALAR)
-        self._last_real = False
-        if self._redraws is not None:
-            self._last_real = True  # follows from the distribution; no branch to warn of
+        if self._redraws is not None:  # follows from the distribution; no branch to warn of
             self._redraws -= 1
             return self._redraws >= 0
         entry = self._observer.ledger.find(tensor)
+        if _is_seed(self._observer, entry):
+            return 0
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         self._last = values = self.largest.of(tensor)
         self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
@@ -190,8 +189,6 @@ class Standins:
             self._redraws = None
 
     def _item(self, tensor: torch.Tensor) -> Any:
-        if sys._getframe(2).f_code.co_filename == dataloader.__file__:
-            return 0  # the seed of a loader's workers, of which there are none
         with self._reading():
             value = torch.Tensor.item(tensor)
         if self._last_real or isinstance(value, complex):
@@ -305,6 +302,18 @@ class Standins:
         """Note that a value of which nothing is known becomes a size, or the length of a loop."""
         self.last_decision = user_frame()
         self.assumed.add("branch", _DECIDES)
+
+
+_NEAR = 8
+"""Ops before the last in which the one that drew a seed is looked for: a seed is read as soon as it is drawn."""
+
+
+def _is_seed(observer: Observer, entry: Entry | None) -> bool:
+    """Return whether a value was drawn among all integers, which nothing but a seed is."""
+    if entry is None or entry.dtype not in ("int64", "int32"):
+        return False
+    near = reversed(observer.notes[-_NEAR:])
+    return next((note.name == "aten.random_.default" for note in near if entry.id in note.writes), False)
 
 
 def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:

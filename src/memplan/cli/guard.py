@@ -1,0 +1,176 @@
+"""`memplan guard`: a step beside a baseline in version control."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memplan.cli.ci_options import CiOutputs, ci_options
+from memplan.cli.files import check_writable, is_trace, write
+from memplan.cli.options import (
+    StepArguments,
+    advised,
+    describe,
+    json_option,
+    recorded,
+    step_options,
+    top_option,
+    without,
+)
+from memplan.cli.progress import progress
+from memplan.cli.targets import contained, short
+from memplan.errors import InputError, StepError
+
+if TYPE_CHECKING:
+    from memplan.studies.guarding.taken import Taken
+
+HELP = """Fail where a step takes more memory than its baseline says.
+
+TARGET and its options are those of memplan explain. The baseline is a file
+that --update writes, to be kept in version control: one file holds any number of
+targets, options and devices. Name a device, so that each machine finds the same.
+
+\b
+  memplan guard train.py:build --device h100 --baseline memory.json --update
+  memplan guard train.py:build --device h100 --baseline memory.json
+  memplan guard nets.py:unet --input 1x1x64x64x64 --device rtx4090 \\
+      --baseline memory.json --tolerance 1% --github
+
+\b
+Exit code: 0 no more than the baseline and its tolerance; 1 more; 2 bad usage, a
+step that cannot be recorded, no baseline of it, or one of another torch.
+"""
+
+
+@click.command("guard", help=HELP)
+@step_options
+@click.option("--baseline", "baseline_file", metavar="FILE", required=True, help="The baseline, as --update writes it.")
+@click.option(
+    "--tolerance", default="1%", show_default=True, metavar="SIZE",
+    help="How much higher the peaks may be: a share of the baseline's, or bytes: 64MiB.",
+)  # fmt: skip
+@click.option(
+    "--cudnn", "named_cudnn", metavar="PATH",
+    help="Environment whose cuDNN is asked for workspaces on a card. Default: none, they take their least.",
+)  # fmt: skip
+@click.option("--update", is_flag=True, help="Write what the step takes now into the baseline.")
+@top_option(12, "Changes")
+@json_option("the outcome")
+@ci_options
+def command(
+    baseline_file: str,
+    tolerance: str,
+    named_cudnn: str | None,
+    update: bool,
+    top: int,
+    json_file: str | None,
+    sarif: str | None,
+    github: bool,
+    junit: str | None,
+    **given: Any,
+) -> int:
+    """Run the command and return its exit code."""
+    arguments, outputs = StepArguments(**given, cudnn=named_cudnn), CiOutputs(sarif, github, junit)
+    outputs.check(json_file)
+    check_writable(json_file, "--json")
+    from memplan.reports.annotations import GROWTH, of_outcome
+    from memplan.reports.guard import dumps, print_outcome
+    from memplan.studies.guarding.baseline_file import read
+    from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
+
+    allowance(tolerance, 0)
+    if update:
+        _check_update(baseline_file, json_file, outputs)
+        return _update(arguments, baseline_file)
+    baseline = read(baseline_file)
+    now = _taken(arguments)
+    before = baseline_of(baseline, now.figures, baseline_file)
+    outcome = compare_with(before, now, tolerance)
+    if json_file is not None:
+        write(json_file, dumps(outcome))
+    if json_file != "-" and not outputs.to_stdout:
+        print_outcome(outcome, top=top)
+    outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
+    return int(outcome.grew)
+
+
+without(command, "cudnn")
+
+
+def _check_update(path: str, json_file: str | None, outputs: CiOutputs) -> None:
+    if path == "-":
+        raise InputError("--baseline -", expected="a file to update", do="Name one")
+    if json_file is not None or outputs != CiOutputs(None, False, None):
+        raise InputError(
+            "--update with --json, --sarif, --github or --junit",
+            expected="it alone: nothing is compared",
+            do="Run once with --update, and once without",
+        )
+    check_writable(path, "--baseline")
+
+
+def _update(given: StepArguments, path: str) -> int:
+    from memplan._bytes import format_bytes
+    from memplan._text import printable
+    from memplan.studies.comparisons.comparison import changed
+    from memplan.studies.guarding.baseline import Baseline
+    from memplan.studies.guarding.baseline_file import dumps, read
+
+    old = read(path) if os.path.exists(path) else Baseline()
+    now = _taken(given).figures
+    before = old.find(now.target, now.options, now.device)
+    write(path, dumps(old.updated(now)))
+    said = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
+    said += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
+    click.echo(printable(f"{path}: {said}"))
+    return 0
+
+
+def _taken(given: StepArguments) -> Taken:
+    """Record the step of a target, or load the trace that it names."""
+    from memplan.studies.guarding.taken import taken
+    from memplan.trace.record import record_for
+    from memplan.trace.recording.session import choose_target
+
+    target, options = _name(given.target), typed(given)
+    if is_trace(given.target):
+        return taken(recorded(given), target=target, options=options, settings=given.settings)
+    with progress(f"recording {given.target}"), contained(given.target):
+        described = describe(given)
+        # an installed cuDNN differs from machine to machine: only a named one is asked
+        place = choose_target(given.device, given.assumed, given.environment or False)
+        try:
+            trace = record_for(described.build(on_card=place.card is not None), place)
+        except StepError as error:
+            raise advised(error, given) from error.__cause__
+    trains = False if given.infer else None  # a step of the user's own may run no backward pass
+    return taken(trace, target=target, options=options, train=trains, settings=given.settings)
+
+
+def _name(target: str) -> str:
+    """Return a target as each system and each checkout writes it: relative, with forward slashes."""
+    from memplan.studies.guarding.taken import slashed
+
+    place, colon, name = target.rpartition(":")
+    if not colon:
+        place, name = name, ""
+    is_path = place.endswith(".py") or not colon
+    return (slashed(short(os.path.abspath(place))) if is_path else place) + colon + name
+
+
+def typed(given: StepArguments) -> str:
+    """Return the options of a step as text, in one order; not the device, which a baseline has by itself."""
+    found = []
+    for field, option in _NAMES.items():
+        value = getattr(given, field)
+        texts = value if isinstance(value, tuple) else () if value in (None, False) else (value,)
+        found += [f"--{option}" if text is True else f"--{option} {text}" for text in texts]
+    return " ".join(text for text in found if text != "--precision fp32")
+
+
+_NAMES = {
+    "args": "arg", "inputs": "input", "kwargs": "kwarg", "targets": "target", "loss": "loss", "optimizer": "optimizer",
+    "precision": "precision", "infer": "infer", "batch": "batch", "settings": "settings", "assume": "assume",
+}  # fmt: skip

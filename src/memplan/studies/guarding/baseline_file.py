@@ -1,0 +1,78 @@
+"""A baseline as a file, and back. Reading trusts nothing: it can come from a stranger's branch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from memplan import _json
+from memplan._json import Unreadable
+from memplan.errors import BaselineError
+from memplan.studies.guarding.baseline import SCHEMA, Baseline, Figures
+
+FORMAT = "memplan.baseline"
+_UPDATE = "Run memplan guard with --update, look at what changes, and commit the file"
+
+
+def dumps(baseline: Baseline) -> str:
+    """Write a baseline as JSON, a line for each layer and cause, so that a change of it can be reviewed."""
+    steps = [_json.text_of(_json.to_plain(one)).rstrip("\n") for one in baseline.steps]
+    return f'{{"format":"{FORMAT}","schema":{SCHEMA},\n"steps":[\n' + ",\n".join(steps) + "\n]}\n"
+
+
+def read(path: str | os.PathLike[str]) -> Baseline:
+    """Read the file that `dumps` made the text of.
+
+    Raises:
+        BaselineError: there is none, it cannot be read, is something else, of another schema version, or damaged.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(_json.LONGEST + 1).decode("utf-8", "replace")
+    except FileNotFoundError:
+        raise BaselineError(f"there is no baseline {path}", expected="one in version control", do=_UPDATE) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BaselineError(
+            f"the baseline {path} cannot be read ({reason})", expected="a file", do="Check the path"
+        ) from error
+    return loads(text, str(path))
+
+
+def loads(text: str, source: str) -> Baseline:
+    """Read the text that `dumps` wrote; ``source`` names it in an error. Raises BaselineError, as `read` does."""
+    try:
+        data = _json.parse(text)
+    except Unreadable as error:
+        raise _no_baseline(source, str(error)) from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise _no_baseline(source, f'it has no "format": "{FORMAT}"')
+    if data.get("schema") != SCHEMA:
+        raise BaselineError(
+            f"the baseline {source} has schema version {data.get('schema')!r:.20}",
+            expected=f"version {SCHEMA}, which this memplan writes",
+            do="Delete the file and write each of its steps anew with --update, or use the memplan that wrote it",
+        )
+    try:
+        steps = _json.from_plain(tuple[Figures, ...], data.get("steps"), "steps")
+        for one in steps:
+            _check(one)
+        if len({(one.target, one.options, one.device) for one in steps}) < len(steps):
+            raise Unreadable("a step is there twice for one device")
+    except Unreadable as error:
+        raise _no_baseline(source, str(error)) from None
+    return Baseline(steps)
+
+
+def _check(figures: Figures) -> None:
+    total = sum(part.bytes for part in figures.held)
+    if total != figures.peak:
+        raise Unreadable(f"what {figures.title!r:.60} holds adds up to {total} bytes, and its peak is {figures.peak}")
+
+
+def _no_baseline(source: str, why: str) -> BaselineError:
+    return BaselineError(
+        f"{source} is no baseline, or a damaged one ({why})",
+        expected="the file that memplan guard --update wrote",
+        do="Take it from version control again, or delete it and run --update",
+    )

@@ -1,0 +1,68 @@
+"""Modes and profiles that are guests in somebody else's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from memplan import _torch
+
+
+def test_a_guest_mode_sees_ops_and_knows_whether_it_can_be_left() -> None:
+    seen = list[str]()
+
+    def note(func: Any, args: Any, kwargs: Any, run: _torch.Run) -> Any:
+        seen.append(str(func))
+        return run(func)
+
+    mode, other = _torch.GuestMode(note), _torch.GuestMode(note)
+    with mode:
+        _ = torch.ones(2) + 1
+        assert mode.is_innermost
+        with other:
+            assert not mode.is_innermost
+    assert not mode.is_innermost
+    assert "aten.add.Tensor" in seen
+
+
+def test_a_yielding_profile_ends_where_another_one_begins() -> None:
+    ours = _torch.YieldingProfile()
+    ours.start()
+    assert ours.whole
+    with torch.autograd.profiler.profile() as theirs:
+        torch.ones(2)
+    assert ours.stop() is None
+    assert theirs is not None
+    assert any(event.key == "aten::ones" for event in theirs.key_averages())
+    alone = _torch.YieldingProfile()
+    alone.start()
+    kept = torch.ones(1000)
+    profile = alone.stop()
+    assert profile is not None
+    assert [event.bytes for event in profile.events] == [kept.nbytes]
+    with torch.autograd.profiler.profile():  # another one is at work: ours does not start
+        ours.start()
+        assert ours.stop() is None
+
+
+def test_hooks_are_listed_and_removed() -> None:
+    layer, calls = torch.nn.Linear(2, 2), list[int]()
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+
+    layer.register_forward_hook(hook, always_call=True)
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
+    assert _torch.hooks_of(layer) == [hook, hook]
+    _torch.remove_hooks(layer)
+    layer(torch.ones(2))
+    assert calls == []
+
+
+def test_a_compiled_module_is_told_from_others() -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert not _torch.is_compiled(layer)
+    assert _torch.is_compiled(torch.compile(layer, backend="eager"))  # pyright: ignore[reportArgumentType]
+    layer.compile(backend="eager")
+    assert _torch.is_compiled(torch.nn.Sequential(layer))

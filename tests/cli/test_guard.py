@@ -1,0 +1,203 @@
+"""`memplan guard` as a user runs it: a baseline, a regression, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memplan.cli import main
+from memplan.cli.guard import _name, typed
+from memplan.cli.options import StepArguments
+from memplan.errors import DeviceError
+
+MODELS = """
+import torch
+from torch import nn
+
+
+def net(width=64, depth=4):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64)) for _ in range(depth)])
+
+
+def build(batch=32):
+    model = net()
+    data = torch.randn(batch, 64)
+    return lambda: model(data).sum().backward()
+"""
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.py").write_text(MODELS)
+    return tmp_path
+
+
+def run(*arguments: str, target: str = "models.py:net", baseline: str = "memory.json") -> Result:
+    given = ["guard", target, *(("--input", "32x64") if target.endswith("net") else ()), "--baseline", baseline]
+    device = () if "--device" in arguments or target.endswith(".json") else ("--device", "cpu")
+    return CliRunner().invoke(main, [*given, *device, *arguments])
+
+
+def step(name: str = "net", options: str = "--input 32x64") -> dict[str, object]:
+    steps = json.loads(Path("memory.json").read_text())["steps"]
+    return next(one for one in steps if (one["target"], one["options"]) == (f"models.py:{name}", options))
+
+
+def test_a_baseline_is_written_and_held(models: Path) -> None:
+    written = run("--update")
+    assert written.exit_code == 0
+    assert written.output.startswith("memory.json: models.py:net --input 32x64 on cpu: ")
+    assert written.output.endswith(" peak, new\n")
+    text = (models / "memory.json").read_text()
+    held = run()
+    assert held.exit_code == 0
+    assert "As the baseline." in held.output
+    assert run("--update").output.endswith("(the same)\n")
+    assert (models / "memory.json").read_text() == text
+
+
+def test_a_wider_layer_fails_with_its_layer_and_its_cause(models: Path) -> None:
+    run("--update", "--arg", "width=64")
+    data = json.loads((models / "memory.json").read_text())
+    data["steps"][0]["options"] = "--arg width=128 --input 32x64"
+    (models / "memory.json").write_text(json.dumps(data))
+    done = run("--arg", "width=128", "--json", "out.json")
+    assert done.exit_code == 1
+    assert "It takes more than the baseline" in done.output
+    changes = json.loads((models / "out.json").read_text())["changes"]
+    weights = [row for one in changes for row in one["causes"] if row["cause"] == "weight"]
+    # 64 more rows and biases in each first layer, 64 more columns in each second
+    assert sum(row["b"] - row["a"] for row in weights) == 4 * (64 * 64 + 64 + 64 * 64) * 4
+    assert "(layers 0 to 3).0: +" in done.output
+
+
+def test_one_file_holds_devices_options_and_targets() -> None:
+    for arguments in ((), ("--device", "h100"), ("--batch", "8")):
+        assert run("--update", *arguments).exit_code == 0
+    assert run("--update", target="models.py:build").exit_code == 0
+    assert len(json.loads(Path("memory.json").read_text())["steps"]) == 4
+    for arguments in ((), ("--device", "h100"), ("--batch", "8")):
+        assert run(*arguments).exit_code == 0
+    missing = run("--batch", "16")
+    assert missing.exit_code == 2
+    assert "has no figures of it; it has models.py:build, models.py:net --input 32x64" in missing.output
+    assert "has it for cpu, h100, not for rtx4090" in run("--device", "rtx4090").output
+
+
+def test_a_target_is_the_same_however_its_path_is_written(models: Path) -> None:
+    run("--update")
+    for path in ("./models.py", str(models / "models.py")):
+        assert run(target=f"{path}:net").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("typed_as", "name"),
+    [
+        ("models\\net.py:make", "models/net.py:make"),
+        ("./a/../net.py:Net.make", "net.py:Net.make"),
+        ("/elsewhere/net.py:make", "/elsewhere/net.py:make"),
+        ("package.net:make", "package.net:make"),
+        ("traces\\step.json", "traces/step.json"),
+    ],
+)
+def test_a_name_is_the_same_on_each_system(typed_as: str, name: str) -> None:
+    assert _name(typed_as) == name
+
+
+def test_a_trace_is_a_target(models: Path) -> None:
+    explained = ["explain", "models.py:net", "--input", "32x64", "--device", "cpu", "--trace", "step.json"]
+    CliRunner().invoke(main, explained)
+    assert run("--update", target="step.json").exit_code == 0
+    run("--update")
+    assert run(target="step.json").exit_code == 0
+    peaks = {one["target"]: one["peak"] for one in json.loads((models / "memory.json").read_text())["steps"]}
+    assert peaks["step.json"] == peaks["models.py:net"]
+
+
+def test_outputs_for_ci_have_the_failure_and_its_line(models: Path) -> None:
+    run("--update")
+    text = (models / "memory.json").read_text()
+    saved = step()
+    smaller = {**saved, "peak": 5, "reserved": 5, "held": [{"layer": "0.0", "cause": "weight", "bytes": 5}]}
+    (models / "memory.json").write_text(json.dumps(json.loads(text) | {"steps": [smaller]}))
+    done = run("--sarif", "out.sarif", "--junit", "out.xml", "--github")
+    assert done.exit_code == 1
+    errors = [line for line in done.output.splitlines() if line.startswith("::error ")]
+    assert [line.partition("::")[2].partition("::")[0] for line in errors] == [
+        "error file=models.py,line=1,title=memplan memory-growth"
+    ]
+    results = json.loads((models / "out.sarif").read_text())["runs"][0]["results"]
+    assert {one["ruleId"] for one in results} == {"memory-growth"}
+    places = [one["locations"][0]["physicalLocation"] for one in results if one["level"] == "warning"]
+    lines = {place["region"]["startLine"] for place in places}
+    assert lines == {7}  # of net, which makes the layers
+    assert 'failures="1"' in (models / "out.xml").read_text()
+    assert run("--tolerance", "1TiB", "--junit", "out.xml").exit_code == 0
+    assert 'failures="0"' in (models / "out.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "there is no baseline memory.json. Expected one in version control. Run memplan guard with --update"),
+        (("--tolerance", "1e9%"), "the tolerance '1e9%'. Expected a share of the baseline, or bytes."),
+        (("--json", "-", "--github"), "two outputs at one place."),
+        (("--sarif", "x", "--junit", "x"), "two outputs at one place."),
+        (("--sarif", "no/x"), "--sarif no/x: there is no folder"),
+        (("--update", "--github"), "--update with --json, --sarif, --github or --junit."),
+    ],
+)
+def test_a_mistake_is_one_line_and_2(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["not JSON", '{"format":"memplan.baseline","schema":99}'])
+def test_a_file_that_is_none_is_never_overwritten(models: Path, text: str) -> None:
+    (models / "memory.json").write_text(text)
+    assert run("--update").exit_code == 2
+    assert run().exit_code == 2
+    assert (models / "memory.json").read_text() == text
+
+
+def test_a_baseline_of_another_torch_is_not_compared(models: Path) -> None:
+    run("--update")
+    text = (models / "memory.json").read_text()
+    (models / "memory.json").write_text(text.replace(f'"torch":"{step()["torch"]}"', '"torch":"1.0"'))
+    done = run()
+    assert done.exit_code == 2
+    assert "was written by torch 1.0, and this is torch" in done.output
+    assert run("--update").exit_code == 0
+    assert (models / "memory.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("typed_as", "asked"), [((), False), (("--cudnn", "off"), False), (("--cudnn", "/env"), "/env")]
+)
+def test_only_a_cudnn_that_is_named_is_asked(
+    typed_as: tuple[str, ...], asked: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[object] = []
+
+    def choose(device: str, assume: object, cudnn: object) -> None:
+        found.append(cudnn)
+        raise DeviceError("enough")
+
+    monkeypatch.setattr("memplan.trace.recording.session.choose_target", choose)
+    assert run("--update", *typed_as).exit_code == 2
+    assert found == [asked]
+
+
+def test_options_are_typed_in_one_order() -> None:
+    given = StepArguments(
+        "a.py:b", inputs=("8x3", "8"), optimizer="adamw", precision="bf16", infer=True, batch=4, device="h100",
+        cudnn="off",
+    )  # fmt: skip
+    assert typed(given) == "--input 8x3 --input 8 --optimizer adamw --precision bf16 --infer --batch 4"
+    assert typed(StepArguments("a.py:b")) == ""
