@@ -13,7 +13,7 @@ from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any, overload
 
 from memplan.errors import InputError, MemplanError
-from memplan.trace.recording.followed.line_watch import decorate, is_watched
+from memplan.trace.recording.followed.line_watch import code_of, decorate, is_watched
 
 if TYPE_CHECKING:
     from memplan.explanation.line_profile import LineProfile
@@ -66,13 +66,7 @@ def profile(function: Any = None, /, *, device: str | None = None, seconds: floa
 def _decorated(function: Any, *, device: str | None, seconds: float) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_decorated(function.__func__, device=device, seconds=seconds))
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    if not isinstance(code, CodeType):
-        raise InputError(
-            f"memplan.profile on {function!r:.60}",
-            expected="a function or a method written in Python",
-            do="Decorate one, such as the model's forward",
-        )
+    code = code_of(function, "memplan.profile")
     if not seconds > 0:
         raise InputError(f"memplan.profile(seconds={seconds})", expected="a number above 0", do="Leave it out for 10")
     decorate(code)

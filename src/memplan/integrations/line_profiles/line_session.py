@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from memplan import _torch
+from memplan._bytes import format_bytes
 from memplan.explanation.by_line import profiles_of
 from memplan.explanation.line_profile import LineProfile
 from memplan.trace.recording.followed.line_marks import LineClock, on_events
@@ -30,7 +31,7 @@ _FREED = "freed"
 CUDA = "cuda"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Measured:
     """What a session saw, on the clock of the allocator's events.
 
@@ -52,6 +53,13 @@ class Measured:
     def after(self) -> int:
         """Bytes allocated at the end."""
         return self.levels[-1][1]
+
+    def __str__(self) -> str:
+        peak, before, after = map(format_bytes, (self.peak, self.before, self.after))
+        return f"measured on {self.device}: {peak} peak; {before} were there before, {after} are after it"
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def profiles(self) -> tuple[LineProfile, ...]:
         """Return the functions that ran, line by line."""

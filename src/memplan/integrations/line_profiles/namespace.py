@@ -72,10 +72,10 @@ class Surroundings:
         memo: dict[int, Any] = {}
         with _copied_as_stand_ins():
             for name in self._names:
-                self._namespace[name] = _copy(self._kept[name], name, memo)
+                self._namespace[name] = _copy(self._kept[name], memo)
             for cell, content in zip(self._cells, self._contents, strict=True):
-                cell.cell_contents = _copy(content, "a variable around it", memo)
-            given = _copy(self._given, "an argument", memo)
+                cell.cell_contents = _copy(content, memo)
+            given = _copy(self._given, memo)
         return lambda: call(given)
 
     def _put_back(self) -> None:
@@ -118,20 +118,12 @@ def _codes_of(value: Any, namespace: Mapping[str, Any]) -> Iterator[CodeType]:
             yield function.__code__
 
 
-def _copy(value: Any, name: str, memo: dict[int, Any]) -> Any:
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
     """Return a value with stand-ins for its tensors; the value itself where it cannot be copied, as modules cannot."""
     if isinstance(value, (ModuleType, FunctionType, type)):
         return value
-    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-        raise InputError(
-            f"{name} was computed before, and what its backward pass needs is not copied",
-            expected="a forward pass in what is predicted, or a tensor without a graph",
-            do="Put the forward pass in as well, or detach it",
-        )
     try:
         return copy.deepcopy(value, memo)
-    except InputError:
-        raise
     except Exception:  # __deepcopy__ is anybody's code
         return value
 
@@ -151,6 +143,8 @@ def _copied_as_stand_ins() -> Any:
         else:
             made.requires_grad_(tensor.requires_grad)
         memo[id(tensor)] = made
+        if tensor.grad_fn is not None:
+            made.register_hook(_refused)
         if tensor.is_leaf and tensor.grad is not None:
             made.grad = stand_in(tensor.grad, memo)
         return made
@@ -159,3 +153,12 @@ def _copied_as_stand_ins() -> Any:
     for owner in (torch.Tensor, nn.Parameter):
         stack.enter_context(_torch.patched(owner, __deepcopy__=stand_in))
     return stack
+
+
+def _refused(gradient: torch.Tensor) -> None:
+    """Refuse a backward pass that goes on behind a stand-in, through ops that ran before."""
+    raise InputError(
+        f"a backward pass through a tensor of shape {tuple(gradient.shape)} that was computed before",
+        expected="the forward pass in what is predicted, too: what an earlier one has saved is not copied",
+        do="Put the forward pass in as well, or detach the tensor",
+    )

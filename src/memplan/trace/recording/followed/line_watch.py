@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from memplan.errors import InputError
 from memplan.trace.recording.place import format_frame
 from memplan.trace.records import FunctionLines, LineSpan
 
@@ -182,6 +183,7 @@ def _goes_on(frame: FrameType) -> bool:
 
 _decorated: set[CodeType] = set()
 _asked: list[Followed] = []
+_asked_codes: list[CodeType] = []
 _watches: list[LineWatch | None] = []
 
 
@@ -192,14 +194,33 @@ def decorate(code: CodeType) -> None:
         _watches[-1].start()
 
 
+def code_of(function: Any, what: str) -> CodeType:
+    """Return the code of a function, a method, or what decorators made of one; ``what`` names it in an error.
+
+    Raises:
+        InputError: it is no function written in Python.
+    """
+    found = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    code = getattr(found, "__code__", None)
+    if not isinstance(code, CodeType):
+        raise InputError(
+            f"{what}: {function!r:.60}",
+            expected="a function or a method written in Python",
+            do="Name one, such as the model's forward",
+        )
+    return code
+
+
 @contextmanager
-def following(asked: Sequence[Followed]) -> Iterator[None]:
+def following(asked: Sequence[Followed], codes: Sequence[CodeType] = ()) -> Iterator[None]:
     """Follow these, too, in here."""
     _asked.extend(asked)
+    _asked_codes.extend(codes)
     try:
         yield
     finally:
         del _asked[len(_asked) - len(asked) :]
+        del _asked_codes[len(_asked_codes) - len(codes) :]
 
 
 @contextmanager
@@ -207,7 +228,7 @@ def watching(clock: Callable[[], int]) -> Iterator[LineWatch]:
     """Watch the lines of what is followed."""
     watch = LineWatch(clock)
     _watches.append(watch)
-    if _decorated or _asked:
+    if _decorated or _asked or _asked_codes:
         watch.start()
     try:
         yield watch
@@ -232,7 +253,7 @@ def is_watched() -> bool:
 
 
 def _is_followed(code: CodeType) -> bool:
-    if code in _decorated:
+    if code in _decorated or code in _asked_codes:
         return True
     path = os.path.realpath(code.co_filename) if _asked else ""
     return any(one.has(code, path) for one in _asked)
