@@ -190,6 +190,11 @@ def _note(profiles: Sequence[LineProfile]) -> None:
         _unprinted[key] = None
 
 
+def forget() -> None:
+    """Print nothing at the end of what was measured so far."""
+    _unprinted.clear()
+
+
 def _print_all() -> None:
     if _unprinted:
         _print([_found[key] for key in _unprinted])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -57,7 +58,9 @@ class Surroundings:
             MemplanError: whatever `memplan.record` raises, and InputError where a tensor's graph is needed.
         """
         try:
-            trace = record(lambda: self._ready(call), device=device, steps=1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a copied scheduler misses its mark on the copied optimizer's step
+                trace = record(lambda: self._ready(call), device=device, steps=1)
         finally:
             self._put_back()
         held = sum(one.bytes for one in live_at(trace, trace.steps[0]))
