@@ -1,9 +1,8 @@
-"""Memory line by line, on the terminal and as JSON: a table for each function."""
+"""Memory line by line on the terminal: a table for each function."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from rich.console import RenderableType
@@ -20,11 +19,6 @@ LEGEND = (
     "ran. Of several hits, the most of any."
 )
 _CODE = 12
-
-
-def dumps(profiles: Iterable[LineProfile]) -> str:
-    """Write profiles as indented JSON, a list. All sizes are bytes."""
-    return json.dumps([one.to_dict() for one in profiles], indent=1, allow_nan=False) + "\n"
 
 
 def print_lines(profiles: Sequence[LineProfile], file: TextIO | None = None) -> None:
