@@ -136,8 +136,8 @@ def test_a_generator_gives_takes_and_ends_as_before() -> None:
     assert (found[4].hits, found[5].hits, found[5].added) == (3, 2, KIB)
     thrown = blocks(2)
     next(thrown)
-    with pytest.raises(OSError):
-        thrown.throw(OSError())
+    with pytest.raises(OSError, match="thrown"):
+        thrown.throw(OSError("thrown"))
     closed = blocks(2)
     next(closed)
     count = len(KEPT)
