@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent)]
 from cuda_accuracy import PAGE, RESULTS, ROOT, calls_of, environment, filled, subjects  # noqa: E402  # by the line above
@@ -24,7 +27,10 @@ from dry_accuracy import packed  # noqa: E402
 from golden_file import Golden, Workspace, find, read  # noqa: E402
 
 from memplan._bytes import format_bytes  # noqa: E402
+from memplan.cudnn.ask import ask  # noqa: E402
 from memplan.cudnn.cudnn_library import find_cudnn  # noqa: E402
+from memplan.cudnn.questions import Question  # noqa: E402
+from memplan.trace.semantics.kinds import Asked  # noqa: E402
 
 BLOCK = 512
 BENCHMARK = ("conv2d_benchmark",)
@@ -43,6 +49,8 @@ class Row:
     engine: str
     said: int
     took: int
+    question: Question | None = None
+    """As cuDNN was asked; not stored."""
 
     @property
     def equal(self) -> bool:
@@ -75,10 +83,16 @@ def rows_of(golden: Golden, environment_of_cudnn: str) -> Iterator[Row | str]:
     from memplan.devices import find as find_card
 
     build = importlib.import_module("golden_steps").on_card(subjects()[golden.name].build)
-    with environment(golden.environment):
-        card = find_card(golden.gpu).name
-        trace = memplan.record(build, device=card, steps=len(golden.steps), cudnn=environment_of_cudnn)
-    plans = {one.storage: one.plans for one in trace.engines}
+    card = find_card(golden.gpu)
+    with environment(golden.environment), questions_noted() as noted:
+        trace = memplan.record(build, device=card.name, steps=len(golden.steps), cudnn=environment_of_cudnn)
+    questions = {
+        number: asked.question for number, asked in noted.get(trace.storages, {}).items() if asked.plan == "first"
+    }
+    library = find_cudnn(environment_of_cudnn)
+    assert library is not None, "named"
+    said = ask(library, card, questions.values()).plans  # without what a real card took
+    plans = {number: said[question] for number, question in questions.items() if question in said}
     calls = calls_of(trace, golden)
     events, at = allocations(golden), 0
     for op in trace.ops:
@@ -95,7 +109,23 @@ def rows_of(golden: Golden, environment_of_cudnn: str) -> Iterator[Row | str]:
         asked = [storage for storage in born if storage.id in plans]
         for storage, size in zip(asked, sizes, strict=True):
             first, kind = plans[storage.id][0], kind_of(op.name, row.key, born.index(storage))
-            yield Row(kind, row.key, golden.name, first.engine, first.workspace, size)
+            yield Row(kind, row.key, golden.name, first.engine, first.workspace, size, questions[storage.id])
+
+
+@contextmanager
+def questions_noted() -> Iterator[dict[Any, Mapping[int, Asked]]]:
+    """Note what each recording asks cuDNN, by the storages of the Trace that it returns."""
+    found: dict[Any, Mapping[int, Asked]] = {}
+    recording = importlib.import_module("memplan.trace.record")
+    answer = recording.with_workspaces
+
+    def noting(trace: Any, asked: Mapping[int, Asked], *where: Any) -> Any:
+        answered = answer(trace, asked, *where)
+        found[answered.storages] = dict(asked)
+        return answered
+
+    with patch.object(recording, "with_workspaces", noting):
+        yield found
 
 
 def kind_of(op: str, key: str, place: int) -> str:
@@ -188,7 +218,8 @@ def sentence(rows: Sequence[Row]) -> str:
 
 def write(rows: Sequence[Row], unclear: Sequence[str]) -> None:
     """Write the results, and the page that shows them."""
-    content = {"convolutions": [asdict(row) for row in rows], "unclear": list(unclear)}
+    plain = ({name: value for name, value in asdict(row).items() if name != "question"} for row in rows)
+    content = {"convolutions": list(plain), "unclear": list(unclear)}
     (RESULTS / "cudnn.json").write_text(packed(content), encoding="utf-8")
     (RESULTS / "cudnn.md").write_text(f"{sentence(rows)}\n{table(rows)}", encoding="utf-8")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

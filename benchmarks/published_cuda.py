@@ -75,12 +75,12 @@ class Result:
 def _predicted(step: str, card: str, measure: str, sizes: tuple[tuple[str, Any], ...]) -> tuple[float, float]:
     trace = memplan.record(STEPS[step](**dict(sizes)), device=card, steps=STEPS_RUN)
     return (
-        _figure(memplan.simulate(trace, workspace="low"), measure),
-        _figure(memplan.simulate(trace, workspace="high"), measure),
+        figure(memplan.simulate(trace, workspace="low"), measure),
+        figure(memplan.simulate(trace, workspace="high"), measure),
     )
 
 
-def _figure(timeline: memplan.Timeline, measure: str) -> float:
+def figure(timeline: memplan.Timeline, measure: str) -> float:
     last = timeline.steps[-1]
     if measure == "left":
         return timeline.events[-1][1] / MIB

@@ -38,6 +38,18 @@ def step_of(make: Callable[..., tuple[Step, Any]]) -> Callable[..., Build]:
     return build_of
 
 
+def made_on_card(name: str, **sizes: Any) -> Step:
+    """Build a step by its name, for another process, with all of it on the card."""
+    with torch.device("cuda"):
+        step = STEPS[name](**sizes)()
+
+    def on_card() -> None:
+        with torch.device("cuda"):
+            step()
+
+    return on_card
+
+
 def _run(step: Step, held: Any) -> None:
     step()
 

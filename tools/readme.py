@@ -7,6 +7,7 @@ A block begins with one of these lines and ends with ``<!-- end -->``; what stan
 
     <!-- run: COMMAND -->             what `memplan ...` or `python examples/...` prints, 80 columns wide
     <!-- run[1,2]: COMMAND -->        the first and the second part of that: parts are what an empty line separates
+    <!-- run[-1]: COMMAND -->         the last part
     <!-- include: FILE -->            a table that a benchmark wrote; also include[1,3]
     <!-- accuracy: short -->          how near predictions are, from the results of three benchmarks
 
@@ -30,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BLOCK = re.compile(r"<!-- (run|include|accuracy)(?:\[([\d,]+)\])?: (.+?) -->\n.*?<!-- end -->", re.S)
+BLOCK = re.compile(r"<!-- (run|include|accuracy)(?:\[([-\d,]+)\])?: (.+?) -->\n.*?<!-- end -->", re.S)
 MACHINE = {"OMP_NUM_THREADS": "2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 COLUMNS = 80
 
@@ -63,8 +64,8 @@ def _parts(text: str, numbers: str | None, left_out: str) -> str:
         return text
     parts = re.split(r"\n\n+", text)
     chosen = [int(number) for number in numbers.split(",")]
-    kept = "\n\n".join(parts[number - 1] for number in chosen)
-    return f"{kept}\n{left_out}" if left_out and max(chosen) < len(parts) else kept
+    kept = "\n\n".join(parts[number - 1 if number > 0 else number] for number in chosen)
+    return f"{kept}\n{left_out}" if left_out and chosen[-1] > 0 and max(chosen) < len(parts) else kept
 
 
 def output(command: str) -> str:

@@ -19,7 +19,7 @@ from memplan.cudnn.questions import ExecutionPlan, Question
 from memplan.devices import find
 
 CARD, REAL = find("h100"), worker_process.SCRIPT
-THIRD = replace(FORWARD, x=(3, 64, 56, 56), y=(3, 128, 56, 56))
+THIRD = replace(FORWARD, x=(3, 63, 56, 56), y=(3, 128, 56, 56))
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +92,40 @@ def test_a_published_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     plan = ask(library, find("a100-80gb"), [question]).plans[question][0]
     assert sum(blocks) + -(-plan.workspace // 512) * 512 == 12_874_233_344
+
+
+# What is stored
+
+
+def test_the_version_alone_gives_what_is_stored_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "ask_worker", None)
+    library = find_cudnn("9.19")
+    assert library == Cudnn(None, 91900)
+    known = Question(
+        "forward", (32, 3, 224, 224), (64, 3, 7, 7), (32, 64, 112, 112), False, "float32", (3, 3), (2, 2), (1, 1),
+        (32, 32, 32), True, False,
+    )  # fmt: skip
+    found = ask(library, find("a100-80gb"), [known, FORWARD])
+    assert list(found.plans) == [known]
+    assert found.measured == {}
+    assert found.said == (
+        "cuDNN 9.19.0 did not answer for 1 of 2 convolutions, whose workspaces stay intervals: its version alone was "
+        "named, and memplan has stored answers of 9.19.0, 9.26.0 for its examples and zoo; name an environment that "
+        "has it",
+    )
+
+
+def test_a_version_that_nothing_is_stored_of_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "ask_worker", None)
+    library = find_cudnn("9.10.2")
+    assert library is not None
+    found = ask(library, CARD, [FORWARD])
+    assert found.plans == found.measured == {}
+    assert found.said[0].startswith("cuDNN 9.10.2 did not answer for 1 of 1 convolutions")
+
+
+def test_what_a_real_card_took_is_of_that_card_and_version_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "measured", lambda card, version: {FORWARD.key: 77} if version == 91900 else {})
+    monkeypatch.setattr(asking, "ask_worker", lambda *_: iter(()))
+    assert ask(NOWHERE, CARD, [FORWARD, THIRD]).measured == {FORWARD: 77}
+    assert ask(replace(NOWHERE, version=92600), CARD, [FORWARD, THIRD]).measured == {}

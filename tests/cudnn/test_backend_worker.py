@@ -68,6 +68,7 @@ def test_errata_are_in_the_library_of_torch() -> None:
     """The rules lie as text in libtorch_cuda.so; each of that release is among ours."""
     library = find_cudnn(ENVIRONMENT)
     assert library is not None
+    assert library.packages is not None
     text = (library.packages / "torch/lib/libtorch_cuda.so").read_bytes()
     kinds = {b"ConvFwd": "forward", b"ConvBwdData": "input gradient", b"ConvBwdFilter": "weight gradient"}
     rules = re.findall(rb'"operation"\s*: "(\w+)",\s*"engine"\s*: (\d+),\s*"cudnn_version_start" : (\d+),\s*'
@@ -88,6 +89,7 @@ def test_a_library_that_does_not_load_is_an_answer() -> None:
 def test_numbers_are_those_of_the_header() -> None:
     library = find_cudnn(ENVIRONMENT)
     assert library is not None
+    assert library.packages is not None
     header = (library.packages / "nvidia/cudnn/include/cudnn_graph.h").read_text()
     known = {
         name: int(number) for name, number in re.findall(r"CUDNN_(\w+)(?: CUDNN_DEPRECATED_ENUM)?\s*= (\d+)", header)

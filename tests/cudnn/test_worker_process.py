@@ -12,6 +12,7 @@ from asked_convolutions import ANSWERS, CRASHES, FORWARD, NOWHERE, START, needs_
 from memplan.cudnn import worker_process
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question
 from memplan.cudnn.worker_process import WorkerError, ask_worker
+from memplan.dry import progress
 
 pytestmark = needs_compiler
 Asked = Callable[..., list[tuple[int, Plans | str]]]
@@ -58,6 +59,12 @@ def test_a_process_that_always_crashes_is_given_up(asked: Asked) -> None:
 def test_a_hang_is_given_up_after_some_time(asked: Asked) -> None:
     found = asked("    if question['x'][0] == 3: time.sleep(60)\n" + ANSWERS, 2, 3, 4)
     assert found == [(2, plans(2)), (3, "no answer within 0 s"), (4, plans(4))]
+
+
+def test_one_that_hangs_while_it_loads_is_an_error(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "STALLED", 0.6)
+    with pytest.raises(WorkerError, match="its process hangs"):
+        asked("", 2, start="import time\ntime.sleep(60)\n")
 
 
 @pytest.mark.parametrize("text", ["    print('hello', flush=True)\n", "    print('[1]', flush=True)\n"])

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.cudnn.questions import ExecutionPlan
 from memplan.devices import catalogue, find
 from memplan.explanation.card import _charges
-from memplan.explanation.model import CardUse, verdict_sentence
+from memplan.explanation.model import CardUse, smaller_plans_sentence, verdict_sentence
+from memplan.trace.records import Engines
 
 MIB = 1 << 20
 
@@ -207,3 +209,52 @@ def test_a_verdict_that_rests_on_cached_blocks_says_so() -> None:
     sentence = verdict_sentence(dataclasses.replace(use, verdict=tight))
     assert "takes 25.0 MiB to 100.0 MiB where there is room, and in 24.0 MiB gives cached blocks back" in sentence
     assert "needs" not in sentence
+
+
+def three_convolutions(seconds: tuple[ExecutionPlan, ...]) -> memplan.Trace:
+    """Three convolutions in a row, with workspaces by hand; the plans of the second are given."""
+
+    def build() -> Any:
+        model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))).cuda()
+        data = torch.zeros(1, 8, 512, 512, device="cuda")
+
+        def step() -> None:
+            with torch.no_grad():
+                model(data)
+
+        return step
+
+    trace = memplan.record(build, device="rtx3090", steps=1, cudnn=False)
+    kept = [one for one in trace.storages if one.cause == "workspace"]
+    assert len(kept) == 3
+    plans = ((ExecutionPlan("eng1", 4 * MIB),), seconds, (ExecutionPlan("eng1", 4 * MIB),))
+    sizes = {one.id: of[0].workspace for one, of in zip(kept, plans, strict=True)}
+    storages = (dataclasses.replace(one, bytes=sizes.get(one.id, one.bytes), low=None) for one in trace.storages)
+    engines = tuple(Engines(one.id, of) for one, of in zip(kept, plans, strict=True))
+    return dataclasses.replace(trace, storages=tuple(storages), engines=engines)
+
+
+GIB = 1 << 30
+LARGE, SMALL = ExecutionPlan("eng7", 30 * GIB), ExecutionPlan("eng0", 2 * MIB)
+
+
+def test_a_layer_that_has_no_room_for_its_first_plan_is_named() -> None:
+    """An RTX 3090 has 24 GiB: the second of three convolutions runs the smaller of its two plans."""
+    explanation = memplan.explain(three_convolutions((LARGE, SMALL)))
+    use = card_of(explanation)
+    (smaller,) = use.smaller
+    assert (smaller.layer, smaller.first, smaller.taken) == ("1", LARGE, SMALL)
+    assert use.verdict.answer == "fits"
+    said = (
+        "no room for cuDNN's first plan: conv2d of 1 runs eng0 with 2.0 MiB of workspace, instead of eng7 with 30.0 GiB"
+    )
+    assert smaller_plans_sentence(use) == said
+    assert said in str(explanation)
+    assert explanation.to_dict()["card"]["smaller"][0]["taken"] == {"engine": "eng0", "workspace": 2 * MIB}
+
+
+def test_nothing_is_named_where_all_fits_or_nothing_helps() -> None:
+    assert card_of(memplan.explain(three_convolutions((SMALL,)))).smaller == ()
+    none = card_of(memplan.explain(three_convolutions((LARGE,))))
+    assert (none.smaller, none.verdict.answer) == ((), "does not fit")
+    assert smaller_plans_sentence(none) == ""

@@ -1,27 +1,16 @@
-"""Predictions beside two real snapshots of an H100: event by event, and the levels.
-
-The recorded events are read here, without memplan: which block was asked for, of which size, and in which order blocks
-were given back. Their times and addresses play no part.
-"""
+"""Predictions beside two real snapshots of an H100: event by event, and the levels."""
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
 
 import pytest
-from goldens.cs336_step import forward_step, full_step
+from goldens.histories import DATA, STEPS, Event, file_of, predict, read, same_until
 
 import memplan
 from memplan.simulation.replays.replayed import Replay
 from memplan.trace.trace import Trace
-
-DATA = Path(__file__).parents[3] / "shared" / "data" / "cuda_snapshots"
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the real snapshots are not here")
 
@@ -34,23 +23,6 @@ All of them are inside of the two calls of `index_put_`: the order of its lists.
 """
 
 
-class Event(NamedTuple):
-    """A block is born (+) or dies (-). Blocks are numbered in order of birth."""
-
-    kind: Literal["+", "-"]
-    block: int
-    bytes: int
-    op: str = ""
-
-    @property
-    def step(self) -> tuple[str, int]:
-        return self.kind, self.bytes
-
-    @property
-    def whole(self) -> tuple[str, int, int]:
-        return self[:3]
-
-
 @dataclass(frozen=True)
 class Real:
     """A snapshot, and the step that it is of, as predicted."""
@@ -61,52 +33,22 @@ class Real:
     predicted: list[Event]
 
 
-def read(path: Path) -> list[Event]:
-    """The events of a snapshot, which frees nothing that was there before."""
-    events, live = list[Event](), dict[int, Event]()
-    births = 0
-    for entry in json.loads(gzip.decompress(path.read_bytes()))["device_traces"][0]:
-        if entry["action"] == "alloc":
-            events.append(Event("+", births, entry["size"]))
-            live[entry["addr"]] = events[-1]
-            births += 1
-        elif entry["action"] == "free_requested":
-            events.append(live.pop(entry["addr"])._replace(kind="-"))
-    return events
-
-
-def predict(trace: Trace) -> list[Event]:
-    """The events on the card from the first step on."""
-    ticks: list[tuple[int, Any]] = []
-    for storage in trace.counted:
-        if storage.bytes:
-            ticks += [(storage.born, storage)] + ([(storage.died, storage)] if storage.died is not None else [])
-    events, blocks = list[Event](), dict[int, int]()
-    for tick, storage in sorted((t for t in ticks if t[0] > trace.steps[0]), key=lambda t: t[0]):
-        born = tick == storage.born
-        block = blocks.setdefault(storage.id, len(blocks)) if born else blocks[storage.id]
-        op = "" if storage.op is None else trace.ops[storage.op]
-        events.append(Event("+" if born else "-", block, storage.bytes, f"{op and f'{op.name} at {op.where}'}"))
-    return events
-
-
-def load(name: str, build: Callable[[], Callable[[], None]]) -> Real:
+def load(name: str) -> Real:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
         patch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", "1")  # as all releases up to 2.14 do, also the recording's 2.6
-        trace = memplan.record(build, device="h100", steps=1)
-    path = DATA / f"transformer_2.7b_{name}.json.gz"
-    return Real(memplan.replay(path), trace, read(path), predict(trace))
+        trace = memplan.record(STEPS[name], device="h100", steps=1)
+    return Real(memplan.replay(file_of(name)), trace, read(file_of(name)), predict(trace))
 
 
 @pytest.fixture(scope="module")
 def forward() -> Real:
-    return load("ctx128_forward", lambda: forward_step(128))
+    return load("ctx128_forward")
 
 
 @pytest.fixture(scope="module")
 def full() -> Real:
-    return load("ctx256_fullstep", lambda: full_step(256))
+    return load("ctx256_fullstep")
 
 
 @dataclass(frozen=True)
@@ -160,12 +102,6 @@ def _walk_back(history: list[dict[int, int]], x: int, y: int) -> list[tuple[int,
         pairs += [(x - n, y - n) for n in range(1, agreeing + 1)]
         x, y = start, start - before
     return [(n, n) for n in range(x)] + pairs[::-1]
-
-
-def same_until(predicted: list[Event], recorded: list[Event]) -> int:
-    """How many events from the first on are the same."""
-    pairs = enumerate(zip(predicted, recorded, strict=False))
-    return next((i for i, (a, b) in pairs if a.whole != b.whole), min(len(predicted), len(recorded)))
 
 
 def around(real: Real, index: int) -> str:

@@ -13,6 +13,8 @@ from asked_convolutions import NOWHERE, needs_compiler, write_script
 from torch import nn
 
 import memplan
+from memplan._bytes import format_bytes
+from memplan.cudnn import ask as asking
 from memplan.cudnn import worker_process
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.errors import DeviceError, TraceFormatError
@@ -157,3 +159,62 @@ def test_explain_and_check_have_one_figure_and_name_the_engine(recorded: Recorde
 def test_an_environment_without_cudnn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeviceError, match="is no environment of Python"):
         memplan.record(build, device="h100", cudnn=tmp_path)
+
+
+def test_what_a_real_card_took_comes_before_cudnns_answer(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass took what cuDNN's third engine takes, the weight's gradient what none does."""
+
+    def took(card: str, version: int) -> dict[str, int]:
+        key = '["{}",[2,8,32,32],[16,8,3,3],[2,16,32,32],false,"float32",[1,1],[1,1],[1,1],[32,32,32],true,false]'
+        return {key.format("forward"): 100, key.format("weight gradient"): 9 << 20} if card == "h100" else {}
+
+    monkeypatch.setattr(asking, "measured", took)
+    trace = recorded(build, steps=1)
+    assert workspaces(trace) == [(100, None), (5 << 20, None), (9 << 20, None)]
+    forward, _, weight = trace.engines
+    assert forward.plans == (ExecutionPlan("eng3", 100), ExecutionPlan("eng1", 0))
+    assert weight.plans == (ExecutionPlan("an engine that it did not name", 9 << 20), ExecutionPlan("eng8", 7 << 20),
+                            *ENGINES[1:])  # fmt: skip
+    assert trace.measured == (forward.storage, weight.storage)
+    assert trace.notes[-2:] == (
+        f"cuDNN 9.19.0 chose the workspaces of 1 convolutions {DESCRIBED}",
+        "a real h100 took the workspaces of 2 convolutions with cuDNN 9.19.0, and these count",
+    )
+    assert Trace.from_json(trace.to_json()) == trace
+    (note,) = [note for note in memplan.explain(trace).notes if "largest workspace" in note]
+    assert note.startswith("cuDNN's largest workspace is 9.0 MiB, as a real card took: an engine that it did not name")
+    assert note.endswith("; 0 B of the peak rest on its answers, 9.0 MiB on what a real card took")
+
+
+def test_with_benchmark_what_a_real_card_took_without_it_plays_no_part(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Any1(dict[str, int]):
+        def __contains__(self, key: object) -> bool:
+            return True
+
+        def __getitem__(self, key: str) -> int:
+            return 1
+
+    def tried() -> Callable[[], None]:
+        torch.backends.cudnn.benchmark = True
+        return build()
+
+    monkeypatch.setattr(asking, "measured", lambda card, version: Any1())
+    assert recorded(tried).measured == ()
+
+
+def test_explain_tells_the_first_step_under_benchmark_from_later_ones(recorded: Recorded) -> None:
+    """The largest plan takes 7 MiB and 4096 bytes, the smallest nothing; each step tries, or runs, one of three."""
+
+    def tried() -> Callable[[], None]:
+        torch.backends.cudnn.benchmark = True
+        return build()
+
+    trace = recorded(tried)
+    high, low = memplan.simulate(trace), memplan.simulate(trace, workspace="low")
+    (note,) = [note for note in memplan.explain(trace).notes if "the first step" in note and "later" in note]
+    said = [format_bytes(step.peak_allocated) for step in (high.steps[0], low.steps[1], high.steps[1])]
+    assert note.endswith(f"takes up to {said[0]}, and later ones between {said[1]} and {said[2]}")
+    assert high.steps[0].peak_allocated - low.steps[1].peak_allocated > 6 << 20
+    assert not any("the first step, which" in note for note in memplan.explain(recorded(build)).notes)

@@ -83,7 +83,8 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     ),
     click.option(
         "--cudnn", metavar="PATH",
-        help="Environment whose cuDNN is asked for workspaces on a card; off: give intervals. Default: this one.",
+        help="Environment whose cuDNN is asked for workspaces on a card, or a version, as 9.19.0: memplan's stored "
+        "answers; off: give intervals. Default: this one.",
     ),
     debug_option,
 )  # fmt: skip

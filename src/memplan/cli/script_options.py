@@ -13,7 +13,9 @@ from memplan.errors import InputError
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
 
-_OF_A_TARGET = ("args", "targets", "loss", "optimizer", "infer")
+_OF_A_TARGET = {
+    "args": "--arg", "targets": "--target", "loss": "--loss", "optimizer": "--optimizer", "infer": "--infer",
+}  # fmt: skip
 
 
 def script_option(command: click.Command) -> click.Command:
@@ -49,7 +51,7 @@ def target_or_script(given: dict[str, Any]) -> Request | None:
     arguments = arguments if given["target"] is None else (given["target"], *arguments)
     given["target"] = script
     typed = StepArguments(**given)
-    wrong = [f"--{name.rstrip('s')}" for name in _OF_A_TARGET if getattr(typed, name)]
+    wrong = [option for name, option in _OF_A_TARGET.items() if getattr(typed, name)]
     if wrong or typed.precision != "fp32":
         raise InputError(
             f"{', '.join(wrong or ['--precision'])} with --script",

@@ -17,11 +17,15 @@ from typing import Any
 from memplan.cudnn.cudnn_library import Cudnn
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question
 from memplan.dry.library import built
+from memplan.dry.progress import Progress
 
 SCRIPT = Path(__file__).with_name("backend_worker.py")
 DRIVER = Path(__file__).with_name("no_driver.c")
 ANSWER, START = 10.0, 60.0
-"""Seconds to wait for an answer, and for the libraries to load; the first answer may take as long as that."""
+"""Seconds to wait for an answer, and for the libraries to load; the first answer may take as long as that, but not
+hang."""
+_LOOK = 0.5
+"""Seconds after which a process that is waited for is looked at."""
 _LIVES = 3
 """Processes at most that are lost to questions of one batch."""
 
@@ -84,6 +88,7 @@ class _Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-I", str(SCRIPT)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # of a dry run: a driver
         )  # fmt: skip
         self._request = request
         self._read = b""
@@ -125,11 +130,15 @@ class _Worker:
 
     def _line(self, until: float, limit: float) -> bytes:
         assert self._process.stdout is not None, "piped"
+        progress = Progress(self._process.pid)
         while b"\n" not in self._read:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
+            left = until - time.monotonic()
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, min(left, _LOOK)))
             if not ready:
-                self._end()
-                raise WorkerError(f"no answer within {limit:.0f} s")
+                if left <= 0 or progress.hangs:
+                    self._end()
+                    raise WorkerError(f"no answer within {limit:.0f} s" if left <= 0 else "its process hangs")
+                continue
             found = os.read(self._process.stdout.fileno(), 1 << 16)
             if not found:
                 raise WorkerError(self._why())

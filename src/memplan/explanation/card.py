@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from memplan.cudnn.questions import Plans
 from memplan.devices import Device, catalogue
-from memplan.explanation.model import Answer, CardUse, Charge, Verdict
+from memplan.explanation.layers import origin_word
+from memplan.explanation.model import Answer, CardUse, Charge, SmallerPlan, Verdict
 from memplan.simulation.allocator.settings import parse_settings
-from memplan.simulation.on_card import fits
+from memplan.simulation.on_card import fits, room_for
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
 from memplan.simulation.workspace_bounds import reserved_bounds
@@ -40,7 +42,7 @@ def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = N
     smallest = next((verdict.device for verdict in verdicts if verdict.answer == "fits"), None)
     return CardUse(
         charges, _verdict(cases, card), tuple(verdicts), trace.other_kernels, smallest,
-        max(case.timeline.peak_allocated for case in cases), (_NOT_MODELLED,),
+        max(case.timeline.peak_allocated for case in cases), (_NOT_MODELLED,), cases[1].smaller_plans(card),
     )  # fmt: skip
 
 
@@ -85,6 +87,21 @@ class Case:
             return False
         # the allocator gives cached segments back before it gives up, and cuDNN has other plans: it has to be tried
         return fits(self._trace, room, self._settings, low=not self._is_high)
+
+    def smaller_plans(self, card: Device) -> tuple[SmallerPlan, ...]:
+        """Return the convolutions for whose first plan the card has no room, where the step runs all the same."""
+        room = card.usable("high" if self._is_high else "low")
+        if self._reserved <= room or not self._trace.engines:
+            return ()
+        sizes = room_for(self._trace, room, self._settings, low=not self._is_high) or {}
+        known = {one.storage: one.plans for one in self._trace.engines}
+        return tuple(_smaller(self._trace, storage, known[storage], size) for storage, size in sizes.items())
+
+
+def _smaller(trace: Trace, storage: int, plans: Plans, size: int) -> SmallerPlan:
+    op = trace.ops[trace.storages[storage].op or 0]
+    plan = next(plan for plan in plans if plan.workspace == size)
+    return SmallerPlan(op.layer, origin_word(op, trace), op.where, plans[0], plan)
 
 
 def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:

@@ -225,6 +225,8 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
         notes.append("oneDNN keeps compiled kernels and their caches outside of torch's allocator: not counted here")
     if trace.engines:
         notes.append(_named_workspaces(trace, timeline))
+    if len(timeline.steps) > 1 and any("cudnn.benchmark = True" in note for note in trace.notes):
+        notes.append(_with_benchmark(trace, timeline))
     if any(s.cause == "workspace" and s.low is not None for s in trace.counted):
         notes.append(
             "cuDNN chooses an algorithm, and with it a workspace, on the card: causes and layers are of the low case, "
@@ -238,16 +240,30 @@ def _notes(trace: Trace, timeline: Timeline) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _with_benchmark(trace: Trace, low: Timeline) -> str:
+    """Tell the peak of the first step, in which cuDNN tries all plans, from that of later ones."""
+    high = simulate(trace)
+    first, least, most = high.steps[0].peak_allocated, low.steps[-1].peak_allocated, high.steps[-1].peak_allocated
+    later = format_bytes(least) if least == most else f"between {format_bytes(least)} and {format_bytes(most)}"
+    return (
+        f"torch.backends.cudnn.benchmark = True: the first step, which tries all plans, takes up to "
+        f"{format_bytes(first)}, and later ones {later}"
+    )
+
+
 def _named_workspaces(trace: Trace, timeline: Timeline) -> str:
     """Say which engine of cuDNN takes the most, and how much of the peak rests on cuDNN's answers."""
     found = max(trace.engines, key=lambda one: one.plans[0].workspace)
     plan, op = found.plans[0], trace.ops[trace.storages[found.storage].op or 0]
     of = f" of {op.layer}" if op.layer else ""
     named = {one.storage for one in trace.engines}
-    held = sum(one.bytes for one in live_at(trace, timeline.peak_tick) if one.id in named)
+    live = [one for one in live_at(trace, timeline.peak_tick) if one.id in named]
+    held, real = (sum(one.bytes for one in live if (one.id in trace.measured) is of_card) for of_card in (False, True))
+    took = ", as a real card took" if found.storage in trace.measured else ""
+    beside = f", {format_bytes(real)} on what a real card took" if trace.measured else ""
     return (
-        f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}: {plan.engine} for {origin_word(op, trace)}{of}; "
-        f"{format_bytes(held)} of the peak rest on its answers"
+        f"{LARGEST_WORKSPACE} is {format_bytes(plan.workspace)}{took}: {plan.engine} for {origin_word(op, trace)}{of}; "
+        f"{format_bytes(held)} of the peak rest on its answers{beside}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan.cudnn.questions import ExecutionPlan
 from memplan.explanation.line_profile import LineProfile
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
@@ -150,6 +151,24 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class SmallerPlan:
+    """A convolution for whose first plan of cuDNN a card has no room: the plan that runs instead is slower."""
+
+    layer: str
+    op: str
+    where: str | None
+    first: ExecutionPlan
+    taken: ExecutionPlan
+
+    def __str__(self) -> str:
+        of = f" of {self.layer}" if self.layer else ""
+        return (
+            f"{self.op}{of} runs {self.taken.engine} with {format_bytes(self.taken.workspace)} of workspace, instead "
+            f"of {self.first.engine} with {format_bytes(self.first.workspace)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CardUse:
     """What a step takes from its card at most, and where it fits.
 
@@ -167,6 +186,8 @@ class CardUse:
     peak_allocated_high: int
     """The allocated peak in the high case; the explanation's timeline is that of the low case."""
     not_modelled: tuple[str, ...]
+    smaller: tuple[SmallerPlan, ...] = ()
+    """In the order in which they run, where the step fits because of them."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -255,6 +276,15 @@ def verdict_sentence(use: CardUse) -> str:
     return f"{words[verdict.answer]} on {verdict.title}: {taken}; {smallest}"
 
 
+def smaller_plans_sentence(use: CardUse, most: int = 3) -> str:
+    """Return which convolutions run with a smaller plan, for want of room; empty where none does."""
+    different = list(dict.fromkeys(map(str, use.smaller)))
+    if not different:
+        return ""
+    more = f"; and {len(different) - most} more" if len(different) > most else ""
+    return f"no room for cuDNN's first plan: {'; '.join(different[:most])}{more}"
+
+
 LABELS = {
     "weight": "weights",
     "buffer": "buffers",
@@ -340,6 +370,7 @@ def summary(explanation: Explanation) -> str:
     ]
     if explanation.card is not None:
         lines.append(verdict_sentence(explanation.card))
+        lines += [text] if (text := smaller_plans_sentence(explanation.card)) else []
     lines += [f"note: {note}" for note in explanation.notes]
     for assumption in explanation.assumptions:
         times = f" ({assumption.count} times)" if assumption.count > 1 else ""

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memplan.explanation.model import CardUse, Verdict, verdict_sentence
+from memplan.explanation.model import CardUse, Verdict, smaller_plans_sentence, verdict_sentence
 from memplan.reports.output import Field, Page, number_field
 
 _LABELS = {
@@ -42,6 +42,8 @@ def verdict_lines(use: CardUse) -> Iterator[RenderableType]:
     """Yield the verdict, the other cards by answer, and what is not in the sum."""
     style = {"fits": "bold green", "low only": "bold yellow", "does not fit": "bold red"}[use.verdict.answer]
     yield Text(verdict_sentence(use), style)
+    if text := smaller_plans_sentence(use):
+        yield Text(text)
     for answer, words in _ANSWERS.items():
         names = [other.device for other in _of(use.others, answer)]
         if names:

@@ -45,7 +45,8 @@ def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[Render
     for name in facts.absent:
         yield Text(printable(f"The data of {name} are not here: its batches are those described."))
     if facts.lines:
-        yield Text(f"{facts.lines} lines that it printed are not shown (--show-output)")
+        lines = "1 line that it printed is" if facts.lines == 1 else f"{facts.lines} lines that it printed are"
+        yield Text(f"{lines} not shown (--show-output)")
     if facts.held:
         fields = [
             name_field("Held back", lambda row: _short(row), from_left=True),
@@ -61,7 +62,7 @@ def _ended(facts: Facts) -> str:
     updates = f"{facts.updates} update{'' if facts.updates == 1 else 's'}"
     match facts.ending:
         case "steps":
-            return f"It {seen} until {updates} were made; nothing behind that was seen."
+            return f"It {seen} until it had made {updates}; nothing behind that was seen."
         case "no update":
             return f"It {seen} over 256 batches without another update by an optimizer of torch.optim, and was ended."
         case "time":

@@ -15,14 +15,21 @@ _APART = 1 << 20
 
 
 def drive(
-    trace: Trace, settings: AllocatorSettings, *, low: bool, apart: bool = False, capacity: int | None = None
+    trace: Trace,
+    settings: AllocatorSettings,
+    *,
+    low: bool,
+    apart: bool = False,
+    capacity: int | None = None,
+    smaller: dict[int, int] | None = None,
 ) -> tuple[CachingAllocator, list[Level]]:
     """Return the allocator after all events of a trace, and the levels after each.
 
     ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
     neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used
     (`record_stream`) is free at once in the low case, in the high case when the step next synchronizes. Where there is
-    no room for a workspace of cuDNN, that of the next of its plans is taken, as torch does.
+    no room for a workspace of cuDNN, that of the next of its plans is taken, as torch does: ``smaller`` gets the bytes
+    of these by their storages.
 
     Raises:
         OutOfMemory: more than ``capacity`` bytes were needed.
@@ -41,7 +48,9 @@ def drive(
             size = what.low if low and what.low is not None else what.bytes
             stream = what.stream + _APART if apart and what.low is not None else what.stream
             sizes = [plan.workspace for plan in plans.get(what.id, ())] or [size]
-            addresses[what.id] = _first_that_fits(allocator, sizes, stream=stream, owner=what.id, tick=tick)
+            addresses[what.id], taken = _first_that_fits(allocator, sizes, stream=stream, owner=what.id, tick=tick)
+            if taken < sizes[0] and smaller is not None:
+                smaller[what.id] = taken
         else:
             address = addresses.pop(what.id)
             if not low:
@@ -52,23 +61,37 @@ def drive(
     return allocator, levels
 
 
-def _first_that_fits(allocator: CachingAllocator, sizes: list[int], *, stream: int, owner: int, tick: int) -> int:
-    """Return the address of a block of the first size that there is room for. Source: Conv_v8.cpp, try_configs."""
+def _first_that_fits(
+    allocator: CachingAllocator, sizes: list[int], *, stream: int, owner: int, tick: int
+) -> tuple[int, int]:
+    """Return the address of a block of the first size that there is room for, and the size. Source: Conv_v8.cpp,
+    try_configs."""
     for size in sizes[:-1]:
         try:
-            return allocator.malloc(size, stream=stream, owner=owner, tick=tick)
+            return allocator.malloc(size, stream=stream, owner=owner, tick=tick), size
         except OutOfMemory:
             continue
-    return allocator.malloc(sizes[-1], stream=stream, owner=owner, tick=tick)
+    return allocator.malloc(sizes[-1], stream=stream, owner=owner, tick=tick), sizes[-1]
+
+
+def room_for(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> dict[int, int] | None:
+    """Return whether a step runs in ``capacity`` bytes, with all that the allocator does before it gives up.
+
+    Returns:
+        The bytes of workspaces for which a smaller plan than the first has to do, by their storages; None: it does not
+        run.
+    """
+    smaller = dict[int, int]()
+    try:
+        drive(trace, settings, low=low, capacity=capacity, smaller=smaller)
+    except OutOfMemory:
+        return None
+    return smaller
 
 
 def fits(trace: Trace, capacity: int, settings: AllocatorSettings, *, low: bool) -> bool:
-    """Return whether a step runs in ``capacity`` bytes, with all that the allocator does before it gives up."""
-    try:
-        drive(trace, settings, low=low, capacity=capacity)
-    except OutOfMemory:
-        return False
-    return True
+    """Return whether a step runs in ``capacity`` bytes."""
+    return room_for(trace, capacity, settings, low=low) is not None
 
 
 def _events(trace: Trace) -> list[_Event]:

@@ -82,9 +82,9 @@ class _Search:
         """Note what another way takes; return the choices that only it shows, as many as are followed."""
         new = [one for one in below if _key(one) not in self._seen]
         self._seen |= {_key(one): one for one in new}
-        # a program that makes fewer steps another way wins only by what is told
-        fewer = len(other.steps) < len(self._trace.steps)
-        if most_at_once(other) > most_at_once(self._trace) * (SAME if fewer else 1):
+        # where peaks are the same, a program that makes more steps is what is shown
+        more = len(other.steps) - len(self._trace.steps)
+        if most_at_once(other) * (SAME if more > 0 else 1) > most_at_once(self._trace) * (SAME if more < 0 else 1):
             self._trace, self._taken = other, way
         followed, self._more = new[: self._more], self._more - len(new[: self._more])
         return [(one, way, most_at_once(other)) for one in followed]

@@ -15,7 +15,7 @@ FORMAT = "memplan.trace"
 _HEAD = (
     "schema", "origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions",
 )  # fmt: skip
-_OPTIONAL = ("counters", "engines", "lines")
+_OPTIONAL = ("counters", "engines", "measured", "lines")
 """Sections that most traces have not."""
 _Trace = TypeVar("_Trace")
 
@@ -118,6 +118,7 @@ def _check(trace: Any) -> None:
     for layer in trace.layers:
         _within(f"storages of layer {layer.name!r:.40}", (*layer.weights, *layer.buffers), storages)
     _within("storages of engines", (one.storage for one in trace.engines), storages)
+    _within("measured storages", trace.measured, storages)
     if not all(one.plans for one in trace.engines):
         raise Unreadable("a workspace has engines, and none is named")
     _within("ticks of lines", (tick for one in trace.lines for s in one.spans for tick in (s.start, s.end)), end + 1)

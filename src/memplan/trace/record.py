@@ -65,8 +65,10 @@ def record(
         assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
             there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
         cudnn: for a card, whose cuDNN is asked for the workspaces of convolutions: of an environment with a CUDA build
-            of torch or with ``memplan[cudnn]``, by its folder or its Python. None: of this environment, if it has one;
-            False, and where there is none: workspaces are intervals.
+            of torch or with ``memplan[cudnn]``, by its folder or its Python; or a version, such as ``"9.19.0"``: then
+            the answers count that memplan has stored, of its examples and zoo. None: of this environment, if it has
+            one; False, and where there is none: workspaces are intervals. What a real card of that name took with that
+            version comes before what cuDNN says.
 
     ``build`` and step run once more for each branch that a value decides, both ways, and where the way taken first
     ends in an exception.

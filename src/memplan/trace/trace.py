@@ -65,6 +65,8 @@ class Trace(Displayed):
     """Of a dry run: what torch's own said of building and then of each step."""
     engines: tuple[Engines, ...] = ()
     """Of the workspaces that cuDNN was asked for, in the order of their storages."""
+    measured: tuple[int, ...] = ()
+    """Storages of these whose bytes are not cuDNN's answer but what a real card took with it."""
     lines: tuple[FunctionLines, ...] = ()
     """Of the functions that were followed line by line (`memplan.profile`), in the order in which they ran first."""
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 import pytest
 import torch
+from asked_convolutions import FORWARD, NOWHERE
 from torch import nn
 
-from memplan.devices import find
+from memplan.cudnn.ask import Answers
+from memplan.cudnn.cudnn_library import Cudnn
+from memplan.cudnn.questions import ExecutionPlan, Question
+from memplan.devices import Device, find
 from memplan.planning.capture.capture import capture
 from memplan.planning.capture.flat_call import call_of
+from memplan.planning.cost import cuda_workspace
 from memplan.planning.cost.cuda_workspace import libraries, on_card
 from memplan.planning.graph.placement import Home
+from memplan.trace.semantics.kinds import Asked, Extra
 
 
 def test_cublas_keeps_one_workspace_as_both_passes_of_a_plan_run_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +38,37 @@ def test_a_convolution_takes_a_workspace_of_cudnn_for_a_while() -> None:
     assert scratch["aten.convolution.default"] > 0
     assert scratch["aten.convolution_backward.default"] > 0
     assert all(size % 512 == 0 for size in scratch.values())
+
+
+def test_a_convolution_takes_what_this_environments_cudnn_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 3 MiB forward, 5 beside the data's gradient, 7 beside the weight's, freed before the bias's is made."""
+    sizes = {"forward": 3 << 20, "input gradient": 5 << 20, "weight gradient": 7 << 20}
+
+    def said(library: Cudnn, device: Device, questions: Iterable[Question]) -> Answers:
+        return Answers({one: (ExecutionPlan("eng1", sizes[one.kind]), ExecutionPlan("eng2", 0)) for one in questions})
+
+    monkeypatch.setattr(cuda_workspace, "find_cudnn", lambda environment: NOWHERE)
+    monkeypatch.setattr(cuda_workspace, "ask", said)
+    data = torch.randn(2, 64, 32, 32, requires_grad=True)
+    graph = capture(nn.Conv2d(64, 64, 3, padding=1), call_of((data,), {})).graph
+    ops = [op for op in on_card(graph, find("rtx4090")).graph.ops if "convolution" in op.target]
+    found = {tuple(value is not None for value in op.outputs): op.scratch for op in ops}
+    assert found == {(True,): 3 << 20, (False, True, True): (7 << 20) - 512, (True, False, False): 5 << 20}
+
+
+def test_what_is_made_later_takes_the_place_of_an_earlier_workspace() -> None:
+    """A convolution's backward whole: 9 MiB beside the data's gradient, before those of weight (144 KiB) and bias."""
+    graph = capture(
+        nn.Conv2d(64, 64, 3, padding=1), call_of((torch.randn(2, 64, 32, 32, requires_grad=True),), {})
+    ).graph
+    weight, data = (op for op in graph.ops if op.target == "aten.convolution_backward.default")
+    whole = replace(weight, outputs=(data.outputs[0], *weight.outputs[1:]))
+    first, second = (Asked(replace(FORWARD, kind=kind), "first") for kind in ("input gradient", "weight gradient"))
+    extras = [
+        Extra(1 << 30, workspace=True, asked=first, after=0),
+        Extra(1 << 30, workspace=True, asked=second, after=1),
+    ]
+    answered = {first: 9 << 20, second: 7 << 20}
+    assert cuda_workspace._of_cudnn(graph, whole, extras, answered) == (9 << 20) - 64 * 64 * 9 * 4 - 512
+    answered[second] = 9 << 20
+    assert cuda_workspace._of_cudnn(graph, whole, extras, answered) == (9 << 20) - 512

@@ -14,7 +14,11 @@ from dry_torch import ENVIRONMENT, needs_cuda_torch
 import memplan
 from memplan.cli import main
 from memplan.devices import find
+from memplan.dry import progress
+from memplan.dry.cuda_torch import CudaTorch
+from memplan.dry.library import Library
 from memplan.errors import DeviceError, StepError, UsageError
+from memplan.trace.dry_run import process
 from memplan.trace.dry_run.builds import Packed
 from memplan.trace.dry_run.process import run_dry
 
@@ -149,6 +153,18 @@ def test_the_command_answers_in_one_line(options: list[str], said: str, file: Pa
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_torch_that_hangs_is_one_line(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(tmp_path / "driver", tmp_path / "nvml", tmp_path / "triton")
+    torch = CudaTorch(Path(sys.executable), tmp_path, "2.99.0", "13.0", "")
+    monkeypatch.setattr(process, "find_torch", lambda environment: torch)
+    monkeypatch.setattr(process, "library_for", lambda torch: library)
+    monkeypatch.setattr(process, "process_variables", lambda inherited, *more: dict(inherited))
+    monkeypatch.setattr(process, "process_command", lambda torch, code: ["sleep", "60"])
+    monkeypatch.setattr(progress, "STALLED", 0.5)
+    with pytest.raises(DeviceError, match=r"torch 2\.99\.0 on the emulated card hangs while it is loaded"):
+        run_dry(Packed("train", "build", str(file)), device="h100", steps=1)
 
 
 def test_a_dry_run_starts_no_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

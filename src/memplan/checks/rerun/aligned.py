@@ -32,7 +32,7 @@ def changed(trace: Trace, changes: Changes) -> Trace | Unmended:
         return Unmended.by(error)
     known = [replace(s, bytes=sizes[s.id][0], low=sizes[s.id][1]) if s.id in sizes else s for s in trace.storages]
     more = [replace(storage, id=len(known) + number) for number, storage in enumerate(added)]
-    return replace(trace, storages=(*known, *more), engines=())
+    return replace(trace, storages=(*known, *more), engines=(), measured=())
 
 
 _CONSTANT = "aten.lift_fresh.default"

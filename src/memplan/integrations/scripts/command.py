@@ -57,7 +57,7 @@ class Command:
             if self.is_module:
                 runpy.run_module(self.place, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(self.place, run_name="__main__")
+                runpy.run_path(os.path.abspath(self.place), run_name="__main__")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import shutil
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -72,7 +72,8 @@ class HeldFiles:
         if real is None:
             return path
         shadow = self._shadow(real)
-        return shadow if real in self._removed or _is_there(shadow) else path
+        instead = _is_there(shadow) or _is_file(os.path.dirname(shadow)) or self._is_gone(real)
+        return shadow if instead else path
 
     def written(self, path: Any, *, copy: bool, silent: bool = False) -> Any:
         """Return where a file is to be written; with what it holds until now, if ``copy``."""
@@ -80,14 +81,15 @@ class HeldFiles:
         if real is None:
             return path
         shadow = self._shadow(real)
+        if _is_folder(os.fspath(self.path_of(real))):
+            return self.path_of(real)  # whatever writes it says that it is none
         if not _is_there(shadow):
             self._parents(real, shadow)
             if not silent:
                 self._told(real)
-            if copy and real not in self._removed and _is_file(real):
+            if copy and not self._is_gone(real) and _is_file(real):
                 with _open(real, "rb") as source, _open(shadow, "wb") as target:
                     shutil.copyfileobj(source, target)
-        self._removed.discard(real)
         return shadow
 
     def _absolute(self, path: Any) -> str | None:
@@ -104,11 +106,16 @@ class HeldFiles:
     def _shadow(self, real: str) -> str:
         return self._folder + os.sep + "root" + real
 
+    def _is_gone(self, real: str) -> bool:
+        """Return whether the script has removed a file, or a folder above it; what it made there since is in ours."""
+        return any(real == one or real.startswith(one + os.sep) for one in self._removed)
+
     def _parents(self, real: str, shadow: str) -> None:
         """Make the folders above a file here, if they are there for the script."""
         parent = os.path.dirname(real)
-        if not (_is_folder(self._shadow(parent)) or (_is_folder(parent) and parent not in self._removed)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), real)
+        at = os.fspath(self.path_of(parent))
+        if not _is_folder(at):
+            raise _error(errno.ENOTDIR if _is_there(at) else errno.ENOENT, real)
         os.makedirs(os.path.dirname(shadow), exist_ok=True)
 
     def _opening(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,9 +123,9 @@ class HeldFiles:
             if not set(mode) & set("wax+"):
                 return plain(self.path_of(file), mode, *args, **kwargs)
             if "x" in mode and self._stands(file):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
+                raise _error(errno.EEXIST, file)
             if "r" in mode and not self._stands(file):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+                return plain(self.path_of(file), mode, *args, **kwargs)
             return plain(self.written(file, copy="w" not in mode), mode.replace("x", "w"), *args, **kwargs)
 
         return opened
@@ -128,7 +135,7 @@ class HeldFiles:
             if dir_fd is not None or not flags & _WRITES:
                 return plain(path if dir_fd is not None else self.path_of(path), flags, mode, dir_fd=dir_fd)
             if flags & os.O_CREAT and flags & os.O_EXCL and self._stands(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                raise _error(errno.EEXIST, path)
             return plain(self.written(path, copy=not flags & os.O_TRUNC), flags & ~os.O_EXCL, mode)
 
         return opened
@@ -148,16 +155,23 @@ class HeldFiles:
 
         def listed(path: Any = ".") -> Any:
             real = self._absolute(path)
-            if real is None or not _is_folder(self._shadow(real)):
+            if real is None:
                 return plain(path)
+            if not (_is_folder(self._shadow(real)) and _is_folder(os.fspath(self.path_of(real)))):
+                here = self._left(plain(self.path_of(path)), real)
+                return here if plain is _listdir else _Entries(here)
             here = list(plain(self._shadow(real)))
             names = {str(getattr(one, "name", one)) for one in here}
-            below = list(plain(real)) if _is_folder(real) and real not in self._removed else []
-            gone = {os.path.basename(one) for one in self._removed if os.path.dirname(one) == real}
-            here += [one for one in below if str(getattr(one, "name", one)) not in names | gone]
+            below = list(plain(real)) if _is_folder(real) and not self._is_gone(real) else []
+            here += [one for one in self._left(below, real) if str(getattr(one, "name", one)) not in names]
             return here if plain is _listdir else _Entries(here)
 
         return listed
+
+    def _left(self, entries: Iterable[Any], real: str) -> list[Any]:
+        """Return the entries of a folder that the script has not removed."""
+        gone = {os.path.basename(one) for one in self._removed if os.path.dirname(one) == real}
+        return [one for one in entries if str(getattr(one, "name", one)) not in gone]
 
     def _changing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,9 +185,8 @@ class HeldFiles:
             if real is None:
                 return plain(path, mode, dir_fd=dir_fd)
             if self._stands(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+                raise _error(errno.EEXIST, path)
             self._parents(real, self._shadow(real))
-            self._removed.discard(real)
             self._told(real + os.sep)
             return plain(self._shadow(real), mode)
 
@@ -185,36 +198,59 @@ class HeldFiles:
             if real is None:
                 return plain(path, *args, dir_fd=dir_fd)
             if not self._stands(path):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                return plain(self.path_of(path), *args)
+            self._check_removal(real, folder=plain is _rmdir)
             if _is_there(self._shadow(real)):
                 plain(self._shadow(real))
-            if _is_there(real):
+            if _is_there(real) and not self._is_gone(real):
                 self._told(real)
                 self._removed.add(real)
 
         return removed
 
+    def _check_removal(self, real: str, *, folder: bool) -> None:
+        """Raise what the system raises where it does not remove a file, or an empty folder."""
+        at = os.fspath(self.path_of(real))
+        if _is_folder(at) != folder:
+            raise _error(errno.ENOTDIR if folder else errno.EISDIR, real)
+        if folder and os.listdir(real):
+            raise _error(errno.ENOTEMPTY, real)
+
     def _removing_tree(self, path: Any, *args: Any, **kwargs: Any) -> None:
         real = self._absolute(path)
-        if real is None:
-            return _rmtree(path, *args, **kwargs)
+        if real is None or not _is_folder(os.fspath(self.path_of(real))):
+            return _rmtree(self.path_of(path), *args, **kwargs)
         _rmtree(self._shadow(real), ignore_errors=True)
-        if _is_there(real):
+        if _is_there(real) and not self._is_gone(real):
             self._told(real)
             self._removed.add(real)
 
     def _moving(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def moved(source: Any, target: Any, **kwargs: Any) -> None:
-            if self._absolute(source) is None and self._absolute(target) is None:
-                return plain(source, target, **kwargs)
-            here = self.written(source, copy=True)
-            there = self.written(target, copy=False)
-            plain(here, there)
             real = self._absolute(source)
+            if real is None and self._absolute(target) is None:
+                return plain(source, target, **kwargs)
+            if not self._stands(source):
+                return plain(self.path_of(source), target, **kwargs)
+            if _is_folder(os.fspath(self.path_of(source))) and real is not None:
+                self._copied_folder(real)
+            if real is not None and real == self._absolute(target):
+                return
+            plain(self.written(source, copy=True), self.written(target, copy=False))
             if real is not None and _is_there(real):
                 self._removed.add(real)
 
         return moved
+
+    def _copied_folder(self, real: str) -> None:
+        """Have all that is in a folder here, so that it can be moved."""
+        for name in os.listdir(real):
+            path = os.path.join(real, name)
+            if _is_folder(os.fspath(self.path_of(path))):
+                self._copied_folder(path)
+            else:
+                self.written(path, copy=True, silent=True)
+        os.makedirs(self._shadow(real), exist_ok=True)
 
 
 class _Entries:
@@ -242,6 +278,11 @@ class _Entries:
 
 # of the real file system, whatever stands over it
 _open, _listdir, _rmtree, _lstat, _stat = builtins.open, os.listdir, shutil.rmtree, os.lstat, os.stat
+_rmdir = os.rmdir
+
+
+def _error(number: int, path: Any) -> OSError:
+    return OSError(number, os.strerror(number), path)
 
 
 def _is_there(path: str) -> bool:

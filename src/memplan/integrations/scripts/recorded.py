@@ -44,8 +44,7 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
             trace = _trace(script, request)
     except StepError as error:
         raise error if error.__cause__ is None else _of_script(error) from error.__cause__
-    assert script.facts is not None, "it has run"
-    ran = Ran(request.command, trace, script.facts)
+    ran = Ran(request.command, trace, script.facts(trace))
     if request.room is None:
         return ran
     if ran.facts.batch_size is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ from memplan.integrations.scripts.loaders import Loaders
 from memplan.integrations.scripts.request import Request, ScriptEnded
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
+from memplan.trace.trace import Trace
 
 _RARE = 8
 """Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
@@ -52,27 +53,27 @@ class Script:
         """A folder that its files go to."""
         self._give_up = give_up
         """Called with the error of a script that does not let itself be ended."""
-        self._runs = 0
-        self.facts: Facts | None = None
-        """What it did when it ran first: other runs take its branches the other way."""
+        self._runs: list[tuple[int, Facts]] = []
+        """Of each run, its steps and what it did besides: runs differ in the branches that they take."""
 
     @property
     def title(self) -> str:
         """Return what to call it in a message."""
         return self._request.command.name
 
+    def facts(self, trace: Trace) -> Facts:
+        """Return what it did in the run that a trace was made of."""
+        return next(facts for steps, facts in self._runs if steps == len(trace.steps))
+
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         """Run the script until it has made ``steps`` steps, or ends."""
         request = self._request
         run = _Run(request, steps, boundaries, self._give_up)
-        world = os.path.join(self._world, str(self._runs))
-        os.mkdir(world)
-        self._runs += 1
+        world = tempfile.mkdtemp(dir=self._world)
         held = HeldCalls(world, request.command.folder, writes=request.writes, values=request.really)
         with imports_apart(request.command.folder), held.back():
             run.run()
-        if self.facts is None:
-            self.facts = replace(run.facts(), held=held.rows(), really=request.really)
+        self._runs.append((run.steps_made, replace(run.facts(), held=held.rows(), really=request.really)))
 
 
 class _Run:
@@ -91,8 +92,8 @@ class _Run:
         """Optimizers that are alive -> how often each was updated."""
         self._models: list[nn.Module] = []
         """Models that were called, kept alive until the layers have their names."""
-        self._depth = self._done = self._waited = self._updated_last = 0
-        self._built = self._pending = False
+        self._depth = self.steps_made = self._waited = self._updated_last = 0
+        self._built = self._pending = self._over = False
         self._ending: Ending | None = None
         self._code: int | str | None = None
         self._raised = 0
@@ -123,17 +124,13 @@ class _Run:
         if not self._over:
             self._end_early()
 
-    @property
-    def _over(self) -> bool:
-        return self._done < 0
-
     def _end_early(self) -> None:
         """End a run that has made fewer steps than asked for."""
         if not self._models and not self._optimizers:
             raise ScriptEnded(self._command.name, self._code)
         if not self._built:
             self._boundaries.built()
-        self._boundaries.stepped()
+        self._stepped()
         self._finish()
 
     @contextmanager
@@ -189,9 +186,8 @@ class _Run:
         self._waited += 1
         if self._pending:
             self._pending = False
-            self._boundaries.stepped()
-            self._done += 1
-            if self._done == self._steps:
+            self._stepped()
+            if self.steps_made == self._steps:
                 self._end("steps")
         elif self._waited > _UNUSED:
             self._end_unfinished("no update")
@@ -199,8 +195,12 @@ class _Run:
             self._end_unfinished("time")
 
     def _end_unfinished(self, ending: Ending) -> None:
-        self._boundaries.stepped()
+        self._stepped()
         self._end(ending)
+
+    def _stepped(self) -> None:
+        self.steps_made += 1
+        self._boundaries.stepped()
 
     def _end(self, ending: Ending) -> None:
         self._ending = ending
@@ -210,7 +210,7 @@ class _Run:
     def _finish(self) -> None:
         self._updated_last = self._updates()  # optimizers may not live on
         self._boundaries.ended()
-        self._done = -1
+        self._over = True
 
     def _stop(self) -> None:
         self._raised += 1

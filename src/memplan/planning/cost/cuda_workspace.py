@@ -1,16 +1,19 @@
-"""Workspaces of a graph's ops on a CUDA card, by the formulas of recorded steps.
+"""Workspaces of a graph's ops on a CUDA card: as this environment's cuDNN says, else by formulas of recorded steps.
 
-What ran there while it was timed was measured, and that is taken instead (see op_timing.py).
+What ran there while it was timed was measured, and that is taken instead (see op_timing.py): there is not the time to
+run all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from memplan.cudnn.ask import ask
+from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device
 from memplan.planning.cost.kernel_key import KernelCall
 from memplan.planning.cost.op_timing import alone, held_on
@@ -18,7 +21,7 @@ from memplan.planning.graph.joint_graph import GraphOp, JointGraph, map_refs
 from memplan.planning.graph.placement import Home, blocks
 from memplan.planning.levers.chunk_convolutions import alike
 from memplan.trace.semantics.cuda import table as cuda
-from memplan.trace.semantics.kinds import Extra
+from memplan.trace.semantics.kinds import Asked, Extra
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,45 @@ def on_card(graph: JointGraph, device: Device) -> OnCard:
         graph: of a step whose tensors are on a card.
         device: the card.
     """
-    semantics, kept, ops = cuda.semantics(device, lambda: 0, lambda _: True), 0, list[GraphOp]()
-    for op in graph.ops:
-        if op.target.startswith("memplan."):  # ours say themselves what they hold
-            ops.append(op)
-            continue
-        extras = () if op.is_view else _extras(graph, op, semantics.extras)
+    library = find_cudnn(None)
+    semantics = cuda.semantics(device, lambda: 0, lambda _: True, asks=library is not None)
+    ours = [op.target.startswith("memplan.") for op in graph.ops]  # these say themselves what they hold
+    taken = [
+        () if own or op.is_view else _extras(graph, op, semantics.extras)
+        for op, own in zip(graph.ops, ours, strict=True)
+    ]
+    answered = {} if library is None else _answered(library, device, [extra for of in taken for extra in of])
+    kept, ops = 0, list[GraphOp]()
+    for op, own, extras in zip(graph.ops, ours, taken, strict=True):
         kept += sum(blocks(extra.bytes) for extra in extras if extra.held)
-        passing = [extra for extra in extras if not extra.held and extra.owner is None]
-        reserves = sum(blocks(extra.bytes) for extra in extras if extra.owner is not None)
-        ops.append(replace(op, scratch=sum(blocks(extra.bytes) for extra in passing) + reserves))
+        other = sum(blocks(extra.bytes) for extra in extras if not extra.held and extra.asked is None)
+        ops.append(op if own else replace(op, scratch=other + _of_cudnn(graph, op, extras, answered)))
     return OnCard(replace(graph, ops=tuple(ops)), kept)
+
+
+def _answered(library: Cudnn, device: Device, extras: Sequence[Extra]) -> dict[Asked, int]:
+    """Return the bytes of workspaces as cuDNN says them: without benchmark that of its first plan, else the largest."""
+    asked = dict.fromkeys(extra.asked for extra in extras if extra.asked is not None)
+    answers = ask(library, device, (one.question for one in asked))
+    found = dict[Asked, int]()
+    for one in asked:
+        plans = answers.plans.get(one.question, ())
+        if one.plan == "first" and one.question in answers.measured:
+            found[one] = answers.measured[one.question]
+        elif plans:
+            found[one] = plans[0].workspace if one.plan == "first" else max(plan.workspace for plan in plans)
+    return found
+
+
+def _of_cudnn(graph: JointGraph, op: GraphOp, extras: Sequence[Extra], answered: Mapping[Asked, int]) -> int:
+    """Return what an op's workspaces of cuDNN take beside its results: one is freed before the next result is made."""
+    most = 0
+    for extra in extras:
+        if extra.asked is not None:
+            later = (op.outputs[number] for number in range((extra.after or 0) + 1, len(op.outputs)))
+            made_later = sum(blocks(graph.values[value].bytes) for value in later if value is not None)
+            most = max(most, blocks(answered.get(extra.asked, extra.bytes)) - made_later)
+    return most
 
 
 def libraries(graph: JointGraph, home: Home) -> int:

@@ -19,12 +19,15 @@ from memplan.devices import Device, find
 from memplan.dry.card import CARD, DRIVER_LOG, description
 from memplan.dry.cuda_torch import NEWEST, OLDEST, CudaTorch, find_torch
 from memplan.dry.library import Library, library_for
+from memplan.dry.progress import STALLED, Progress
 from memplan.errors import DeviceError, MemplanError, StepError, UsageError
 from memplan.trace.dry_run.builds import Packed, packed, unpacked
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.trace import Trace
 
-_REQUEST, _TRACE, _ERROR, _LOG, _SAID = "request", "trace.json", "error", "log", "stderr"
+_REQUEST, _STARTED, _TRACE, _ERROR, _LOG, _SAID = "request", "started", "trace.json", "error", "log", "stderr"
+_LOOK = 0.2
+"""Seconds after which a process that has not started yet is looked at."""
 _BORROWED = ("attr", "attrs", "cattrs", "click", "cloudpickle", "rich", "markdown_it", "mdurl", "pygments",
              "sortedcontainers", "typing_extensions")  # fmt: skip
 """Packages in Python alone that memplan needs: taken from here where the other environment lacks them."""
@@ -124,6 +127,7 @@ def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
     with open(os.path.join(folder, _SAID), "w+b") as said:
         process = subprocess.Popen(command, env=variables, stderr=said)
         try:
+            _wait_for_start(process, Path(folder, _STARTED), torch)
             status = process.wait()
         except BaseException:
             process.kill()
@@ -138,6 +142,27 @@ def _run(torch: CudaTorch, folder: str, variables: dict[str, str]) -> Trace:
     if error.exists():
         raise pickle.loads(error.read_bytes())
     raise _ended(status, text)
+
+
+def _wait_for_start(process: subprocess.Popen[bytes], started: Path, torch: CudaTorch) -> None:
+    """Wait until a process has loaded torch, or has ended.
+
+    Raises:
+        DeviceError: it hangs before.
+    """
+    progress = Progress(process.pid)
+    while not started.exists():
+        try:
+            process.wait(_LOOK)
+            return
+        except subprocess.TimeoutExpired:
+            pass
+        if progress.hangs:
+            raise DeviceError(
+                f"torch {torch.version} on the emulated card hangs while it is loaded: nothing for {STALLED:.0f} s",
+                expected="an environment whose torch loads",
+                do=f"Try {torch.python} -c 'import torch', or predict the step: memplan.record(build, device=...)",
+            )
 
 
 def _ended(status: int, said: str) -> MemplanError:
@@ -213,6 +238,7 @@ def answer(folder: str) -> None:
         sys.path[:0] = request.path
         from memplan.trace.dry_run.observe import observe
 
+        Path(folder, _STARTED).touch()
         trace = observe(unpacked(request.build), find(request.card), request.steps, request.snapshot)
         partial = Path(folder, f"{_TRACE}.partial")
         partial.write_text(trace.to_json(), encoding="utf-8")

@@ -203,12 +203,12 @@ class Observer:
             ledger.resized(args[0], index)
         corrected = semantics.results.get(signature.name)
         result = result if corrected is None else corrected(args, kwargs, result)
-        form = None if ledger.real or self.card else form_of(signature.name, self.notes, self.taken_for_granted)
+        form = None if ledger.real else form_of(signature.name, self.notes, self.taken_for_granted, ledger.device)
         if form is None:
             extras = semantics.extras(signature.name, args, kwargs, result, _torch.in_backward())
             extras = self._numbers.without(extras, signature.name, args, note.sequence)
         else:
-            extras = (Extra(form.beside(args, result)),)
+            extras = tuple(map(Extra, form.beside(args, result)))
         if signature.name == _LIFT:
             ledger.lifted(args[0], result, index)
         absent = (form is not None and form.absent) or signature.name == _NO_MEMORY
@@ -391,7 +391,7 @@ def _births(
         Ids of what are workspaces.
     """
     taken = [(extra, _take(extra, ledger, index)) for extra in extras if extra.first]
-    if any(extra.after is not None for extra in extras):
+    if any(extra.after is not None or extra.until is not None for extra in extras):
         yield from _around_each(result, extras, taken, ledger, index, note.writes, absent)
         return
     _results(result, ledger, index, note.writes, absent, order.get(note.name))

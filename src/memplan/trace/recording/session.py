@@ -63,7 +63,8 @@ class Target:
 
 
 Environment = str | os.PathLike[str] | bool | None
-"""Of the cuDNN to ask: the folder of an environment, or its Python; None: this one, if it has cuDNN; False: none."""
+"""Of the cuDNN to ask: the folder of an environment, its Python, or a version; None: this one, if it has cuDNN; False:
+none."""
 
 
 def choose_target(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from typing import Any
 
 import pytest
 import torch
+from goldens.handmade import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memplan.trace.semantics.cuda import cudnn, cudnn_convolution, results
 from memplan.trace.semantics.cuda.arch import A100, Arch
 
-T4, V100 = Arch((7, 5), 40), Arch((7, 0), 80)
+T4, V100, H100 = Arch((7, 5), 40), Arch((7, 0), 80), Arch((9, 0), 132)
 MIB = 1 << 20
 
 
@@ -124,10 +127,34 @@ def test_batch_norm_is_cudnns_but_for_a_list_of_cases() -> None:
 def test_batch_norm_keeps_at_most_a_bit_an_element() -> None:
     x = torch.empty(2, 8, 4, 4)
     last = x.to(memory_format=torch.channels_last)
-    assert cudnn.batch_norm_reserve_bytes(x, True) == (0, 0)
-    assert cudnn.batch_norm_reserve_bytes(last, True) == (0, 32)
-    assert cudnn.batch_norm_reserve_bytes(last, False) == (0, 0)
-    assert cudnn.batch_norm_workspace_bytes(last, True, A100) == (0, 2 * 8 * 4 * 108)
+    assert cudnn.batch_norm_reserve_bytes(x, True, A100) == (0, 0)
+    assert cudnn.batch_norm_reserve_bytes(last, True, A100) == (0, 32)
+    assert cudnn.batch_norm_reserve_bytes(last, True, H100) == (0, 0)
+    assert cudnn.batch_norm_reserve_bytes(last, False, A100) == (0, 0)
+
+
+def batch_norms(name: str) -> list[Any]:
+    """What cuDNN's batch norms of a golden file took on a real H100."""
+    folder = ROOT / "goldens" / "nvidia-h100-80gb-hbm3" / "2.11.0-cu130"
+    golden = importlib.import_module("golden_file").read(folder / f"{name}.json.gz")
+    return [one for one in golden.workspaces if one.op.startswith("aten.cudnn_batch_norm")]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"), [("batch_norm_channels_last", 1), ("resnet18_channels_last", 5), ("resnet50", 12)]
+)
+def test_batch_norm_takes_what_a_real_card_took(name: str, shapes: int) -> None:
+    found = batch_norms(name)
+    assert len(found) == 2 * shapes
+    for one in found:
+        text = one.key.split(" ")[0]
+        x = torch.empty(json.loads(text[text.index("[") :].partition("/")[0]), device="meta")
+        x = x.to(memory_format=torch.channels_last) if "/" in text else x
+        backward = "backward" in one.op
+        took = cudnn.batch_norm_workspace_bytes(x, True, H100, backward=backward)
+        assert took == (one.most, one.most), one
+        assert cudnn.batch_norm_workspace_bytes(x, True, A100, backward=backward) == (0, one.most)
+        assert "u8[0]" in one.key or not backward, "no reserve"
 
 
 def convolve(

@@ -76,6 +76,7 @@ def installed(
         "softmax.int": table.softmax,
         "log_softmax.int": table.log_softmax,
         "lstm_cell": table.lstm_cell,
+        "gru_cell": table.gru_cell,
         "ctc_loss.Tensor": table.ctc_loss,
     }
     for name in _RECURRENT:
@@ -271,6 +272,20 @@ class _Table:
             return dispatch.composite(_ATEN.lstm_cell.default, x, states, w_ih, w_hh, b_ih, b_hh)
         gates = x @ w_ih.t(), states[0] @ w_hh.t()
         return _ATEN._thnn_fused_lstm_cell.default(*gates, states[1], b_ih, b_hh)[:2]
+
+    def gru_cell(
+        self,
+        x: torch.Tensor,
+        hidden: torch.Tensor,
+        w_ih: torch.Tensor,
+        w_hh: torch.Tensor,
+        b_ih: torch.Tensor | None = None,
+        b_hh: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """native/RNN.cpp, GRUCell: likewise."""
+        if not self._on_card(x):
+            return dispatch.composite(_ATEN.gru_cell.default, x, hidden, w_ih, w_hh, b_ih, b_hh)
+        return _ATEN._thnn_fused_gru_cell.default(x @ w_ih.t(), hidden @ w_hh.t(), hidden, b_ih, b_hh)[0]
 
     def ctc_loss(
         self,

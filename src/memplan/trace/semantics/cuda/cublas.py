@@ -92,7 +92,14 @@ USES: frozenset[str] = frozenset(
     for name in (
         *("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "mv", "addmv", "addmv_", "dot", "vdot"),
         *("linear", "_addmm_activation", "_int_mm", "_scaled_mm", "linalg_solve_triangular", "triangular_solve"),
-        *("_linalg_solve_ex", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "_trilinear"),
+        *(
+            "_linalg_solve_ex",
+            "linalg_lu_factor_ex",
+            "linalg_lu_solve",
+            "linalg_inv_ex",
+            "_trilinear",
+            "_euclidean_dist",
+        ),
     )
 )
 """Ops whose kernels fetch a cuBLAS handle, and so its workspace: also small ones, ``dot`` and ``mv`` too.
@@ -118,6 +125,7 @@ def taken(
     return {name: size for name, size in found.items() if size}
 
 
+_OF_VECTORS = frozenset({"aten.dot.default", "aten.vdot.default"})
 _ALWAYS_LT = {"aten._scaled_mm.default", "aten._int_mm.default"}
 _LT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -129,7 +137,7 @@ def library(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         name: overload name, e.g. ``aten.addmm.default``.
         args, kwargs, result: as dispatched.
     """
-    if name not in USES or (isinstance(result, torch.Tensor) and not result.numel()):
+    if name not in USES or _is_empty(name, args, result):
         return None
     if name in _ALWAYS_LT or (name.startswith("aten.addmm.") and _bias_fits(args, kwargs, result)):
         return "cublaslt"
@@ -138,6 +146,13 @@ def library(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if name == "aten.linear.default" and len(args) > 2 and args[2] is not None:
         return "cublaslt"
     return "cublas"
+
+
+def _is_empty(name: str, args: tuple[Any, ...], result: Any) -> bool:
+    """Blas.cpp, BatchLinearAlgebra.cpp: where an operand has no elements nothing is called, but for `dot`."""
+    given = result if isinstance(result, (tuple, list)) else (result,)
+    operands = () if name in _OF_VECTORS else [one for one in args if isinstance(one, torch.Tensor)]
+    return any(isinstance(one, torch.Tensor) and not one.numel() for one in (*given[:1], *operands))
 
 
 def _bias_fits(args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor) -> bool:
@@ -170,6 +185,8 @@ def product(*positions: int) -> Any:
     """
 
     def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        if not all(args[i].numel() for i in positions):
+            return ()
         return tuple(taken for i in positions if (taken := _matrix(args[i])))
 
     return formula
@@ -182,7 +199,30 @@ def matrix_by_vector(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
     return tuple(taken for taken in copies if taken)
 
 
+_LOOPED, _FEW = 64, 8
+
+
+def pointers(matrix: int, other: int) -> Any:
+    """Return the temporaries of a call for a batch: where each matrix of both operands begins.
+
+    Source: BatchLinearAlgebra.cpp, triangular_solve_kernel, lu_solve_kernel: not where at most 8 matrices of at least
+    64 x 64 are solved one by one.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+        a, b = args[matrix], args[other]
+        count = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]).numel()
+        if not (a.numel() and b.numel()) or (count <= _FEW and a.shape[-1] >= _LOOPED):
+            return ()
+        return 8 * count, 8 * count
+
+    return formula
+
+
 FORMULAS = {
+    "aten.linalg_solve_triangular.default": pointers(0, 1),
+    "aten.triangular_solve.default": pointers(1, 0),
+    "aten.linalg_lu_solve.default": pointers(0, 2),
     "aten.mm.default": product(0, 1),
     "aten.bmm.default": product(0, 1),
     **{f"aten.{name}.default": product(1, 2) for name in ("addmm", "addmm_", "baddbmm", "baddbmm_")},

@@ -70,23 +70,37 @@ def _persistent(x: torch.Tensor, training: bool) -> bool:
     return training and like_channels_last(x.shape, x.stride()) and not x.is_contiguous()
 
 
-def batch_norm_reserve_bytes(x: torch.Tensor, training: bool) -> Interval:
+_MEASURED = (9, 0)
+"""Compute capability of the card on which cuDNN's persistent batch norm was measured: an H100, cuDNN 9.19."""
+
+
+def batch_norm_reserve_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Interval:
     """Return the bytes of what cuDNN's batch norm keeps for its backward, as an interval.
 
     0 without training. torch asks for the norm alone (CUDNN_BATCHNORM_OPS_BN), which needs no mask of an activation:
-    0 is expected, and other frameworks take the call for granted only where it is 0. cuDNN does not document it, so
-    the mask that it would keep for a fused activation, a bit an element, is the upper end for the persistent kernel.
+    0 is expected, is what an H100 kept, and other frameworks take the call for granted only where it is 0. cuDNN does
+    not document it, so on other cards the mask that it would keep for a fused activation, a bit an element, is the
+    upper end for the persistent kernel.
     """
-    return (0, -(-x.numel() // 8)) if _persistent(x, training) else (0, 0)
+    return (0, -(-x.numel() // 8)) if _persistent(x, training) and arch.capability != _MEASURED else (0, 0)
 
 
-def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch) -> Interval:
-    """Return the bytes of the transient workspace of cuDNN's batch norm.
+def batch_norm_workspace_bytes(x: torch.Tensor, training: bool, arch: Arch, *, backward: bool = False) -> Interval:
+    """Return the bytes of the transient workspace of cuDNN's batch norm: for the persistent kernel alone.
 
-    Not documented. The upper end is two sums in float32 a channel for every multiprocessor, for the persistent kernel
-    only: it has to exchange them between blocks.
+    Not documented. Every tile of 64 rows, or 96 in the backward pass, has two sums in float32 a channel and, forward, a
+    counter for each 64 channels; counters and a little more are there once. To the byte what an H100 took for the six
+    shapes in ``goldens/`` (``batch_norm_channels_last``, ``resnet18_channels_last``); on other cards the upper end.
     """
-    return (0, 2 * 4 * x.shape[1] * arch.multiprocessors) if _persistent(x, training) else (0, 0)
+    if not _persistent(x, training):
+        return 0, 0
+    channels = x.shape[1]
+    rows, counters = x.numel() // max(1, channels), 4 * -(-channels // 64)
+    if backward:
+        size = -(-rows // 96) * 8 * channels + counters + 1056
+    else:
+        size = -(-rows // 64) * (8 * channels + counters) + counters + 1072
+    return (size if arch.capability == _MEASURED else 0), size
 
 
 def rnn_weight_bytes(

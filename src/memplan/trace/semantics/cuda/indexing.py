@@ -71,25 +71,30 @@ def embedding_backward(
 ) -> tuple[int | Extra, ...]:
     """Embedding.cu and EmbeddingBackwardKernel.cu: up to 3072 indices nothing, else sorted and summed by segments.
 
-    Before the result what is not contiguous, contiguous, and both lists of the sort: the sorted indices and where each
-    came from. Then where each segment begins, three arrays of partial segments; and the large one, a row in float32 for
-    every partial segment: one for ten indices and one for every row that may occur.
+    Before the result what is not contiguous, contiguous, and both lists of the sort, the sorted indices and where each
+    came from; meanwhile their numbers, and what the sort takes. Then where each segment begins, three arrays of partial
+    segments and the numbers of both kinds; and the large one, a row in float32 for every partial segment: one for ten
+    indices and one for every row that may occur.
     """
     gradient, indices, rows, by_frequency = args[0], args[1], args[2], args[4]
     copies = tuple(Extra(size, first=True) for size in _taken(copied(indices), copied(gradient)))
     if indices.numel() <= _FEW_INDICES and not by_frequency:
         return copies
-    return copies + _segments(gradient, indices, rows, by_frequency)
+    return copies + _segments(gradient, indices, rows, by_frequency, arch)
 
 
-def _segments(gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool) -> tuple[int | Extra, ...]:
+def _segments(
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, arch: Arch
+) -> tuple[int | Extra, ...]:
     count, each, wide = indices.numel(), indices.element_size(), max(4, gradient.element_size())
     segments = min(count, rows)
     partial = count // _ROWS_PER_THREAD + segments
     counted = count * each if by_frequency else 0
-    lists = [count * each, *[segments * each] * 2, partial * each]
+    lists = [count * each, *[segments * each] * 2, each, each, partial * each]
+    sorting = count * each, radix_sort_bytes(count, each, each, arch)
     return (
         *(Extra(size, first=True) for size in _taken(count * each, count * each)),
+        *(Extra(size, first=True, until=0) for size in _taken(*sorting)),
         *_taken(*lists, counted, partial * gradient.shape[-1] * wide),
     )
 
@@ -98,7 +103,14 @@ def embedding_bag_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int | Extra, ...]:
     """EmbeddingBag.cu, embedding_bag_backward_cuda_sum_avg: as for an embedding, but however few; maxima need none."""
-    return () if args[7] == _MAXIMUM else _segments(args[0], args[1], args[5], args[6])
+    return _of_bags(args[0], args[1], args[5], args[6], args[7], arch)
+
+
+def _of_bags(
+    gradient: torch.Tensor, indices: torch.Tensor, rows: int, by_frequency: bool, mode: int, arch: Arch
+) -> tuple[int | Extra, ...]:
+    copies = tuple(Extra(size, first=True) for size in _taken(copied(gradient)))
+    return copies if mode == _MAXIMUM else copies + _segments(gradient, indices, rows, by_frequency, arch)
 
 
 def embedding_bag_backward_by_offsets(
@@ -107,7 +119,7 @@ def embedding_bag_backward_by_offsets(
     """EmbeddingBag.cpp, _embedding_bag_backward_symint: the dense gradient's kernel; one that is sparse is not here."""
     if result.layout is not torch.strided:
         return ()
-    return () if args[8] == _MAXIMUM else _segments(args[0], args[1], args[6], args[7])
+    return _of_bags(args[0], args[1], args[6], args[7], args[8], arch)
 
 
 def ctc(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -116,8 +128,14 @@ def ctc(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) 
 
 
 def ctc_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """LossCTC.cu, ctc_loss_backward_gpu_template: the backward variables, as large as the forward ones."""
-    return _taken(bytes_of(args[6]))
+    """LossCTC.cu, ctc_loss_backward_gpu_template: likewise; the backward variables are as large as the forward ones."""
+    return (*ctc(args[1:], kwargs, result, arch), *_taken(bytes_of(args[6])))
+
+
+def unfold_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """UnfoldBackward.h: the numbers of the positions, where windows overlap or have gaps that a copy cannot fill."""
+    sizes, dim, size, step = args[1:5]
+    return _taken(sizes[dim] * _INDEX if step < size and sizes else 0)
 
 
 def _indexed(indices: Any) -> list[int]:
@@ -143,7 +161,8 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: 
     moved = bytes_of(x) if apart or not x.is_contiguous() else 0
     spread = whole * values.element_size() if values.numel() != whole or not values.is_contiguous() else 0
     lists = [count * _INDEX] * 4
-    bits = max(1, ((x.numel() - 1) // max(1, whole // max(1, count))).bit_length())
+    inner = whole // max(1, count) if apart else prod(x.shape[positions[-1] + 1 :])
+    bits = max(1, ((x.numel() - 1) // max(1, inner)).bit_length())
     return _taken(*lists, radix_sort_bytes(count, _INDEX, _INDEX, arch, bits), moved, spread)
 
 
@@ -158,29 +177,86 @@ def _sorted_pairs(segments: int, length: int, size: int, arch: Arch) -> tuple[in
 
 
 def sort(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Sort.cpp and SortStable.cu: up to 4096 in place; a copy where the dimension is not the last of a dense tensor."""
+    """Sort.cpp and SortStable.cu: up to 4096 in place, with the numbers of one row; a copy where the dimension is not
+    the last of a dense tensor."""
     x = args[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-    if not x.dim() or x.shape[dim] <= _SHORT_SORT:
+    if not x.dim():
         return ()
     length = x.shape[dim]
+    if length <= _SHORT_SORT:
+        return _taken(length * _INDEX if x.numel() > 1 else 0)
     last = x.stride(dim) == 1 and x.is_contiguous()
     moved = () if last else (bytes_of(x), bytes_of(x), x.numel() * _INDEX)
     return moved + _sorted_pairs(x.numel() // length, length, x.element_size(), arch)
 
 
-def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """Sorting.cpp, median_impl: without a dimension, everything is sorted."""
+def median(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+    """Sorting.cpp, median_impl: without a dimension, everything is sorted; of the rest the result is made later."""
     x = args[0]
-    both = (bytes_of(x), x.numel() * _INDEX)
-    return both if x.numel() <= _SHORT_SORT else both + _sorted_pairs(1, x.numel(), x.element_size(), arch)
+    count = x.numel()
+    if count <= _SHORT_SORT:
+        more = _taken(count * _INDEX if count > 1 else 0)
+    else:
+        more = _sorted_pairs(1, count, x.element_size(), arch)
+    rest = (Extra(size, first=True, until=0) for size in _taken(count * _INDEX, *more))
+    return (Extra(bytes_of(x), first=True), *rest) if count else ()
 
 
 def topk(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
-    """TensorTopK.cpp: the operand contiguous, the dimension last."""
-    x, dim = args[0], args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    last = dim in (-1, x.dim() - 1)
-    return _taken(copied(x) if last else bytes_of(x))
+    """TensorTopK.cpp: the operand contiguous."""
+    return _taken(copied(args[0]))
+
+
+def randperm(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """cuda/Randperm.cu, randperm_out_cuda: numbers, random keys and their sorted list, and what their sort takes.
+
+    The keys have as many bits as let none occur twice with a probability of 0.9; up to 32 in 32 bits.
+    """
+    count = args[0]
+    if count < 2:
+        return ()
+    bits = min(64, math.ceil(math.log2(count - (6 * count * count + 1) / (math.log(0.9) * 12))))
+    key, value = 4 if bits <= 32 else 8, result.element_size()
+    return count * value, count * key, count * key, radix_sort_bytes(count, key, value, arch, bits)
+
+
+def multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Distributions.cpp, multinomial_out: random numbers of the operand's size, and of several the largest.
+
+    MultinomialKernel.cu, with replacement: a copy, the normalized distribution and its running sums.
+    """
+    x, samples = args[:2]
+    replaced = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    if replaced and samples > 1:
+        return _taken(*[bytes_of(x)] * 3, scan_bytes(x.numel(), x.dtype) if x.dim() == 1 else 0)
+    largest = result.numel() * x.element_size() if samples > 1 else 0
+    return _taken(bytes_of(x), largest, 1, 1)  # the last two: whether the distribution is one
+
+
+_SCAN_TILES = {2: 3840, 4: 1920, 8: 896}
+"""Bytes of an element -> elements that a block of CUB's scan takes, concluded as `_SORT_TILES` was, on an H100."""
+
+
+def scan_bytes(count: int, dtype: torch.dtype) -> int:
+    """Return the bytes that CUB's scan of one row takes: a state for every tile, and for each of a warp before these.
+
+    Source: cub/agent/single_pass_scan_operators.cuh: the state and its value in one word of twice the value's size; of
+    half precision, which is a class there, three lists. Each is aligned to 256 bytes.
+    """
+    tile = _SCAN_TILES.get(dtype.itemsize)
+    if tile is None or not count:
+        return 0
+    states = -(-count // tile) + 32
+    lists = (4, 2, 2) if dtype.itemsize == 2 else (2 * dtype.itemsize,)
+    return 256 + sum(padded(states * size, 256) for size in lists) + 255
+
+
+def scan_of_one(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """ScanUtils.cuh, scan_dim: CUB's where one row is everything."""
+    x, dim = args[0], args[1]
+    alone = x.dim() and x.shape[dim] == x.numel() and x.numel() > 1
+    return scan(args, kwargs, result, arch) + ((scan_bytes(x.numel(), result.dtype),) if alone else ())
 
 
 def scan(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -199,7 +275,19 @@ def masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, a
     x, mask, source = args[:3]
     count = torch.broadcast_shapes(x.shape, mask.shape).numel()
     spread = count if mask.numel() != count or not mask.is_contiguous() else 0
-    return _taken(count * _INDEX, spread, copied(source))
+    return _taken(count * _INDEX, spread, copied(source), scan_bytes(count, torch.int64))
+
+
+def masked_scatter_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """FunctionsManual.cpp, masked_scatter_backward: what is selected, and zeros for the rest, before they are one."""
+    return _taken(bytes_of(result))
+
+
+def histogram(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+    """SummaryOps.cu, _histc_cuda_template: the least and the largest value first, where no range is given."""
+    low, high = (*args[2:4], *(kwargs.get(name, 0) for name in ("min", "max")[len(args[2:4]) :]))
+    size = args[0].element_size()
+    return (Extra(size, first=True, until=0), Extra(size, first=True)) if low == high and args[0].numel() else ()
 
 
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -232,10 +320,17 @@ FORMULAS: dict[str, Formula] = {
     "aten.sort.stable": sort,
     "aten.argsort.default": sort,
     "aten.median.default": median,
+    "aten.nanmedian.default": median,
     "aten.topk.default": topk,
-    **{f"aten.{name}.default": scan for name in ("cumsum", "cumprod", "cumsum_", "logcumsumexp")},
+    "aten.randperm.default": randperm,
+    "aten.multinomial.default": multinomial,
+    "aten.unfold_backward.default": unfold_backward,
+    **{f"aten.{name}.default": scan_of_one for name in ("cumsum", "cumprod", "cumsum_")},
+    "aten.logcumsumexp.default": scan,
     "aten.masked_scatter.default": masked_scatter,
     "aten.masked_scatter_.default": masked_scatter,
+    "aten.masked_scatter_backward.default": masked_scatter_backward,
+    "aten.histc.default": histogram,
     "aten.argmax.default": flat,
     "aten.argmin.default": flat,
     "aten._foreach_norm.Scalar": chunks_of_norm,

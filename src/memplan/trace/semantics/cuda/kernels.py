@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from memplan.trace.semantics.cuda import attention_kernels, cublas, cudnn, cudnn_convolution, indexing, norms
+from memplan.trace.semantics.cuda import (
+    attention_kernels,
+    cublas,
+    cudnn,
+    cudnn_convolution,
+    distances,
+    indexing,
+    norms,
+)
 from memplan.trace.semantics.cuda.arch import Arch
 from memplan.trace.semantics.cuda.norms import copies_of
 from memplan.trace.semantics.cuda.reductions import FORMULAS as REDUCTIONS
@@ -66,6 +74,16 @@ def reduced_loss(position: int) -> Formula:
     return formula
 
 
+def soft_margin(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Loss.cpp, soft_margin_loss_out: the reduced loss, before it is copied to where the unreduced one was."""
+    return () if _reduction(args, kwargs, 2) == _NO_REDUCTION else (result.element_size(),)
+
+
+def soft_margin_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Loss.cpp, soft_margin_loss_backward_out: two factors of every element."""
+    return _taken(bytes_of(result), bytes_of(result))
+
+
 def cross_entropy_with_logits(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch
 ) -> tuple[int, ...]:
@@ -84,7 +102,7 @@ def together(first: Formula, second: Formula) -> Formula:
 def summed(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
     """ReduceOpsUtils.h, make_reduction: an operand of another dtype is cast as a whole, but not half precision."""
     x = args[0]
-    if x.dtype is result.dtype or not x.dim() or (x.dtype in _REDUCED and result.dtype is torch.float32):
+    if x.dtype is result.dtype or (x.dtype in _REDUCED and result.dtype is torch.float32):
         return ()
     return _taken(x.numel() * result.element_size())
 
@@ -105,6 +123,32 @@ def roll(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch)
     """TensorTransformations.cu, roll_cuda: a copy of the operand; each dimension but the last leaves its own result."""
     x, dims = args[0], args[2] if len(args) > 2 else kwargs.get("dims", ())
     return (bytes_of(result),) * (len(dims) - 1) or _taken(copied(x))
+
+
+def is_infinite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """TensorCompare.cpp, isinf: the magnitudes of floating-point numbers."""
+    return _taken(bytes_of(args[0])) if args[0].is_floating_point() else ()
+
+
+_MOST_CHANNELS = 1024
+
+
+def sampled(grid: int) -> Formula:
+    """GridSampler.cpp, grid_sampler: where cuDNN takes it, what is expanded as a whole, and the grid contiguous.
+
+    ``grid`` is that argument's position.
+    """
+
+    def formula(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int | Extra, ...]:
+        x = args[grid - 1]
+        mode, padding, corners = args[grid + 1 : grid + 4]
+        plain = x.dtype in (torch.float32, torch.float64, torch.float16) and x.shape[1] <= _MOST_CHANNELS
+        if not (torch.backends.cudnn.enabled and plain and corners and mode == padding == 0):
+            return ()
+        spread = [bytes_of(one) for one in args[:grid] if 0 in one.stride() and one.numel()]
+        return tuple(Extra(size, first=True) for size in _taken(*spread, copied(args[grid])))
+
+    return formula
 
 
 def logsumexp(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
@@ -139,6 +183,8 @@ FORMULAS: dict[str, Formula] = {
     "aten.mse_loss.default": reduced_loss(2),
     "aten.smooth_l1_loss.default": reduced_loss(2),
     "aten.huber_loss.default": reduced_loss(2),
+    "aten.soft_margin_loss.default": soft_margin,
+    "aten.soft_margin_loss_backward.default": soft_margin_backward,
     "aten.binary_cross_entropy_with_logits.default": cross_entropy_with_logits,
     **{f"aten.{name}": summed for name in _SUMS},
     "aten.linalg_vector_norm.default": summed,
@@ -148,12 +194,16 @@ FORMULAS: dict[str, Formula] = {
     **{f"aten.{name}.default": copies_of(0) for name in _CONTIGUOUS},
     **{f"aten.{name}.default": columns for name in ("im2col", "col2im")},
     "aten.roll.default": roll,
+    "aten.isinf.default": is_infinite,
+    "aten.grid_sampler_2d.default": sampled(1),
+    "aten.grid_sampler_2d_backward.default": sampled(2),
     "aten.nll_loss_backward.default": copies_of(0, 1),
     "aten.nll_loss2d_backward.default": copies_of(1),
     **{f"aten.{name}.default": pool_backward for name in _POOL_BACKWARD},
     **cublas.FORMULAS,
     **norms.FORMULAS,
     **indexing.FORMULAS,
+    **distances.FORMULAS,
     **attention_kernels.FORMULAS,
     **cudnn.FORMULAS,
     **cudnn_convolution.FORMULAS,

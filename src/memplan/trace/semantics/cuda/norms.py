@@ -94,7 +94,7 @@ def group_norm_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     wide = _accumulated(x.dtype)
     each, grouped = batch * channels * wide, batch * groups * wide
     if size == 1:
-        return _taken(*copies, *((grouped, grouped) if mask[0] else ()))
+        return _taken(*copies, each, each, *((grouped, grouped) if mask[0] else ()))
     inner = (each if weight is not None else 0, grouped, grouped) if mask[0] else ()
     return _taken(*copies, each, each, *inner)
 

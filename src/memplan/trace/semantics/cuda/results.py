@@ -136,6 +136,21 @@ def recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def gru_cell(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_thnn_fused_gru_cell``: RNN.cu keeps five numbers of each state for the backward pass."""
+    hidden = args[2]
+    batch, size = hidden.shape
+    return hidden.new_empty(hidden.shape), hidden.new_empty(batch, 5 * size)
+
+
+def gru_cell_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_thnn_fused_gru_cell_backward``: both gates' gradients, the state's, and sums of the first two for biases."""
+    gradient, kept, has_bias = args
+    gates = kept.shape[0], kept.shape[1] * 3 // 5
+    found = kept.new_empty(gates), kept.new_empty(gates), gradient.new_empty(gradient.shape)
+    return *found, *((kept.new_empty(gates[1]) if has_bias else None) for _ in range(2))
+
+
 def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``histc``: a value a bin; CUDA counts integers, too, which the CPU refuses."""
     x, *given = args
@@ -146,6 +161,8 @@ def histogram(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 INSTEAD: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], Any]] = {
     "aten._cudnn_rnn_flatten_weight.default": flattened_weights,
     "aten._cudnn_rnn_backward.default": recurrent_backward,
+    "aten._thnn_fused_gru_cell.default": gru_cell,
+    "aten._thnn_fused_gru_cell_backward.default": gru_cell_backward,
     "aten.histc.default": histogram,
     "aten._grouped_mm.default": results.grouped_product,
     **results.OF_LENGTHS,

@@ -75,6 +75,7 @@ class _Kernels:
             "aten.convolution.default": self._convolution,
             "aten.convolution_backward.default": self._convolution_backward,
             "aten.native_batch_norm.default": self._batch_norm,
+            "aten.native_batch_norm_backward.default": self._batch_norm_backward,
             "aten._cudnn_rnn.default": self._recurrent,
             "aten._cudnn_rnn_backward.default": _recurrent_backward,
         }
@@ -168,9 +169,19 @@ class _Kernels:
         enabled = torch.backends.cudnn.enabled
         if not cudnn.uses_batch_norm(x, weight, bias, mean, variance, training, epsilon, enabled).cudnn:
             return []
-        low, high = cudnn.batch_norm_reserve_bytes(x, training)
+        low, high = cudnn.batch_norm_reserve_bytes(x, training, self._arch)
         least, most = cudnn.batch_norm_workspace_bytes(x, training, self._arch)
         return [Extra(high, low=low, owner=result[2]), Extra(most, low=least, workspace=True)]
+
+    def _batch_norm_backward(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
+        """Return the workspace where cuDNN's is taken: where the forward pass, in training, took it."""
+        x, weight, mean, variance = args[1:5]
+        training, epsilon = args[7:9]
+        enabled = torch.backends.cudnn.enabled
+        if not training or not cudnn.uses_batch_norm(x, weight, weight, mean, variance, True, epsilon, enabled).cudnn:
+            return []
+        least, most = cudnn.batch_norm_workspace_bytes(x, True, self._arch, backward=True)
+        return [Extra(most, low=least, workspace=True)]
 
     def _recurrent(self, args: Arguments, result: Any, in_backward: bool) -> list[Extra]:
         """Return a reserve that lives as long as the empty one of a fake tensor, a workspace, once the states of

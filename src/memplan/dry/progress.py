@@ -1,0 +1,37 @@
+"""Whether a process that has to load large libraries gets on, or hangs: by its time on processors and what it reads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+STALLED = 10.0
+"""Seconds without any progress after which a process counts as hanging: a slow disk or a busy machine is progress."""
+
+
+class Progress:
+    """Progress of a process, from when this is made."""
+
+    def __init__(self, process: int) -> None:
+        self._folder = Path("/proc", str(process))
+        self._seen, self._at = self._counts(), time.monotonic()
+
+    @property
+    def hangs(self) -> bool:
+        """Return whether nothing was counted for `STALLED` seconds, up to now."""
+        counts, now = self._counts(), time.monotonic()
+        if counts != self._seen:
+            self._seen, self._at = counts, now
+        return now - self._at > STALLED
+
+    def _counts(self) -> tuple[str, ...]:
+        """Return ticks in user mode and in the kernel, and bytes read; nothing of a process that has ended.
+
+        Source: proc_pid_stat(5), fields 14 and 15, and proc_pid_io(5).
+        """
+        try:
+            after_name = (self._folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            read = (self._folder / "io").read_text(encoding="utf-8").split()
+        except OSError:
+            return ()
+        return after_name[11], after_name[12], read[1]

@@ -1,0 +1,79 @@
+"""Temporaries of distances and bilinear forms on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from memplan.trace.semantics.cuda.arch import Arch
+from memplan.trace.semantics.cuda.reductions import staging
+from memplan.trace.semantics.kinds import Extra
+
+Formula = Callable[[tuple[Any, ...], dict[str, Any], Any, Arch], tuple[int | Extra, ...]]
+
+
+def _summed(like: torch.Tensor, shape: tuple[int, ...], dim: int, arch: Arch) -> tuple[int, ...]:
+    """Return the bytes of a buffer that is summed over a dimension, and of what that sum stages."""
+    buffer = like.new_empty(shape)
+    size = buffer.numel() * buffer.element_size()
+    return (size, *staging(buffer, [dim], max(4, buffer.element_size()), arch)) if size else ()
+
+
+def pdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """DistanceKernel.cu, pdist_backward_kernel_impl: the part of every point in the gradient of every other.
+
+    That of the number of differing coordinates is zero.
+    """
+    if not args[2]:
+        return ()
+    points, width = args[1].shape
+    return _summed(args[1], (points - 1, points, width), 0, arch)
+
+
+def cdist_backward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """DistanceKernel.cu, cdist_backward_kernel_impl: likewise, for the gradient of the first operand."""
+    if not args[3]:
+        return ()
+    x, y = args[1:3]
+    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    batched = (batch.numel(),) if batch else ()
+    return _summed(x, (*batched, y.shape[-2], x.shape[-2], x.shape[-1]), len(batched), arch)
+
+
+def euclidean(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[Extra, ...]:
+    """Distance.cpp, _euclidean_dist: both operands with two columns more, of which one product makes the squares."""
+    sizes = [x.numel() // x.shape[-1] * (x.shape[-1] + 2) * x.element_size() for x in args[:2] if x.shape[-1]]
+    return tuple(Extra(size, first=True) for size in sizes if size)
+
+
+def trilinear(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:
+    """Linear.cpp, _trilinear: a product and its sum for each place along the dimension that is unrolled."""
+    operands, summed = [_expanded(x, dims) for x, dims in zip(args[:3], args[3:6], strict=True)], args[6]
+    unrolled: int = [*args[7:8], kwargs.get("unroll_dim", 1)][0]
+    first, second = list[int](), list[int]()
+    for at, sizes in enumerate(zip(*operands, strict=True)):
+        here = 1 if at == unrolled else max(sizes[:2])
+        first.append(1 if at in summed and sizes[2] == 1 else here)
+        second.append(1 if at in summed or at == unrolled else max(sizes))
+    itemsize = args[0].element_size()
+    some = result.numel() and all(x.numel() for x in args[:3])
+    return (prod(first) * itemsize, prod(second) * itemsize) if some else ()
+
+
+def _expanded(x: torch.Tensor, dims: list[int]) -> list[int]:
+    sizes = list(x.shape)
+    for dim in dims:
+        sizes.insert(dim, 1)
+    return sizes
+
+
+FORMULAS: dict[str, Formula] = {
+    "aten._pdist_backward.default": pdist_backward,
+    "aten._cdist_backward.default": cdist_backward,
+    "aten._euclidean_dist.default": euclidean,
+    "aten._trilinear.default": trilinear,
+}
+"""Overload name -> bytes of the allocations that live together at the kernel's worst moment."""

@@ -1,0 +1,149 @@
+"""`memplan run`, and `--script` of other commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import memplan
+from memplan.cli import main
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", type=int, default=8)
+given = parser.parse_args()
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
+opt = torch.optim.Adam(model.parameters())
+print("a secret that it prints")
+for (x,) in DataLoader(TensorDataset(torch.randn(512, 64)), batch_size=given.batch_size):
+    model(x).sum().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+def _invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def test_a_script_with_its_arguments(script: str) -> None:
+    done = _invoke("run", "--device", "cpu", "--json", "out.json", script, "--batch-size", "32")
+    assert done.exit_code == 0, done.output
+    data = json.loads(Path("out.json").read_text(encoding="utf-8"))
+    assert data["script"]["command"] == "train.py --batch-size 32"
+    assert data["script"]["batches"][0]["text"] == "32x64"
+    assert "train.py: training step on cpu" in done.stdout
+    assert "2 updates" in done.stdout
+    assert "1 line that it printed is not shown" in done.stdout
+    assert "secret" not in done.output
+
+
+def test_a_module(script: str, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "train.py").rename(tmp_path / "package" / "train.py")
+    done = _invoke("run", "--json", "-", "-m", "package.train", "--batch-size", "16")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["script"]["batches"][0]["size"] == 16
+
+
+def test_its_trace_is_explained_again(script: str) -> None:
+    assert _invoke("run", "--device", "rtx4090", "--trace", "step.json", script).exit_code == 0
+    done = _invoke("explain", "step.json")
+    assert done.exit_code == 0
+    assert "training step on rtx4090" in done.stdout
+
+
+def test_its_own_answer_to_wrong_arguments(script: str) -> None:
+    done = _invoke("run", script, "--batch-sice", "3")
+    assert done.exit_code == 2
+    assert "train.py: error: unrecognized arguments: --batch-sice 3" in done.stderr
+
+
+def test_its_help(script: str) -> None:
+    done = _invoke("run", script, "--help")
+    assert done.exit_code == 0
+    assert "usage: train.py" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch.py"], "there is no file nosuch.py"),
+        (["--device", "h1000", "train.py"], "no card 'h1000'"),
+        (["--input", "3y4", "train.py"], "input '3y4' does not describe a tensor"),
+        (["--input", "3x4", "--kwarg", "x=3x4", "train.py"], "--input and --kwarg"),
+        (["--json", "-", "--trace", "-", "train.py"], "--json - and --trace -"),
+    ],
+)
+def test_bad_input_is_one_line(script: str, arguments: list[str], message: str) -> None:
+    done = _invoke("run", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_largest_batch_is_the_largest(script: str) -> None:
+    """The same as the largest that a build with an argument for the batch has."""
+    done = _invoke("largest", "--script", script, "--device", "cpu", "--budget", "4MiB", "--json", "-")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+
+    def build(batch: int = 8) -> object:
+        import torch
+        from torch import nn
+        from torch.utils.data import DataLoader, TensorDataset
+
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
+        opt = torch.optim.Adam(model.parameters())
+        batches = iter(DataLoader(TensorDataset(torch.randn(512, 64)), batch_size=8))
+
+        def step() -> None:
+            (x,) = next(batches)
+            model(x.new_zeros((batch, 64))).sum().backward()
+            opt.step()
+            opt.zero_grad()
+
+        return step
+
+    assert found["value"] == memplan.largest(build, "batch", device="cpu", budget="4MiB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "--script", "train.py", "--loss", "mse_loss"], "--loss with --script"),
+        (["check"], "no TARGET"),
+        (["largest", "--script", "train.py", "--axis", "size", "--device", "t4"], "another axis than batch"),
+        (["largest", "--script", "nosuch.py", "--device", "t4"], "there is no file nosuch.py"),
+    ],
+)  # fmt: skip
+def test_bad_scripts_of_other_commands(script: str, arguments: list[str], message: str) -> None:
+    done = _invoke(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+def test_check_takes_a_script(script: str) -> None:
+    """Four convolutions without padding lose a border."""
+    layers = ", ".join(["nn.Conv2d(1, 8, 3)"] + ["nn.Conv2d(8, 8, 3)"] * 3)
+    text = SCRIPT.replace("nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4)", layers)
+    Path(script).write_text(text.replace("torch.randn(512, 64)", "torch.randn(64, 1, 64, 64)"), encoding="utf-8")
+    done = _invoke("check", "--script", script, "--", "--batch-size", "4")
+    assert done.exit_code == 1, done.output
+    assert "train.py: 1 warning" in done.stdout
+    assert "4 pixels on each side" in done.stdout
