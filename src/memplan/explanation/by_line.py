@@ -47,7 +47,8 @@ def profiles_of(
     for function in functions:
         rows = {number: LineRow(number, 0, 0, 0, 0, 0, text) for number, text in function.source}
         for span in function.spans:
-            if span.line in rows:
+            only_begun = span.cut and span.start == span.end  # the next step's first line, on which the last one ends
+            if span.line in rows and not only_begun:
                 rows[span.line] = memory.with_span(rows[span.line], span)
         profiles.append(LineProfile(function.name, function.file, device, origin, tuple(rows.values())))
     return tuple(profiles)

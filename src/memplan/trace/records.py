@@ -231,6 +231,8 @@ class LineSpan:
     end: int
     hits: int
     """0 where a generator goes on in the middle of a line."""
+    cut: bool = False
+    """Whether it was running when nothing more was watched."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,6 +159,20 @@ def test_a_file_has_its_functions_and_its_own_lines() -> None:
     assert Followed(__file__, "Clock.__call__").has(code_of(Clock.__call__, ""), __file__)
 
 
+def test_what_runs_when_it_is_stopped_is_cut() -> None:
+    def ends() -> None:
+        tick(2)
+        stop()
+        tick(3)
+
+    CLOCK.now = 0
+    with following((), [code_of(ends, "")]), watching(CLOCK) as watch:
+        stop = watch.stop
+        ends()
+    (found,) = watch.rows()
+    assert [(span.start, span.end, span.hits, span.cut) for span in found.spans] == [(0, 2, 1, False), (2, 2, 1, True)]
+
+
 def test_the_tracer_that_was_there_is_back() -> None:
     before = sys.gettrace()
     spans([straight], straight)

@@ -32,9 +32,10 @@ def on_events(
     """Return lines on another clock, which is told the time of a mark in ns; runs that are alike there are one."""
     moved: list[FunctionLines] = []
     for one in functions:
-        spans: dict[tuple[int, int, int], int] = {}
+        spans: dict[LineSpan, int] = {}
         for span in one.spans:
             start, end = (tick(profile.ranges[f"{_LINE}{mark}"][0]) for mark in (span.start, span.end))
-            spans[span.line, start, end] = spans.get((span.line, start, end), 0) + span.hits
-        moved.append(replace(one, spans=tuple(LineSpan(*key, hits) for key, hits in spans.items())))
+            there = replace(span, start=start, end=end, hits=0)
+            spans[there] = spans.get(there, 0) + span.hits
+        moved.append(replace(one, spans=tuple(replace(span, hits=hits) for span, hits in spans.items())))
     return tuple(moved)

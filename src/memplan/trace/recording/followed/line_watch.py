@@ -51,8 +51,8 @@ class _Watched:
     def __init__(self, code: CodeType) -> None:
         self._code = code
         self._first_of = _statements(code.co_filename)
-        self.spans: dict[tuple[int, int, int], int] = {}
-        """(line, start, end) -> hits: a loop that allocates nothing takes one entry a line."""
+        self.spans: dict[tuple[int, int, int, bool], int] = {}
+        """(line, start, end, cut) -> hits: a loop that allocates nothing takes one entry a line."""
 
     def line(self, number: int | None) -> int:
         """Return the first line of the statement that a line is part of."""
@@ -62,9 +62,9 @@ class _Watched:
         """Return whether the statement that begins at a line goes on behind it."""
         return line in self._first_of
 
-    def add(self, line: int, start: int, end: int, hits: int) -> None:
+    def add(self, line: int, start: int, end: int, hits: int, *, cut: bool) -> None:
         """Note that a line ran."""
-        key = line, start, end
+        key = line, start, end, cut
         self.spans[key] = self.spans.get(key, 0) + hits
 
     def row(self) -> FunctionLines:
@@ -76,7 +76,7 @@ class _Watched:
         text = textwrap.dedent("".join(linecache.getline(code.co_filename, number) or "\n" for number in numbers))
         source = tuple(zip(numbers, map(str.rstrip, text.splitlines()), strict=True))
         file = (format_frame((code.co_filename, 0)) or "").rpartition(":")[0]
-        spans = tuple(LineSpan(*key, hits) for key, hits in self.spans.items())
+        spans = tuple(LineSpan(line, start, end, hits, cut) for (line, start, end, cut), hits in self.spans.items())
         return FunctionLines(code.co_qualname.replace(".<locals>", ""), file, source, spans)
 
 
@@ -137,7 +137,7 @@ class LineWatch:
             sys.settrace(self._before)
         now = self.clock() if self._open else 0
         for frame in list(self._open):
-            self._close(frame, now)
+            self._close(frame, now, cut=True)
 
     def rows(self) -> tuple[FunctionLines, ...]:
         """Return the functions that ran, in the order of their first lines. Call it once it is stopped."""
@@ -169,10 +169,10 @@ class LineWatch:
             self._close(id(frame), self.clock())
         return self._ran
 
-    def _close(self, frame: int, now: int) -> None:
+    def _close(self, frame: int, now: int, *, cut: bool = False) -> None:
         last = self._open.pop(frame, None)
         if last is not None:
-            last.function.add(last.line, last.start, now, last.hits)
+            last.function.add(last.line, last.start, now, last.hits, cut=cut)
 
 
 def _goes_on(frame: FrameType) -> bool:
