@@ -13,6 +13,8 @@ import memplan
 
 
 class Block(nn.Module):
+    """A layer to look into."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up = nn.Linear(width, 4 * width)

@@ -187,7 +187,7 @@ def test_it_steps_aside_for_another_profiler() -> None:
     def run() -> torch.Tensor:
         return torch.ones(3)
 
-    with torch.profiler.profile(profile_memory=True):
+    with torch.profiler.profile(profile_memory=True, acc_events=True):
         assert len(run()) == 3
     assert run.lines is None
 
@@ -225,7 +225,9 @@ def test_the_first_call_is_predicted_for_a_card() -> None:
     assert (run.lines.origin, run.lines.device) == ("recorded", "h100")
     (made,) = [row for row in run.lines.rows if "MODEL(x)" in row.source]
     assert made.hits == 1
-    assert made.added == 64 * KIB + 32 * KIB * KIB  # cuBLAS's workspace on an H100 beside the result
+    # the result, and cuBLAS's workspace on an H100, which some releases of torch keep
+    assert made.added in (64 * KIB, 64 * KIB + 32 * KIB * KIB)
+    assert made.peak == 256 * KIB + 2 * 64 * KIB + 32 * KIB * KIB
     assert made.held == made.added + 256 * KIB + 64 * KIB
 
 

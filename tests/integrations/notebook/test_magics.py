@@ -34,7 +34,7 @@ def step(x, y):
 
 @pytest.fixture
 def shell() -> Iterator[Any]:
-    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.core.interactiveshell import InteractiveShell  # pyright: ignore[reportMissingImports]
 
     shell = InteractiveShell()
     shell.run_cell("%load_ext memplan").raise_error()

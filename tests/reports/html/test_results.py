@@ -97,7 +97,7 @@ def quantized() -> Any:
 RESULTS: dict[str, Callable[[Path], Any]] = {
     "Comparison": lambda _: memplan.compare(make, make, "16x64", b_options={"train": False}, device="cpu"),
     "Explanation": lambda _: memplan.explain(make, "16x64", device="h100"),
-    "Finding": lambda _: memplan.Finding("id", "warning", "layer", "a.py:1", 5, "message", "advice", {}),
+    "Finding": lambda _: memplan.Finding("id", "warning", "layer", "a.py:1", 5, "message", ("advice",), {}),
     "Fitted": lambda _: memplan.fit(make(), "256x64", budget="1 GiB", device="cpu"),
     "LineProfile": lambda _: LineProfile("f", "f.py", "cpu", "measured", (LineRow(3, 2, 10, 5, 1, 20, "  f()"),)),
     "Plan": lambda _: memplan.plan(make, "256x64", budget="1 GiB", device="cpu"),
