@@ -149,7 +149,7 @@ def by_hand() -> None:
     kept: list[torch.Tensor] = []
     for one in blocks(3):
         kept.append(one.clone())
-    del one
+    one = None
     c = kept[0].sum() if kept else b
     if c is None:
         print("never")

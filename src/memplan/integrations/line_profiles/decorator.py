@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any, overload
 
+from memplan import _torch
 from memplan.errors import InputError, MemplanError
 from memplan.trace.recording.followed.line_watch import code_of, decorate, is_watched
 
@@ -137,7 +138,7 @@ class Profiled:
     @contextmanager
     def _measured(self, args: Any, kwargs: Any) -> Iterator[None]:
         """Measure what runs in here, unless somebody else does."""
-        if self._left <= 0 or is_watched() or _running or _is_observed():
+        if self._left <= 0 or is_watched() or _running or _torch.is_observed():
             yield
             return
         if self._device is not None:
@@ -167,15 +168,6 @@ _unprinted: dict[_Key, None] = {}
 
 def _key(one: LineProfile) -> _Key:
     return one.function, one.rows[0].line, os.path.basename(one.file)
-
-
-def _is_observed() -> bool:
-    """Return whether torch is not there yet, or a profiler or a mode of somebody else's sees what runs."""
-    if "torch" not in sys.modules:
-        return True
-    from memplan import _torch
-
-    return _torch.is_observed()
 
 
 def _note(profiles: Sequence[LineProfile]) -> None:

@@ -75,7 +75,7 @@ class Session:
 
     def __init__(self, seconds: float = float("inf")) -> None:
         self._seconds = seconds
-        self._deadline = float("inf")
+        self._began = 0.0
         self._stack = ExitStack()
         self._profile: Any = None
         self._watch: LineWatch | None = None
@@ -83,26 +83,25 @@ class Session:
         self.thread = 0
         self.is_on = False
         self.took = 0.0
-        """Seconds that it has been on."""
+        """Seconds that measuring took, the search for what was there and the reading of what was seen included."""
 
     def begin(self) -> None:
         """Look up what there is, and measure from now on."""
+        self._began = time.monotonic()
         gc.collect()  # a cycle from before would end at some line by chance
         self._before = _Before.now()
         clock = _Clock(self._line)
         self._profile = self._stack.enter_context(_torch.memory_profile())
         self._watch = self._stack.enter_context(watching(clock))
         self.thread, self.is_on = threading.get_ident(), True
-        self._deadline = time.monotonic() + self._seconds
 
     def _line(self) -> None:
-        if self.is_on and time.monotonic() > self._deadline:
+        if self.is_on and time.monotonic() > self._began + self._seconds:
             self.stop()
 
     def stop(self) -> None:
         """Measure no more."""
         self.is_on = False
-        self.took += time.monotonic() - (self._deadline - self._seconds) if self._seconds < float("inf") else 0
         self._stack.close()
         self._before.close()
 
@@ -111,7 +110,9 @@ class Session:
         if self.is_on:
             self.stop()
         assert self._watch is not None, "it has begun"
-        return _read(self._profile, self._before, self._watch)
+        measured = _read(self._profile, self._before, self._watch)
+        self.took = time.monotonic() - self._began
+        return measured
 
 
 class _Clock(LineClock):
