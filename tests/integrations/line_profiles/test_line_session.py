@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from dry_torch import ENVIRONMENT, needs_cuda_torch
 from torch import nn
 
 from memplan import _torch
+from memplan.devices import find
+from memplan.dry.cuda_torch import find_torch
+from memplan.dry.library import library_for
 from memplan.integrations.line_profiles.line_session import Session
+from memplan.trace.dry_run.process import process_variables
 from memplan.trace.recording.followed.line_watch import code_of, following
+
+ROOT = Path(__file__).resolve().parents[3]
 
 MODEL = nn.Linear(1000, 1000)
 
@@ -72,28 +81,43 @@ def test_what_ends_between_two_sessions_ends_once() -> None:
     assert second.after == first.after - 8000
 
 
+class Card:
+    """A card's allocator as torch tells of it: a history, and counters."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[_torch.HistoryEvent] = [_torch.HistoryEvent("alloc", 1, 4096, 0, (0, 0))]  # from before
+        self.counts = {"allocation.all.allocated": 7, "allocation.all.freed": 3}
+        for name, answer in (
+            ("is_available", True), ("is_initialized", True), ("memory_allocated", 8192),
+            ("get_device_name", "a card"), ("memory_stats", self.counts),
+        ):  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+        monkeypatch.setattr(_torch, "record_history", lambda *, stacks: None)
+        monkeypatch.setattr(_torch, "history", lambda: list(self.rows))
+        monkeypatch.setattr(_torch, "end_history", lambda: None)
+
+    def alloc(self, *blocks: tuple[int, int]) -> None:
+        self.rows += [_torch.HistoryEvent("alloc", address, size, 0, (0, 0)) for address, size in blocks]
+        self.counts["allocation.all.allocated"] += len(blocks)
+
+    def free(self, address: int, size: int) -> None:
+        for action in ("free_requested", "free_completed"):
+            self.rows.append(_torch.HistoryEvent(action, address, size, 0, (0, 0)))
+        self.counts["allocation.all.freed"] += 1
+
+
+def on_card(card: Card) -> None:
+    card.alloc((2, 1500), (3, 1024))
+    card.free(3, 1024)
+    card.free(1, 4096)
+
+
 def test_on_a_card_what_its_allocator_held_is_the_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 KiB from before are freed, 1.5 KiB come and stay, 1 KiB comes and goes."""
-    of = _torch.Profile.of
-    session = Session()
-    for name, answer in (("is_available", True), ("is_initialized", True), ("memory_allocated", 8192),
-                         ("get_device_name", "a card")):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    with following((), [code_of(three, "")]):
+    """1.5 KiB in blocks of 512 bytes come and stay, 1 KiB comes and goes, 4 KiB from before are freed."""
+    card, session = Card(monkeypatch), Session()
+    with following((), [code_of(on_card, "")]):
         session.begin()
-        three()
-    sizes = [(1, 1536), (2, 1024), (2, -1024), (3, -4096)]
-
-    def on_card(profile: Any, device: str = "cpu") -> _torch.Profile:
-        host = of(profile)
-        if device == "cpu":
-            return host
-        times = [host.ranges[f"line{tick}"][0] for tick in range(4)]
-        moments = [times[0] + 1, times[0] + 2, times[1] + 1, times[2] + 1]
-        events = [_torch.MemoryEvent(*one, time, "", -1) for one, time in zip(sizes, moments, strict=True)]
-        return replace(host, events=events)
-
-    monkeypatch.setattr(_torch.Profile, "of", on_card)
+        on_card(card)
     measured = session.end()
     assert (measured.device, measured.before, measured.peak, measured.after) == ("a card", 8192, 10752, 5632)
     (profile,) = measured.profiles()
@@ -102,7 +126,56 @@ def test_on_a_card_what_its_allocator_held_is_the_base(monkeypatch: pytest.Monke
     ]  # fmt: skip
 
 
-def three() -> None:
-    one = 1
-    two = one + 1
-    del two
+def test_a_card_that_is_used_first_within_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session()
+    with following((), [code_of(three, "")]):
+        session.begin()
+        three()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    (profile,) = session.end().profiles()
+    assert profile.notes == ("CUDA was used first within it: what lies on the card was not measured",)
+
+
+def three() -> int:
+    return 3
+
+
+SCRIPT = """
+import json, sys, torch, memplan
+from torch import nn
+
+model = nn.Linear(512, 512, bias=False).cuda()
+x = torch.randn(256, 512, device="cuda")
+
+@memplan.profile
+def step():
+    y = model(x)
+    y = torch.relu(y)
+    y.sum().backward()
+    model.zero_grad()
+    del y
+    said.append(torch.cuda.memory_allocated())
+
+said = []
+torch.cuda.reset_peak_memory_stats()
+step()
+rows = [(row.held, row.added, row.freed, row.peak) for row in step.lines.rows if row.hits]
+print(json.dumps({"rows": rows, "end": said[0], "peak": torch.cuda.max_memory_allocated()}))
+"""
+
+
+@needs_cuda_torch
+def test_torchs_own_counters_of_an_emulated_card_say_the_same(tmp_path: Path) -> None:
+    assert ENVIRONMENT is not None
+    cuda_torch = find_torch(ENVIRONMENT)
+    variables = process_variables(os.environ, find("h100"), library_for(cuda_torch), tmp_path / "log")
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    command = [str(cuda_torch.python), str(tmp_path / "script.py")]
+    variables["PYTHONPATH"] = os.pathsep.join(str(path) for path in (ROOT / "src", os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[0])
+    assert max(peak for *_, peak in said["rows"]) == said["peak"]
+    assert said["rows"][-2][0] == said["end"]
+    assert said["rows"][3][2] == 512 * 512 * 4  # zero_grad frees the gradient

@@ -11,7 +11,7 @@ from itertools import count, takewhile
 from memplan import _torch
 from memplan.trace.recording.align_runs import aligned, matched_calls, without_mode
 from memplan.trace.recording.causes import Finished
-from memplan.trace.recording.followed.line_marks import on_events
+from memplan.trace.recording.followed.line_marks import on_events, time_of
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.records import Form, FunctionLines, Layer, Op, Operand, Returned, Storage, View
 
@@ -93,7 +93,7 @@ def join(
         sum(one.bytes for one in apart),
         tuple(_form(form, number_of) for form in parts.forms),
         tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
-        on_events(lines, plain, events.tick),
+        on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
     )
 
 

@@ -26,16 +26,18 @@ class LineClock:
         return tick
 
 
-def on_events(
-    functions: Iterable[FunctionLines], profile: _torch.Profile, tick: Callable[[int], int]
-) -> tuple[FunctionLines, ...]:
-    """Return lines on another clock, which is told the time of a mark in ns; runs that are alike there are one."""
+def time_of(profile: _torch.Profile, tick: int) -> int:
+    """Return when a `LineClock` ticked, in ns."""
+    return profile.ranges[f"{_LINE}{tick}"][0]
+
+
+def on_events(functions: Iterable[FunctionLines], tick: Callable[[int], int]) -> tuple[FunctionLines, ...]:
+    """Return lines on another clock, by its tick for each of theirs; runs that are alike there are one."""
     moved: list[FunctionLines] = []
     for one in functions:
         spans: dict[LineSpan, int] = {}
         for span in one.spans:
-            start, end = (tick(profile.ranges[f"{_LINE}{mark}"][0]) for mark in (span.start, span.end))
-            there = replace(span, start=start, end=end, hits=0)
+            there = replace(span, start=tick(span.start), end=tick(span.end), hits=0)
             spans[there] = spans.get(there, 0) + span.hits
         moved.append(replace(one, spans=tuple(replace(span, hits=hits) for span, hits in spans.items())))
     return tuple(moved)
