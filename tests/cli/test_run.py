@@ -147,3 +147,14 @@ def test_check_takes_a_script(script: str) -> None:
     assert done.exit_code == 1, done.output
     assert "train.py: 1 warning" in done.stdout
     assert "4 pixels on each side" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_target_without_a_callable_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "def make(): ...\nopen('trained', 'w').close()\nraise SystemExit\n"
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    done = _invoke(command, "train.py")
+    assert done.exit_code == 2
+    assert "Say which: train.py:make; or memplan run train.py says what it needs" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

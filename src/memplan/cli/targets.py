@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -235,13 +236,25 @@ def _put_first(folder: str) -> None:
 
 
 def _without_callable(text: str) -> TargetError:
-    is_file = os.path.isfile(text) and text.endswith(".py")
-    names = callables(import_place(text)) if is_file else []
+    """Return the error of a target without a callable. Its file is read, not run: it may be a script that trains."""
+    names = _functions(text) if os.path.isfile(text) and text.endswith(".py") else None
+    if names is None:
+        return TargetError(f"{text!r} names no callable", expected=FORM, do="Write it so")
+    which = f"Say which: {', '.join(f'{text}:{name}' for name in names[:4])}; or" if names else "Of a script as it is,"
     return TargetError(
-        f"{text!r} names no callable",
-        expected=FORM,
-        do=f"Say which: {', '.join(f'{text}:{name}' for name in names[:4])}" if names else "Write it so",
-    )
+        f"{text!r} names no callable", expected=FORM,
+        do=f"{which} memplan run {text} says what it needs, and check, largest and fit take --script {text}",
+    )  # fmt: skip
+
+
+def _functions(path: str) -> list[str]:
+    """Return the names of the public functions and classes of a file."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def _no_file(path: Path) -> TargetError:

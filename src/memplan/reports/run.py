@@ -62,11 +62,11 @@ def _ended(facts: Facts) -> str:
     updates = f"{facts.updates} update{'' if facts.updates == 1 else 's'}"
     match facts.ending:
         case "steps":
-            return f"It {seen} until it had made {updates}; nothing behind that was seen."
+            return f"It {seen} until it had made {updates}; what comes after was not looked at."
         case "no update":
             return f"It {seen} over 256 batches without another update by an optimizer of torch.optim, and was ended."
         case "time":
-            return f"It {seen} until its time was over (--limit), with {updates}; what comes later was not seen."
+            return f"It {seen} until its time was over (--limit), with {updates}."
         case _:
             code = "" if facts.code in (None, 0) else f", with exit code {printable(str(facts.code))}"
             made = f"with {updates}" if facts.updates else "without an update: all of it counts as one step"

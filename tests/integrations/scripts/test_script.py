@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from script_runs import GaveUp, run
+from torch import nn
 
 import memplan
 from memplan.errors import StepError
@@ -196,3 +199,70 @@ def test_recorded_and_measured_have_the_same_steps(tmp_path: Path) -> None:
     measured, facts = run(tmp_path, LOOP, really=True)
     assert (facts.ending, len(measured.steps)) == ("steps", 2)
     assert memplan.simulate(measured).peak_allocated == memplan.simulate(recorded).peak_allocated
+
+
+GUARDS = [
+    "torch.isfinite(loss)",
+    "torch.isfinite(loss).all()",
+    "~torch.isnan(loss)",
+    "not torch.isnan(loss).any()",
+    "not (torch.isnan(loss).any() or torch.isinf(loss).any())",
+    "torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0))",
+]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_check_for_nan_is_passed(tmp_path: Path, guard: str) -> None:
+    text = LOOP.replace("    nn.functional.cross_entropy(model(x), y).backward()", "    loss = model(x).sum()\n"
+        f"    loss.backward()\n    if not ({guard}):\n        print('skipped')\n        continue")  # fmt: skip
+    trace, facts = run(tmp_path, text)
+    assert (facts.ending, facts.updates) == ("steps", 2)
+    assert not [one for one in trace.assumptions if one.kind == "branch" or "either way" in one.text]
+    measured, _ = run(tmp_path, text, really=True)
+    assert memplan.simulate(measured).peak_allocated == memplan.simulate(trace).peak_allocated
+
+
+RESUMED = """
+model = nn.Sequential(nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 500))
+opt = torch.optim.Adam(model.parameters())
+found = torch.load(r"{path}")
+model.load_state_dict(found["model"])
+opt.load_state_dict(found["opt"])
+{free}
+for _ in range(9):
+    model(torch.randn(8, 500)).sum().backward()
+    opt.step(); opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("free", ["", "del found"])
+def test_a_checkpoint_that_is_there_counts(tmp_path: Path, free: str) -> None:
+    model = nn.Sequential(nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 500))
+    opt = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 500)).sum().backward()
+    opt.step()
+    path = tmp_path / "here.pt"
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, path)
+    text = RESUMED.format(path=path, free=free)
+    recorded, _ = run(tmp_path, text)
+    measured, _ = run(tmp_path, text, really=True)
+    assert memplan.simulate(recorded).peak_allocated == pytest.approx(
+        memplan.simulate(measured).peak_allocated, rel=1e-4
+    )
+    states = [one.bytes for one in recorded.storages if one.cause == "optimizer_state"]
+    assert sum(states) >= 2 * 4 * 2 * 500 * 500
+
+
+def test_pools_of_processes_work_in_this_one(tmp_path: Path) -> None:
+    pools = """
+    import multiprocessing as mp
+    from concurrent.futures import ProcessPoolExecutor
+    with mp.Pool(4) as pool:
+        assert pool.map(abs, [-1, -2]) == [1, 2]
+    with mp.get_context("spawn").Pool(2, initializer=print, initargs=("ready",)) as pool:
+        assert list(pool.imap(abs, [-3])) == [3]
+    with ProcessPoolExecutor(max_workers=3) as pool:
+        assert list(pool.map(abs, [-4])) == [4]
+    """
+    _, facts = run(tmp_path, textwrap.dedent(pools) + LOOP)
+    assert facts.ending == "steps"

@@ -88,7 +88,7 @@ def test_changes_add_up_to_the_difference_of_the_peaks(
         ("1%", 1010, False),
         ("1%", 1011, True),
         ("0.5 %", 1006, True),
-        ("12", 1012, False),
+        ("12 B", 1012, False),
         ("1KiB", 2024, False),
         ("1KiB", 2025, True),
     ],

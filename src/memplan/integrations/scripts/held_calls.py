@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
+import multiprocessing
 import multiprocessing.process
 import os
 import socket
@@ -10,6 +12,9 @@ import subprocess
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from multiprocessing.context import BaseContext
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -18,11 +23,22 @@ from memplan import _torch
 from memplan.errors import StepError
 from memplan.integrations.scripts.held_files import HeldFiles
 from memplan.integrations.scripts.lines import script_line
+from memplan.integrations.scripts.loaded import as_recorded
 from memplan.trace.program_facts import Held, HeldKind
 
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Switches of libraries that would try the network again and again."""
 _HERE = ("127.", "localhost", "::1", "0.0.0.0")
+
+
+def _pool(own: Any, processes: int | None = None, *rest: Any, **kwargs: Any) -> ThreadPool:
+    """Return a pool that works in this process."""
+    return ThreadPool(1, *rest[:2], **{name: value for name, value in kwargs.items() if name.startswith("init")})
+
+
+def _executor(max_workers: int | None = None, **kwargs: Any) -> concurrent.futures.Executor:
+    known = {name: value for name, value in kwargs.items() if name.startswith("init")}
+    return concurrent.futures.ThreadPoolExecutor(1, **known)
 
 
 class HeldCalls:
@@ -62,6 +78,9 @@ class HeldCalls:
                     stack.enter_context(_torch.patched(tensors, **named))
             stack.enter_context(_torch.patched(multiprocessing.process.BaseProcess, start=self._fork))
             stack.enter_context(_torch.patched(os, fork=self._fork))
+            stack.enter_context(_torch.patched(BaseContext, Pool=_pool))
+            stack.enter_context(_torch.patched(multiprocessing, Pool=partial(_pool, None)))
+            stack.enter_context(_torch.patched(concurrent.futures, ProcessPoolExecutor=_executor))
             if not self._writes:
                 stack.enter_context(self._world())
             yield
@@ -108,12 +127,20 @@ class HeldCalls:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(f, (str, os.PathLike)):
                 path = os.path.abspath(os.fsdecode(f))
-                return self._saved[path] if path in self._saved else plain(f, *args, **kwargs)
+                return self._saved[path] if path in self._saved else self._loaded(plain, f, *args, **kwargs)
             with suppress(TypeError, KeyError):
                 return self._buffers[f]
-            return plain(f, *args, **kwargs)
+            return self._loaded(plain, f, *args, **kwargs)
 
         return load
+
+    def _loaded(self, plain: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return what a real file holds; in a recording, tensors of the recording that share memory as they do."""
+        if self._values:
+            return plain(f, map_location, *args, **kwargs)
+        with _torch.no_modes():
+            loaded = plain(f, "cpu", *args, **kwargs)
+        return as_recorded(loaded, map_location)
 
     def _connecting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def connect(own: Any, address: Any) -> Any:
@@ -150,6 +177,6 @@ class HeldCalls:
         raise StepError(
             "the script starts processes of its own, and what they do is not seen",
             expected="a script that trains in one process",
-            do="Run what one of them runs (one rank); data loaders' workers are started by none here",
+            do="Run the function that one of them runs, alone (of several ranks: one)",
             where=script_line(self._script),
         )

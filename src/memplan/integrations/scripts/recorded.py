@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from memplan.errors import DataDependentError, InputError, MemplanError, StepError
+from memplan.errors import InputError, MemplanError, StepError
 from memplan.integrations.scripts.held_calls import OFFLINE
 from memplan.integrations.scripts.request import Ran, Request
 from memplan.integrations.scripts.script import Script
@@ -70,13 +70,14 @@ def _trace(script: Script, request: Request) -> Trace:
 
 def _of_script(error: StepError) -> StepError:
     """Return the error of a step with what to do about a script."""
-    if isinstance(error, DataDependentError):
+    if not (error.do or "").startswith("Check the inputs"):
         return error
+    data = "; if only its data are not here, describe the batch: --input 32x3x224x224"
+    missing = isinstance(error.__cause__, OSError)
     found = StepError(
         error.found,
         expected="a script that runs as far as its second update",
-        do="Run it under python first; where only its data are not here, describe the batch: --input 32x3x224x224; "
-        "where it needs values that no recording has, --measure runs it for real",
+        do="Run it under python" + data * missing + "; --measure runs it here for real",
     )
     found.layer, found.where = error.layer, error.where
     return found

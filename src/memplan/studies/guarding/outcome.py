@@ -132,6 +132,8 @@ def allowance(tolerance: str, size: int) -> int:
     if share is not None:
         return int(size * Fraction(share[1]) / 100)
     try:
+        if tolerance.strip().isdigit() and tolerance.strip() != "0":
+            raise UnitError(f"{tolerance} of what", expected="a unit")
         return parse_bytes(tolerance)
     except UnitError:
         raise UsageError(

@@ -18,6 +18,7 @@ import torch
 from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.assumed import Assumed
+from memplan.trace.recording.health import answer_of_healthy
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, instruction, is_users, user_frame
@@ -106,17 +107,17 @@ class Standins:
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         self._last = values = self.largest.of(tensor)
         self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
-        nan = not overflow and _tells_of_nan(self._observer, entry)
-        value = 0 if overflow or nan else 1 if values is None else values[1]
+        healthy = None if overflow else answer_of_healthy(self._observer, entry)
+        value = 0 if overflow else healthy if healthy is not None else 1 if values is None else values[1]
         if self._last_real:
             return value
         self._sites = self.largest.read(values)
         if values is not None:
             value = self.largest.taken(self._sites, values, value)
             self._last_real = self.largest.is_taken(self._sites)
-        if nan:
+        if healthy is not None:
             self._last_real = True  # what every such check expects; no branch to warn of
-            self.assumed.add("scalar", "a check for nan or inf was read and taken as False")
+            self.assumed.add("scalar", f"a check for nan or inf was read and taken as {healthy}")
         elif overflow:
             self._last_real = True  # the stand-in that every GradScaler expects; no branch to warn of
             self.assumed.add("scalar", "found_inf was read and taken as 0: no gradient overflowed")
@@ -314,19 +315,6 @@ def _is_seed(observer: Observer, entry: Entry | None) -> bool:
         return False
     near = reversed(observer.notes[-_NEAR:])
     return next((note.name == "aten.random_.default" for note in near if entry.id in note.writes), False)
-
-
-def _tells_of_nan(observer: Observer, entry: Entry | None, depth: int = 4) -> bool:
-    """Return whether a value says that something is nan or infinite: no healthy step has any."""
-    if entry is None or entry.op is None or entry.dtype != "bool":
-        return False
-    note = observer.notes[entry.op]
-    if note.name.startswith(("aten.isnan", "aten.isinf")):
-        return True
-    if depth == 0 or not note.name.startswith(("aten.any", "aten.logical_or", "aten.bitwise_or", "aten.max")):
-        return False
-    entries = observer.ledger.entries
-    return any(_tells_of_nan(observer, entries[read], depth - 1) for _, read in note.reads)
 
 
 def _holding(array: Any, tensor: torch.Tensor) -> Any:
