@@ -13,7 +13,7 @@ from memplan._torch.cuda import (
     histories_replaced,
     tensors_that_tell,
 )
-from memplan._torch.dry_card import HistoryEvent, HostValues, dump_history, history, record_history
+from memplan._torch.dry_card import HistoryEvent, HostValues, dump_history, end_history, history, record_history
 from memplan._torch.eager import (
     END_MARK,
     Call,
@@ -25,6 +25,7 @@ from memplan._torch.eager import (
     Run,
     YieldingProfile,
     is_composite,
+    is_observed,
     marker,
     memory_profile,
     no_modes,
@@ -223,6 +224,7 @@ __all__ = [
     "dump_history",
     "eager_instead_of_compiled",
     "effect_of",
+    "end_history",
     "factories_replaced",
     "fake_tensors",
     "fetching",
@@ -245,6 +247,7 @@ __all__ = [
     "is_composite",
     "is_from_outside",
     "is_mutable",
+    "is_observed",
     "is_op",
     "is_profiled",
     "is_random",

@@ -34,6 +34,11 @@ def record_history(*, stacks: bool) -> None:
     torch.cuda.memory._record_memory_history("all", context=context, stacks="python", max_entries=_MOST_EVENTS)
 
 
+def end_history() -> None:
+    """End the history that `record_history` began."""
+    torch.cuda.memory._record_memory_history(None)
+
+
 def history() -> list[HistoryEvent]:
     """Return what was recorded, in order."""
     snapshot: dict[str, Any] = dict(torch.cuda.memory._snapshot())

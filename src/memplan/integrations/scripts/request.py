@@ -10,6 +10,7 @@ from memplan.integrations.scripts.loaders import Rules
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.capacity.limit import Room
 from memplan.trace.program_facts import Facts
+from memplan.trace.recording.followed.line_watch import Followed
 from memplan.trace.trace import Trace
 
 
@@ -37,6 +38,8 @@ class Request:
     """Of a card's caching allocator."""
     assume: tuple[tuple[str, float], ...] = ()
     cudnn: str | bool | None = None
+    lines: tuple[Followed, ...] = ()
+    """Functions to follow line by line besides those that are decorated."""
 
 
 @dataclass(frozen=True)
