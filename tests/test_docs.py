@@ -38,7 +38,7 @@ def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pyt
     exec(compile("".join(blocks), str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("name", ["compare", "quantize", "watch"])
+@pytest.mark.parametrize("name", ["compare", "lines", "quantize", "watch"])
 def test_the_examples_of_a_page_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quantize":
         pytest.importorskip("torchao")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from memplan._display import draw_with
 from memplan._version import __version__
 from memplan.errors import BudgetError, MemplanError
 
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
     from memplan.checks.check import check
     from memplan.checks.finding import Finding
     from memplan.explanation.explain import explain
+    from memplan.explanation.line_profile import LineProfile
     from memplan.explanation.model import Explanation
+    from memplan.integrations.line_profiles.decorator import profile
     from memplan.integrations.watching.watch import watch
     from memplan.planning.api import plan
     from memplan.planning.capture.loss_module import with_loss
@@ -46,6 +49,7 @@ _HOMES = {
     "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
     "Heuristics": "memplan.planning.search.search",
+    "LineProfile": "memplan.explanation.line_profile",
     "Plan": "memplan.planning.plan.plan",
     "Proof": "memplan.verification.proof.proof",
     "Quantized": "memplan.studies.quantization.quantized",
@@ -59,10 +63,12 @@ _HOMES = {
     "explain": "memplan.explanation.explain",
     "fit": "memplan.verification.fitting.fit",
     "largest": "memplan.studies.capacity.largest",
+    "load_ipython_extension": "memplan.integrations.notebook.extension",
     "load_plan": "memplan.planning.plan.plan",
     "load_trace": "memplan.trace.trace",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",
+    "profile": "memplan.integrations.line_profiles.decorator",
     "quantize": "memplan.studies.quantization.quantize",
     "record": "memplan.trace.record",
     "replay": "memplan.simulation.replays.replay",
@@ -83,6 +89,7 @@ __all__ = [
     "Finding",
     "Fitted",
     "Heuristics",
+    "LineProfile",
     "MemplanError",
     "Plan",
     "Proof",
@@ -102,6 +109,7 @@ __all__ = [
     "load_trace",
     "measure",
     "plan",
+    "profile",
     "quantize",
     "record",
     "replay",
@@ -125,3 +133,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _as_html(result: object) -> str:
+    return importlib.import_module("memplan.reports.html.results").html_of(result)
+
+
+draw_with(_as_html)

@@ -90,6 +90,12 @@ def marker(name: str) -> contextlib.AbstractContextManager[Any]:
     return _RecordFunctionFast(MARK + name)
 
 
+def is_observed() -> bool:
+    """Return whether a profiler sees what this thread runs, or a dispatch mode, or Dynamo traces it."""
+    profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    return profiled or _get_current_dispatch_mode() is not None or torch.compiler.is_compiling()
+
+
 def memory_profile() -> Any:
     """Return torch's profiler, as a context: `Profile` reads what it saw.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Literal
 
+from memplan._display import Displayed
 from memplan.checks.changed_step import Remaker
 from memplan.devices import Device
 from memplan.trace.trace import Trace
@@ -18,7 +19,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Displayed):
     """One place where a trap is.
 
     ``bytes`` is what it costs at the peak, in bytes (of border erosion: what the missing padding saves); 0 where the

@@ -32,8 +32,11 @@ would write, save, send or start is held back and listed.
   memplan run --device h100 --input 64x3x32x32 --input "64:int64<10" examples/train.py
   memplan run -m package.train --epochs 3
   memplan run --measure --device cuda examples/train.py
+  memplan run --lines examples/train.py examples/train.py
 
 memplan's own options come before the script. --input describes the batch where the data are not on this machine.
+Functions that the script decorates with memplan.profile are shown line by line; --lines FILE.py[:FUNCTION] does so
+for others, without a decorator.
 memplan check, largest and fit take a script, too: memplan largest --script examples/train.py --device rtx4090.
 
 \b
@@ -66,6 +69,10 @@ a value that a recording does not have.
 @click.option("--assume", multiple=True, metavar="FILE:LINE=SHARE", help="How much is selected by value at a line.")
 @click.option("--cudnn", metavar="PATH", help="Environment whose cuDNN is asked for workspaces on a card; off: none.")
 @contribute_option
+@click.option(
+    "--lines", "places", multiple=True, metavar="FILE.py[:FUNCTION]",
+    help="Show a file's functions, or one of them, line by line.",
+)  # fmt: skip
 @debug_option
 @top_option(12, "Layers")
 @json_option("the explanation")
@@ -83,6 +90,7 @@ def command(
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.explanation.explain import explain_trace
+    from memplan.integrations.line_profiles.places import not_run
     from memplan.reports.run import dumps, print_run
 
     outputs = Outputs(json_file, trace_file, snapshot_file).checked()
@@ -94,6 +102,8 @@ def command(
     outputs.write(ran.trace, explanation, partial(dumps, str(ran.command), ran.facts, beside=beside), settings)
     if not outputs.takes_stdout:
         print_run(str(ran.command), ran.facts, explanation, top=top, beside=beside)
+    for message in not_run(given["places"], explanation.lines):
+        click.echo(f"memplan: {message}", err=True)
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
@@ -112,6 +122,7 @@ def request_of(given: dict[str, Any]) -> Request:
         InputError: an option that does not describe what it should.
     """
     from memplan.cli.parsing import named
+    from memplan.integrations.line_profiles.places import followed
     from memplan.integrations.scripts.command import Command
     from memplan.integrations.scripts.loaders import Rules
     from memplan.integrations.scripts.request import Request
@@ -127,6 +138,7 @@ def request_of(given: dict[str, Any]) -> Request:
         command, given["device"], given["steps"], given["really"], rules, given["writes"], given["shows"],
         given["limit"], contribute=_absolute(given["contribute"]), assume=tuple(typed.assumed.items()),
         cudnn=typed.environment,
+        lines=tuple(map(followed, given.get("places", ()))),
     )  # fmt: skip
 
 

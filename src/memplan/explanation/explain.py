@@ -12,6 +12,7 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError
+from memplan.explanation.by_line import line_profiles
 from memplan.explanation.card import card_use, levels_at
 from memplan.explanation.grad import beside_training
 from memplan.explanation.holders import holders_at
@@ -144,6 +145,7 @@ def explain_trace(
         (*trace.notes, *_notes(recorded, timeline)),
         trace.assumptions,
         card_use(recorded, timeline, card, settings) if card is not None else None,
+        line_profiles(trace, timeline),
     )
 
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.cudnn.questions import ExecutionPlan
+from memplan.explanation.line_profile import LineProfile
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
 
@@ -189,7 +191,7 @@ class CardUse:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Explanation:
+class Explanation(Displayed):
     """Where the memory of a step goes. All numbers are bytes.
 
     ``by_cause`` is what is live at the allocated peak and adds up to it exactly; ``by_cause_reserved`` the same at the
@@ -217,6 +219,8 @@ class Explanation:
     assumptions: tuple[Assumption, ...]
     card: CardUse | None = None
     """Of a step for a card: what it takes from it."""
+    lines: tuple[LineProfile, ...] = ()
+    """The functions that were followed line by line, as `memplan.profile` asks for."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: every number and text of the explanation, without the events of the timeline."""

@@ -23,6 +23,7 @@ from memplan.explanation.model import (
     scaling_sentence,
     workspace_sentence,
 )
+from memplan.reports import line_tables
 from memplan.reports.card import charge_table, verdict_lines
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.trace.records import Assumption, loud
@@ -62,7 +63,7 @@ def render(explanation: Explanation, page: Page, top: int = 12) -> list[Renderab
     reasons = list(_reasons(explanation, top))
     if reasons:
         parts += ["", Text("Why the most is saved", "bold"), *reasons]
-    return [*parts, *_remarks(explanation)]
+    return [*parts, *_remarks(explanation), *line_tables.render(explanation.lines, page)]
 
 
 def _head(explanation: Explanation) -> Iterator[RenderableType]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 
 Action = Literal[
     "alloc",
@@ -78,7 +79,7 @@ class StepPeak:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Timeline:
+class Timeline(Displayed):
     """Bytes over time.
 
     ``events`` are (tick, allocated, reserved), in order; on a device without a caching allocator reserved equals

@@ -15,7 +15,7 @@ FORMAT = "memplan.trace"
 _HEAD = (
     "schema", "origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions",
 )  # fmt: skip
-_OPTIONAL = ("counters", "engines", "measured")
+_OPTIONAL = ("counters", "engines", "measured", "lines")
 """Sections that most traces have not."""
 _Trace = TypeVar("_Trace")
 
@@ -121,6 +121,7 @@ def _check(trace: Any) -> None:
     _within("measured storages", trace.measured, storages)
     if not all(one.plans for one in trace.engines):
         raise Unreadable("a workspace has engines, and none is named")
+    _within("ticks of lines", (tick for one in trace.lines for s in one.spans for tick in (s.start, s.end)), end + 1)
     _within("ops of forms", (form.op for form in trace.forms), ops)
     views = (view for form in trace.forms for view in (*(view for _, view in form.reads), *form.writes))
     for view in itertools.chain(views, *(returned.tensors for returned in trace.returned)):

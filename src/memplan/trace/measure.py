@@ -16,6 +16,8 @@ from memplan.trace.card_run.observed import observed
 from memplan.trace.dry_run.process import run_dry
 from memplan.trace.measure_run import StepMarks, named_run
 from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.followed.line_marks import LineClock
+from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.join_events import join
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
@@ -91,8 +93,8 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
     with undisturbed():
         with random_kept():
             named = named_run(build, steps)
-        plain, unended = _plain(build, steps)
-    joined = join(named.parts, named.observer.ledger.entries, named.record, plain)
+        plain, unended, watch = _plain(build, steps)
+    joined = join(named.parts, named.observer.ledger.entries, named.record, plain, lines=watch.rows())
     notes += named.notes + unended + of_outside(joined.outside)
     if joined.apart:
         notes += (
@@ -103,25 +105,28 @@ def _on_cpu(build: Runs, device: str | None, steps: int) -> Trace:
         notes += (f"{format_bytes(joined.lost)} of allocations could not be joined to an op or a tensor",)
     return Trace(
         "measured", target, torch.__version__, joined.ops, joined.storages, joined.layers, joined.steps, joined.end,
-        (), notes, forms=joined.forms, returned=joined.returned,
+        (), notes, forms=joined.forms, returned=joined.returned, lines=joined.lines,
     )  # fmt: skip
 
 
 _UNENDED = "a thread that the step started is still running: what it allocates is not measured"
 
 
-def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...]]:
+def _plain(build: Runs, steps: int) -> tuple[_torch.Profile, tuple[str, ...], LineWatch]:
     """Run the step as it is, seen by the profiler alone, with the threads that it starts.
 
     Returns:
-        What the profiler saw, and what has to be said about it.
+        What the profiler saw, what has to be said about it, and the lines of what is followed.
     """
     profile = _torch.memory_profile()
     with _torch.eager_instead_of_compiled(lambda: None), _torch.threads_watched() as threads, profile:
         observer = Observer(Place(), real=True)
-        run_steps(build, steps, observer, StepMarks(observer))
+        marks = StepMarks(observer)
+        with watching(LineClock()) as watch:
+            marks.last = watch.stop
+            run_steps(build, steps, observer, marks)
     unended = (_UNENDED,) if len(threads.started) > len(threads.ended) else ()
-    return _torch.with_threads(_torch.Profile.of(profile), threads), unended
+    return _torch.with_threads(_torch.Profile.of(profile), threads), unended, watch
 
 
 def _refuse(why: str, **options: object) -> None:

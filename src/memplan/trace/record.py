@@ -17,6 +17,7 @@ from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
 from memplan.trace.recording.boundaries import Runs
 from memplan.trace.recording.causes import Finished, finish
+from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Line, Place, format_frame, frame_of_error, raised_by_statement, user_frame
 from memplan.trace.recording.session import (
@@ -251,6 +252,7 @@ class _Recording:
         self._bounds_of_steps: list[int] = []
         """Ticks at which the first step began and each step ended."""
         self._parts: Finished | None = None
+        self._lines: LineWatch | None = None
         if target.card is not None:
             inside = lambda: self._mode.inside  # noqa: E731
             self._card = Card(self._observer.ledger, inside, on_card)
@@ -322,6 +324,7 @@ class _Recording:
             stack.enter_context(_torch.around_started_threads(self._in_thread, self._standins.calls.begin))
             observer.calibrate()
             stack.enter_context(place.following())
+            self._lines = stack.enter_context(watching(lambda: observer.ledger.clock))
             try:
                 run_steps(build, steps, observer, self)
             except _Unsettled:
@@ -336,7 +339,7 @@ class _Recording:
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,
             calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
-            forms=parts.forms, returned=parts.returned,
+            forms=parts.forms, returned=parts.returned, lines=self._lines.rows() if self._lines else (),
         )  # fmt: skip
         asked = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         if not asked or self._target.cudnn is None or self._target.card is None:
@@ -370,6 +373,8 @@ class _Recording:
 
     def ended(self) -> None:
         """Make the parts of the trace, while the modules that name its layers are alive."""
+        if self._lines is not None:
+            self._lines.stop()
         self._observer.ledger.close()
         self._parts = finish(self._observer, self._bounds_of_steps[0])
 

@@ -220,3 +220,27 @@ class Returned:
     layer: str
     after: int
     tensors: tuple[View, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineSpan:
+    """Runs of a line that began at one tick and ended at another."""
+
+    line: int
+    start: int
+    end: int
+    hits: int
+    """0 where a generator goes on in the middle of a line."""
+    cut: bool = False
+    """Whether it was running when nothing more was watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLines:
+    """A function that was followed line by line. What it calls belongs to the line that calls it."""
+
+    name: str
+    file: str
+    source: tuple[tuple[int, str], ...]
+    """Numbers of its lines and their text; a statement over several lines counts for its first."""
+    spans: tuple[LineSpan, ...]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from memplan._display import Displayed
 from memplan._text import write_whole
 from memplan.errors import TraceFormatError
 from memplan.trace import codec
@@ -19,6 +20,7 @@ from memplan.trace.records import (
     Counters,
     Engines,
     Form,
+    FunctionLines,
     Layer,
     Op,
     Returned,
@@ -27,7 +29,7 @@ from memplan.trace.records import (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Trace:
+class Trace(Displayed):
     """A step (or several) as data: ops in order, storages with birth, death, cause and sharers.
 
     ``origin``: predicted on fake tensors, measured in a real run, or measured on an emulated card (``dry``), which
@@ -65,6 +67,8 @@ class Trace:
     """Of the workspaces that cuDNN was asked for, in the order of their storages."""
     measured: tuple[int, ...] = ()
     """Storages of these whose bytes are not cuDNN's answer but what a real card took with it."""
+    lines: tuple[FunctionLines, ...] = ()
+    """Of the functions that were followed line by line (`memplan.profile`), in the order in which they ran first."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:

@@ -19,6 +19,7 @@ from memplan.studies.capacity.largest import find_largest
 from memplan.trace.measure import measure
 from memplan.trace.record import record
 from memplan.trace.recording.boundaries import Programs
+from memplan.trace.recording.followed.line_watch import following
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
@@ -40,7 +41,8 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
     if not request.writes:
         os.environ.update({name: value for name, value in OFFLINE.items() if name not in os.environ})
     try:
-        trace = _trace(script, request)
+        with following(request.lines):
+            trace = _trace(script, request)
     except StepError as error:
         raise error if error.__cause__ is None else _of_script(error) from error.__cause__
     ran = Ran(request.command, trace, script.facts(trace))

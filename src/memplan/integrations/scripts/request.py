@@ -12,6 +12,7 @@ from memplan.reports.fit import Fitting
 from memplan.studies.capacity.largest import Largest
 from memplan.studies.capacity.limit import Room
 from memplan.trace.program_facts import Facts
+from memplan.trace.recording.followed.line_watch import Followed
 from memplan.trace.trace import Trace
 
 
@@ -43,6 +44,8 @@ class Request:
     cudnn: str | bool | None = None
     contribute: str | None = None
     """File for what this machine's GPU did, where it runs there."""
+    lines: tuple[Followed, ...] = ()
+    """Functions to follow line by line besides those that are decorated."""
 
 
 @dataclass(frozen=True)

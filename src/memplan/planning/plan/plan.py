@@ -11,6 +11,7 @@ from typing import Any
 
 from memplan import _json
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan._json import Json, Unreadable
 from memplan._text import format_seconds, printable, write_whole
 from memplan.errors import BudgetError, PlanFormatError, UsageError
@@ -31,7 +32,7 @@ round; another lever does not: it is refused by name. Nor does a field with a de
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Displayed):
     """Decisions about a step. Sizes in bytes, times in seconds."""
 
     fingerprint: str

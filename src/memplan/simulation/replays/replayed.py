@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.peaks import Level, timeline_of
@@ -17,7 +18,7 @@ from memplan.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class Replay(Displayed):
     """What torch's caching allocator did in a snapshot's history, or would have done. Bytes throughout.
 
     The ticks of ``timeline`` count the history's events from 1; 0 is its start. The owner of a block is the index

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.errors import BudgetError, InputError, MemplanError, StepError
 from memplan.explanation.explain import device_of
 from memplan.simulation.allocator.settings import parse_settings
@@ -52,7 +53,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Largest:
+class Largest(Displayed):
     """The largest value that fits, and how it was found. ``value`` is 0 where none of those that were recorded does."""
 
     title: str

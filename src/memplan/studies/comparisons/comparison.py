@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan._text import format_seconds, printable
 from memplan.explanation.model import LABELS
 from memplan.trace.records import CAUSES
@@ -153,7 +154,7 @@ class Apart:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Displayed):
     """Two steps side by side; ``a`` and ``b`` are their sides.
 
     Example:

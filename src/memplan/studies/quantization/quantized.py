@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan._text import format_seconds
 from memplan.studies.comparisons.comparison import CAST_COPIES, Apart, Comparison, Side, changed, off_by
 
@@ -27,7 +28,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
+class Quantized(Displayed):
     """Inference of a model before and after it is quantized, both really run on this CPU.
 
     Example:

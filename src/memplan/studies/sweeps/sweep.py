@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan._text import printable
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import device_of
@@ -53,7 +54,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Sweep(Displayed):
     """The points of some axes. All sizes are bytes.
 
     A row has the value of each axis by its name; ``status``, "ok" or "failed", and ``reason``; ``peak``, ``reserved``

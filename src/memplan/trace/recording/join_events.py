@@ -11,8 +11,9 @@ from itertools import count, takewhile
 from memplan import _torch
 from memplan.trace.recording.align_runs import aligned, matched_calls, without_mode
 from memplan.trace.recording.causes import Finished
+from memplan.trace.recording.followed.line_marks import on_events, time_of
 from memplan.trace.recording.ledger import Entry
-from memplan.trace.records import Form, Layer, Op, Operand, Returned, Storage, View
+from memplan.trace.records import Form, FunctionLines, Layer, Op, Operand, Returned, Storage, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Joined:
     apart: int
     forms: tuple[Form, ...]
     returned: tuple[Returned, ...]
+    lines: tuple[FunctionLines, ...]
 
 
 def join(
@@ -43,6 +45,7 @@ def join(
     named: _torch.Profile,
     plain: _torch.Profile,
     libraries: Callable[[str], bool] = lambda call: False,
+    lines: tuple[FunctionLines, ...] = (),
 ) -> Joined:
     """Return one storage for each of the allocator's allocations in the plain run, on the clock of its events.
 
@@ -90,6 +93,7 @@ def join(
         sum(one.bytes for one in apart),
         tuple(_form(form, number_of) for form in parts.forms),
         tuple(replace(one, tensors=_views(one.tensors, number_of)) for one in parts.returned),
+        on_events(lines, lambda mark: events.tick(time_of(plain, mark))),
     )
 
 

@@ -42,8 +42,9 @@ def is_users(filename: str) -> bool:
     if known is None:
         path = os.path.abspath(filename)
         pythons = path.startswith(_PYTHON) and not path.startswith(_PACKAGES)
-        # generated code (dataclasses, torch's own wrappers) has no file to point at
-        known = not (pythons or path.startswith((_OURS, _TORCH)) or filename.startswith("<"))
+        # generated code (dataclasses, torch's own wrappers) has no file to point at; a cell of IPython has lines
+        generated = filename.startswith("<") and not filename.startswith("<ipython-input")
+        known = not (pythons or path.startswith((_OURS, _TORCH)) or generated)
         _KNOWN[filename] = known
     return known
 

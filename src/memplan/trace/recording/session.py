@@ -26,6 +26,7 @@ from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
+from memplan.trace.recording.followed.line_watch import unwatched
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
 from memplan.trace.recording.values.bounds import checked_shares
@@ -151,6 +152,7 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
         collector_held(),
         _defaults_kept(),
         _one_process(),
+        unwatched(),
         nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
     ):
         yield

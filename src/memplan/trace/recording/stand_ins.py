@@ -18,13 +18,13 @@ import torch
 from memplan import _torch
 from memplan.errors import DataDependentError
 from memplan.trace.recording.assumed import Assumed
-from memplan.trace.recording.health import answer_of_healthy
 from memplan.trace.recording.ledger import Entry
 from memplan.trace.recording.observer import Observer, Residence
 from memplan.trace.recording.place import Line, format_frame, instruction, is_users, user_frame
 from memplan.trace.recording.session import COMPILED
 from memplan.trace.recording.values.bounds import SIZED_BY_NUMBERS
 from memplan.trace.recording.values.c_readers import math_seen
+from memplan.trace.recording.values.health import answer_of_healthy
 from memplan.trace.recording.values.intervals import Number, Range
 from memplan.trace.recording.values.largest import Largest, is_whole
 from memplan.trace.recording.values.line_search import ITERATES, goes_on, is_optimizing
@@ -107,7 +107,7 @@ class Standins:
         overflow = entry is not None and entry.id in self._observer.marks.found_inf
         self._last = values = self.largest.of(tensor)
         self._last_real = values is not None and values[0] == values[1] and self.largest.share(user_frame()) == 1.0
-        healthy = None if overflow else answer_of_healthy(self._observer, entry)
+        healthy = None if overflow else answer_of_healthy(entry, self._observer.notes, self._observer.ledger.entries)
         value = 0 if overflow else healthy if healthy is not None else 1 if values is None else values[1]
         if self._last_real:
             return value

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.capture.loss_module import WithLoss
@@ -110,7 +111,7 @@ def _check_provable() -> None:
 
 
 @dataclass
-class Fitted:
+class Fitted(Displayed):
     """A model whose step runs within a budget."""
 
     model: nn.Module

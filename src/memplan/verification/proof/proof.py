@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.errors import UsageError
 from memplan.planning.plan.plan import Grade
 from memplan.verification.measurement.peak_and_time import Times
@@ -36,7 +37,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class Proof(Displayed):
     """Comparison of a candidate step with a reference, both on copies of the same parameters, buffers and inputs and
     from the same random state. Bytes are counted from the allocator's own events."""
 

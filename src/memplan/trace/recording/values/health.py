@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memplan.trace.recording.ledger import Entry, Note
-from memplan.trace.recording.observer import Observer
 
 _DEPTH = 4
 """Ops between a check and what is read, at most: ``torch.isnan(x).any() | ...``"""
@@ -12,37 +13,36 @@ _ALL = ("aten.all", "aten.logical_and", "aten.bitwise_and", "aten.min")
 _NOT = ("aten.logical_not", "aten.bitwise_not")
 
 
-def answer_of_healthy(observer: Observer, entry: Entry | None) -> bool | None:
+def answer_of_healthy(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry]) -> bool | None:
     """Return what a value says where nothing is nan or infinite; None of one that is no check for that.
 
     `torch.isfinite` is ``(x == x) * (x.abs() != inf)`` (ATen, TensorCompare.cpp), seen in torch 2.11 and 2.13.
     """
-    return _answer(observer, entry, _DEPTH)
+    return _answer(entry, notes, entries, _DEPTH)
 
 
-def _answer(observer: Observer, entry: Entry | None, depth: int) -> bool | None:
+def _answer(entry: Entry | None, notes: Sequence[Note], entries: Sequence[Entry], depth: int) -> bool | None:
     if entry is None or entry.op is None or entry.dtype != "bool":
         return None
-    note = observer.notes[entry.op]
+    note = notes[entry.op]
     if note.name.startswith(("aten.isnan", "aten.isinf", "aten.isposinf", "aten.isneginf")):
         return False
-    if note.name == "aten.mul.Tensor" and _is_finite(observer, note):
+    if note.name == "aten.mul.Tensor" and _is_finite(note, notes, entries):
         return True
     if depth == 0 or not note.name.startswith((*_ANY, *_ALL, *_NOT)):
         return None
-    entries = observer.ledger.entries
-    answers = [_answer(observer, entries[read], depth - 1) for _, read in note.reads]
+    answers = [_answer(entries[read], notes, entries, depth - 1) for _, read in note.reads]
     if note.name.startswith(_NOT):
         return None if answers[0] is None else not answers[0]
     wanted = not note.name.startswith(_ANY)
     return wanted if wanted in answers else None
 
 
-def _is_finite(observer: Observer, note: Note) -> bool:
-    makers = [observer.ledger.entries[read].op for _, read in note.reads]
+def _is_finite(note: Note, notes: Sequence[Note], entries: Sequence[Entry]) -> bool:
+    makers = [entries[read].op for _, read in note.reads]
     if len(makers) != 2 or None in makers:
         return False
-    same, ordered = (observer.notes[op] for op in makers if op is not None)
+    same, ordered = (notes[op] for op in makers if op is not None)
     return (
         same.name == "aten.eq.Tensor"
         and len({read for _, read in same.reads}) == 1

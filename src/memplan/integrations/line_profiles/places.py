@@ -1,0 +1,71 @@
+"""Functions as typed to be followed: ``FILE.py`` or ``FILE.py:FUNCTION``."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from memplan._text import printable
+from memplan.errors import InputError
+from memplan.explanation.line_profile import LineProfile
+from memplan.trace.recording.followed.line_watch import Followed
+
+_EXPECTED = "FILE.py or FILE.py:FUNCTION, such as train.py:Trainer.step"
+
+
+def followed(text: str) -> Followed:
+    """Return what a text names.
+
+    Raises:
+        InputError: there is no such file, it is not Python, or has no such function.
+    """
+    file, function = _parts(text)
+    path = Path(file)
+    if not path.is_file():
+        near = sorted(map(str, path.parent.glob("*.py"))) if path.parent.is_dir() else []
+        near = get_close_matches(file, near, 1, 0.0)
+        do = f"Name one, such as {near[0]}" if near else "Check the path and the working directory"
+        raise InputError(f"--lines {text}: there is no file {file}", expected=_EXPECTED, do=do)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        raise InputError(f"--lines {text}: {file} is not Python", expected=_EXPECTED, do="Name another file") from None
+    known = list(_functions(tree, ""))
+    if function is not None and not any(function in (name, name.rpartition(".")[2]) for name in known):
+        near = get_close_matches(function, known, 3, 0.0)
+        raise InputError(
+            f"--lines {text}: {file} has no function {function}",
+            expected=f"one that it has, such as {', '.join(near)}" if near else "a file with functions",
+            do="Name one, or the file alone for all of them",
+        )
+    return Followed(os.path.realpath(file), function)
+
+
+def not_run(texts: Sequence[str], profiles: Sequence[LineProfile]) -> Iterator[str]:
+    """Yield what has to be said of places of which no line ran."""
+    for text in texts:
+        file, function = _parts(text)
+        ran = (one.function for one in profiles if os.path.basename(one.file) == os.path.basename(file))
+        if not any(function in (None, name, name.rpartition(".")[2]) for name in ran):
+            yield printable(
+                f"--lines {text}: no line of it ran. Expected what the script calls until it is ended. "
+                "Name another, or see more steps (--steps)."
+            )
+
+
+def _parts(text: str) -> tuple[str, str | None]:
+    file, colon, function = text.rpartition(":")
+    return (file, function) if colon and not function.endswith(".py") and os.sep not in function else (text, None)
+
+
+def _functions(tree: ast.AST, prefix: str) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            if not isinstance(node, ast.ClassDef):
+                yield prefix + node.name
+            yield from _functions(node, f"{prefix}{node.name}.")
+        else:
+            yield from _functions(node, prefix)

@@ -1,0 +1,1 @@
+"""Results as HTML: one small renderer of what the other reports draw."""
