@@ -71,7 +71,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> CardRun:
     trace = memplan.record(zebra_build, device="h100")
     assert SECRET in trace.to_json()
     joined = Joined(trace.ops, trace.storages, trace.layers, trace.steps, trace.end, 0, 0, (), 0, trace.forms,
-                    trace.returned)  # fmt: skip
+                    trace.returned, ())  # fmt: skip
     rows = [event("segment_alloc", 0, 2048 * KIB), event("alloc", 0, 700), event("alloc", KIB, 512),
             event("free_requested", 0, 700), event("free_completed", 0, 700)]  # fmt: skip
     blocks = [{"size": KIB, "state": "inactive"}, {"size": 512, "requested_size": 512, "state": "active_allocated",

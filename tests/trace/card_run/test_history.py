@@ -58,7 +58,7 @@ def test_a_release_that_waits_for_a_stream_ends_when_it_is_completed() -> None:
 
 def joined(*lives: tuple[int, int | None]) -> Joined:
     storages = tuple(Storage(number, 8, "input", *life) for number, life in enumerate(lives))
-    return Joined((), storages, (), (0,), 3, 0, 0, (), 0, (), ())
+    return Joined((), storages, (), (0,), 3, 0, 0, (), 0, (), (), ())
 
 
 def test_a_release_that_the_profiler_did_not_see_takes_nobody_elses_time() -> None:
