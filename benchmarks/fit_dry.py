@@ -1,6 +1,6 @@
 """Does a planned step keep its budget on a card, and is its peak the predicted one? On the dry card, without a GPU.
 
-    python benchmarks/fit_dry.py --torch PATH/TO/ENV [--card h100] [--steps "3D U-Net"] [--engines graph]
+    python benchmarks/fit_dry.py --torch PATH/TO/ENV [--card h100] [--steps "3D U-Net"] [--engines graph] [--shares 0.4]
 
 Each cell is a process of its own: a step is planned for a budget, the plan is put in its place, and it runs on the CUDA
 build of torch against the emulated card (docs/dry.md). Both engines, three budgets: the least for which there is a
@@ -175,11 +175,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", default="h100")
     parser.add_argument("--steps", help="those whose name has this in it")
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
     options = parser.parse_args(arguments)
+    shares = [float(share) for share in options.shares.split(",")]
     rows: list[Row] = []
     cells: list[Cell] = [(step, engine, share) for engine in ENGINES for step in STEPS for share in SHARES]
     for step, engine, share in cells:
-        if engine in options.engines.split(",") and (options.steps or "") in step:
+        if engine in options.engines.split(",") and share in shares and (options.steps or "") in step:
             rows.append(cell(step, engine, share, options.card, options.torch))
             print(line(rows[-1]), flush=True)
             write(rows, cells)
