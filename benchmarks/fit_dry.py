@@ -1,12 +1,13 @@
 """Does a planned step keep its budget on a card, and is its peak the predicted one? On the dry card, without a GPU.
 
-    python benchmarks/fit_dry.py --torch PATH/TO/ENV [--card h100] [--steps "3D U-Net"] [--engines graph]
+    python benchmarks/fit_dry.py --torch PATH/TO/ENV [--card h100] [--steps "3D U-Net"] [--engines graph] [--shares 0.4]
 
 Each cell is a process of its own: a step is planned for a budget, the plan is put in its place, and it runs on the CUDA
 build of torch against the emulated card (docs/dry.md). Both engines, three budgets: the least for which there is a
 plan, and 0.4 and 0.8 of the way from there to what eager mode is predicted to reserve. No proof is made, as no kernel
 computes anything, so that a plan is never made a second time for less, as `fit` does. Counted is what torch's own
-allocator says. No times. Writes benchmarks/results/fit_dry.json and fit_dry.md.
+allocator says; kernels are tuned in the first of the steps. No times. Writes benchmarks/results/fit_dry.json and
+fit_dry.md.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ ENGINES: tuple[Engine, ...] = ("graph", "inductor")
 SHARES = (0.0, 0.4, 0.8)
 NEAR = 0.01
 Row = dict[str, Any]
+Cell = tuple[str, Engine, float]
 
 
 class Separable(nn.Module):
@@ -98,6 +100,7 @@ def _decoder(batch: int) -> Subject:
 
 def build(step: str, engine: Engine, share: float, out: str) -> Callable[[], None]:
     """Plan a step, put the plan in its place, and return what runs it; ``out`` is the file for what was counted."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(out).with_suffix(""))  # of its own: nothing in it is tuned yet
     torch.manual_seed(0)
     subject = STEPS[step]()
     model = subject.model.cuda()
@@ -172,16 +175,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--card", default="h100")
     parser.add_argument("--steps", help="those whose name has this in it")
     parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
     options = parser.parse_args(arguments)
+    shares = [float(share) for share in options.shares.split(",")]
     rows: list[Row] = []
-    cells = [(step, engine, share) for engine in ENGINES for step in STEPS for share in SHARES]
-    chosen = [one for one in cells if one[1] in options.engines.split(",") and (options.steps or "") in one[0]]
-    for step, engine, share in chosen:
-        rows.append(cell(step, engine, share, options.card, options.torch))
-        print(line(rows[-1]), flush=True)
-        if chosen == cells:
-            write(rows, said(rows, len(cells)))
-    print(said(rows, len(chosen)))
+    cells: list[Cell] = [(step, engine, share) for engine in ENGINES for step in STEPS for share in SHARES]
+    for step, engine, share in cells:
+        if engine in options.engines.split(",") and share in shares and (options.steps or "") in step:
+            rows.append(cell(step, engine, share, options.card, options.torch))
+            print(line(rows[-1]), flush=True)
+            write(rows, cells)
+    print(said(rows, len(rows)))
     counted = [row for row in rows if "error" not in row]
     return 0 if len(counted) == len(rows) and not over(counted) and not far(counted) else 1
 
@@ -205,12 +209,16 @@ def said(rows: Sequence[Row], asked: int) -> str:
     )
 
 
-def write(rows: Sequence[Row], said: str) -> None:
-    """Write both files."""
-    (RESULTS / "fit_dry.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+def write(new: Sequence[Row], cells: Sequence[Cell]) -> None:
+    """Write both files; cells of this card that did not run now stay as they were."""
+    known: list[Row] = json.loads((RESULTS / "fit_dry.json").read_text(encoding="utf-8"))
+    of = {(row["step"], row["engine"], row["share"]): row for row in [*known, *new] if row["card"] == new[0]["card"]}
+    rows = [of[cell] for cell in cells if cell in of]
+    (RESULTS / "fit_dry.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     head = ["| step | engine | budget | eager, MiB | budget, MiB | predicted | reserved | off |",
             "|---|---|--:|--:|--:|--:|--:|--:|"]  # fmt: skip
-    (RESULTS / "fit_dry.md").write_text("\n".join([*head, *map(line, rows), "", said, ""]), encoding="utf-8")
+    text = [*head, *map(line, rows), "", said(rows, len(cells)), ""]
+    (RESULTS / "fit_dry.md").write_text("\n".join(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +37,13 @@ def test_the_table_shows_errors_and_shares() -> None:
     assert "BudgetError: no" in fit_dry.line(head | {"error": "BudgetError: no"})
     counts = {"eager": 400 << 20, "budget": 300 << 20, "predicted": 200 << 20, "reserved": 202 << 20}
     assert fit_dry.line(head | counts) == "| a | graph | 0.4 | 400 | 300 | 200 | 202 | +1.00% |"
+
+
+def test_cells_that_did_not_run_stay_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_dry, "RESULTS", tmp_path)
+    head = {"engine": "graph", "share": 0.0, "card": "h100", "error": "no"}
+    known = [head | {"step": "a"}, head | {"step": "b"}, head | {"step": "gone"}]
+    (tmp_path / "fit_dry.json").write_text(json.dumps(known))
+    fit_dry.write([head | {"step": "b", "error": "other"}], [(step, "graph", 0.0) for step in "abc"])
+    assert json.loads((tmp_path / "fit_dry.json").read_text()) == [known[0], known[1] | {"error": "other"}]
+    assert "0 of 3 cells ran" in (tmp_path / "fit_dry.md").read_text()

@@ -1,16 +1,24 @@
-"""`torch.compile`: where Dynamo ends a graph that it hands to a backend, and how much is kept for the backward pass.
+"""`torch.compile`: where Dynamo ends a graph that it hands to a backend, how much is kept for the backward pass, and
+what Inductor's kernels hold while they are tuned.
 
 Seen in torch 2.11, 2.13 and 2.15: the attribute ``compile_subgraph_reason`` of Dynamo's graph modules, with
 ``graph_break``, ``reason`` and ``user_stack``; ``torch._functorch.config.activation_memory_budget``, and ``patch`` of
-that module.
+that module; ``bench`` and ``optimize_mem`` of ``CachingAutotuner`` in ``torch._inductor.runtime.triton_heuristics``;
+``benchmarker`` in ``torch._inductor.runtime.benchmarking``, and its ``L2_cache_size``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import torch
+
+from memplan._torch.patches import here_alone, patched
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +46,37 @@ def memory_budget(share: float) -> Iterator[None]:
 
     with config.patch(activation_memory_budget=share):
         yield
+
+
+_tuning = threading.RLock()
+"""Around what replaces functions of torch's for its time."""
+_SEGMENT = 20 << 20
+"""Bytes that the allocator reserves for a request of 1 to 10 MiB (kLargeBuffer in c10/core/AllocatorConfig.h)."""
+
+
+def tune_in_reserved_memory(module: Any) -> None:
+    """Tune the kernels of a module that Inductor wrote without reserving more of the card than before.
+
+    A kernel with several configurations is tuned in its first call, in the middle of a step. Inductor holds a buffer
+    as large as the card's L2 cache meanwhile, to empty that, and in a forward pass copies of what the kernel changes.
+    """
+    for kernel in list(vars(module).values()):
+        bench = getattr(type(kernel), "bench", None)
+        if bench is not None and hasattr(kernel, "optimize_mem"):
+            kernel.optimize_mem = True  # copies go to the host where there is no room
+            kernel.bench = partial(_benched, bench, kernel)
+
+
+def _benched(bench: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+    """Time a configuration with what is left up to the most that this process has reserved: without room for the
+    buffer, operands stay in the cache, where the kernel before has often just left them."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    with _tuning:
+        room = max(0, torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved() - _SEGMENT)
+        cache = torch.cuda.get_device_properties().L2_cache_size
+        flushed = cache if cache <= room else 0
+        peak = torch.cuda.memory_allocated() + room - flushed  # Inductor copies on the card below the peak so far
+        most = here_alone(lambda *_: peak, torch.cuda.max_memory_allocated)
+        with patched(benchmarker, L2_cache_size=flushed), patched(torch.cuda, max_memory_allocated=most):
+            return bench(*args, **kwargs)

@@ -44,6 +44,7 @@ from torch.fx import traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._triton import has_triton
 
+from memplan._torch.compiled import tune_in_reserved_memory
 from memplan._torch.early_reads import to_compute_first
 from memplan._torch.engine import without_autocast
 from memplan._torch.patches import here_alone, patched
@@ -255,6 +256,7 @@ class _Later:
         found = self._function
         if found is None:
             module: Any = PyCodeCache.load_by_key_path(*PyCodeCache.write(self.text), attrs=dict(self._constants))
+            tune_in_reserved_memory(module)
             found = self._function = module.call
         return found
 
