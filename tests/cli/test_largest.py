@@ -115,7 +115,6 @@ def test_before_and_after_planning() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((*IMAGE,), "Missing option '--axis'"),
         ((*IMAGE, "--axis", "batch"), "neither a card nor a budget"),
         ((*IMAGE, "--axis", "sequence", "--budget", "1MiB"), "stack has no sequence to vary"),
         ((*IMAGE, "--axis", "batches", "--budget", "1MiB"), "stack has no argument 'batches'"),
