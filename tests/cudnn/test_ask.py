@@ -101,6 +101,7 @@ def test_the_version_alone_gives_what_is_stored_of_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(asking, "ask_worker", None)
     library = find_cudnn("9.19")
     assert library == Cudnn(None, 91900)
+    assert library is not None
     known = Question(
         "forward", (32, 3, 224, 224), (64, 3, 7, 7), (32, 64, 112, 112), False, "float32", (3, 3), (2, 2), (1, 1),
         (32, 32, 32), True, False,

@@ -8,11 +8,12 @@ import operator
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from memplan.errors import TargetError, UsageError
-from memplan.trace.recording.boundaries import Runs
+from memplan.trace.recording.boundaries import Program
 
 VERSION = sys.version_info[:2]
 
@@ -33,7 +34,7 @@ class Packed:
     version: tuple[int, int] = VERSION
 
 
-def packed(build: Runs, version: tuple[int, int]) -> Packed:
+def packed(build: Callable[..., Any] | Program, version: tuple[int, int]) -> Packed:
     """Return a build for a process of a version of Python.
 
     Raises:
@@ -70,7 +71,7 @@ def packed(build: Runs, version: tuple[int, int]) -> Packed:
         ) from None
 
 
-def unpacked(build: Packed) -> Runs:
+def unpacked(build: Packed) -> Any:
     """Return the build here."""
     if build.data is not None or build.code is not None:
         return pickle.loads(build.data or build.code or b"")
