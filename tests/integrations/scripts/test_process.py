@@ -24,7 +24,7 @@ NEEDS = {
     "sliding_window": ["monai"],
     "trainer_lora": ["transformers", "peft"],
 }
-QUICK = ("gan", "plain_amp", "trainer_lora")
+QUICK = ("gan", "made_on_the_fly")
 SCRIPTS = [
     pytest.param(path.stem, marks=[] if path.stem in QUICK else pytest.mark.slow) for path in sorted(TEN.glob("*.py"))
 ]
