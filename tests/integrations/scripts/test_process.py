@@ -150,3 +150,10 @@ def test_processes_are_refused(tmp_path: Path) -> None:
     text = LOOP.replace("print", "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)\nprint")
     with pytest.raises(StepError, match=r"starts processes of its own.*script\.py:7"):
         run_script(Request(_written(tmp_path, text), device="cpu"))
+
+
+def test_a_loop_that_meets_no_model_is_ended_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = _written(tmp_path, "import time\nwhile True:\n    time.sleep(0.1)\n")
+    with pytest.raises(StepError, match=r"not at its second update when its time was over.*script\.py:3"):
+        run_script(Request(command, device="cpu", limit=-28.0))

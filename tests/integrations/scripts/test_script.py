@@ -266,3 +266,23 @@ def test_pools_of_processes_work_in_this_one(tmp_path: Path) -> None:
     """
     _, facts = run(tmp_path, textwrap.dedent(pools) + LOOP)
     assert facts.ending == "steps"
+
+
+def test_what_was_saved_takes_no_memory_and_takes_it_when_it_is_loaded(tmp_path: Path) -> None:
+    """Copies that are saved die as they really do; each load makes new tensors."""
+    text = f"""
+    model = nn.Linear(500, 500)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(9):
+        torch.save([torch.ones(500, 500)], r"{tmp_path}/copies.pt")
+        held = torch.load(r"{tmp_path}/copies.pt")
+        again = torch.load(r"{tmp_path}/copies.pt")
+        model(torch.randn(8, 500)).sum().backward()
+        opt.step(); opt.zero_grad()
+    """
+    recorded, facts = run(tmp_path, text)
+    measured, _ = run(tmp_path, text, really=True)
+    assert [one.kind for one in facts.held] == ["checkpoint"]
+    assert not (tmp_path / "copies.pt").exists()
+    peaks = [memplan.simulate(trace).peak_allocated for trace in (recorded, measured)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=1e-3)

@@ -83,7 +83,7 @@ class MemoryMagics:
     def _code(self, name: str) -> CodeType:
         try:
             value = eval(name, self._namespace)
-        except Exception as error:
+        except Exception as error:  # the text is any expression of the user's
             raise InputError(
                 f"-f {name}: {type(error).__name__}: {error}",
                 expected="a function of the notebook, such as Model.forward",

@@ -23,7 +23,7 @@ from memplan import _torch
 from memplan.errors import StepError
 from memplan.integrations.scripts.held_files import HeldFiles
 from memplan.integrations.scripts.lines import script_line
-from memplan.integrations.scripts.loaded import as_recorded
+from memplan.integrations.scripts.loaded import as_recorded, made_again, shapes_of
 from memplan.trace.program_facts import Held, HeldKind
 
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -57,7 +57,7 @@ class HeldCalls:
         self._values = values
         self._seen: dict[tuple[HeldKind, str, str | None], int] = {}
         self._saved: dict[str, Any] = {}
-        """Path of a checkpoint -> what the script saved there."""
+        """Path of a checkpoint -> the shapes of what the script saved there."""
         self._buffers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._files = HeldFiles(folder, lambda path: self._note("file", path))
 
@@ -70,12 +70,14 @@ class HeldCalls:
         """Hold back all of it in here."""
         with ExitStack() as stack:
             if not (self._writes and self._values):
-                stack.enter_context(_torch.patched(torch, save=self._save, load=self._loading(torch.load)))
+                save, load = self._saving(torch.save), self._loading(torch.load)
+                stack.enter_context(_torch.patched(torch, save=save, load=load))
                 with suppress(ImportError):
                     import safetensors.torch as tensors  # before the script's libraries take functions from it
 
-                    named = {"save_file": self._save_named, "save_model": self._save_model}
-                    stack.enter_context(_torch.patched(tensors, **named))
+                    save = self._saving(tensors.save_file)
+                    named = {"save_file": save, "load_file": self._loading_named(tensors.load_file)}
+                    stack.enter_context(_torch.patched(tensors, **named, save_model=self._saving_model(save)))
             stack.enter_context(_torch.patched(multiprocessing.process.BaseProcess, start=self._fork))
             stack.enter_context(_torch.patched(os, fork=self._fork))
             stack.enter_context(_torch.patched(BaseContext, Pool=_pool))
@@ -104,43 +106,52 @@ class HeldCalls:
         key = kind, what, script_line(self._script)
         self._seen[key] = self._seen.get(key, 0) + 1
 
-    def _save(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(f, (str, os.PathLike)):
-            self._note("checkpoint", str(getattr(f, "name", type(f).__name__)))
-            with suppress(TypeError):  # of what takes no weak reference
-                self._buffers[f] = obj
-            return
-        path = os.path.abspath(os.fsdecode(f))
-        self._note("checkpoint", path)
-        self._saved[path] = obj
-        if not self._writes:
-            with open(self._files.written(path, copy=False, silent=True), "wb"):
-                pass  # whoever looks sees that there is a file
+    def _saving(self, plain: Callable[..., None]) -> Callable[..., None]:
+        def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(f, (str, os.PathLike)):
+                self._note("checkpoint", str(getattr(f, "name", type(f).__name__)))
+                if self._values:  # a file of the script's own, which is held back itself
+                    return plain(obj, f, *args, **kwargs)
+                with suppress(TypeError):  # of what takes no weak reference
+                    self._buffers[f] = shapes_of(obj)
+                return
+            path = os.path.abspath(os.fsdecode(f))
+            self._note("checkpoint", path)
+            if self._values:
+                return plain(obj, self._files.written(path, copy=False, silent=True), *args, **kwargs)
+            self._saved[path] = shapes_of(obj)
+            if not self._writes:
+                with open(self._files.written(path, copy=False, silent=True), "wb"):
+                    pass  # whoever looks sees that there is a file
 
-    def _save_named(self, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
-        self._save(tensors, filename)
+        return save
 
-    def _save_model(self, model: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
-        self._save(model.state_dict(), filename)
+    def _saving_model(self, save: Callable[..., None]) -> Callable[..., None]:
+        return lambda model, filename, *args, **kwargs: save(model.state_dict(), filename)
 
     def _loading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return `torch.load`; in a recording it makes tensors of the recording."""
+        if self._values:
+            return plain
+
+        def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            saved = None
             if isinstance(f, (str, os.PathLike)):
-                path = os.path.abspath(os.fsdecode(f))
-                return self._saved[path] if path in self._saved else self._loaded(plain, f, *args, **kwargs)
-            with suppress(TypeError, KeyError):
-                return self._buffers[f]
-            return self._loaded(plain, f, *args, **kwargs)
+                saved = self._saved.get(os.path.abspath(os.fsdecode(f)))
+            else:
+                with suppress(TypeError):  # of what takes no weak reference
+                    saved = self._buffers.get(f)
+            if saved is not None:
+                return made_again(saved, map_location)
+            with _torch.no_modes():
+                loaded = plain(f, "cpu", *args, **kwargs)
+            return as_recorded(loaded, map_location)
 
         return load
 
-    def _loaded(self, plain: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Return what a real file holds; in a recording, tensors of the recording that share memory as they do."""
-        if self._values:
-            return plain(f, map_location, *args, **kwargs)
-        with _torch.no_modes():
-            loaded = plain(f, "cpu", *args, **kwargs)
-        return as_recorded(loaded, map_location)
+    def _loading_named(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        load = self._loading(lambda f, device, *args, **kwargs: plain(f, device, *args, **kwargs))
+        return lambda filename, device="cpu": load(filename, str(device))
 
     def _connecting(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def connect(own: Any, address: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Real tensors from a file, as tensors of a recording."""
+"""Real tensors, from a file or a data set, as tensors of a recording."""
 
 from __future__ import annotations
 
@@ -8,34 +8,69 @@ import torch
 from torch import nn
 
 from memplan import _torch
+from memplan.trace.spec import like
+
+_KNOWN = 1024
+"""Elements up to which the values of integers are kept."""
+
+
+def shapes_of(saved: Any) -> Any:
+    """Return what a recording saves with tensors that hold nothing in the place of its own; modules stay."""
+
+    def bare(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+            return leaf
+        with _torch.no_modes():
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return made.requires_grad_(leaf.requires_grad)
+
+    return _torch.tree_map(bare, saved)
+
+
+def made_again(shapes: Any, place: Any = None) -> Any:
+    """Return what `shapes_of` gave with new tensors of the recording; ``place`` as for `as_recorded`."""
+    device = place if isinstance(place, (str, torch.device)) else "cpu"
+
+    def made(leaf: Any) -> Any:
+        return like(leaf, device) if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta" else leaf
+
+    return _torch.tree_map(made, shapes)
 
 
 def as_recorded(loaded: Any, place: Any = None) -> Any:
     """Return what was loaded with tensors of the recording, which share memory as the real ones do.
 
     Args:
-        loaded: anything, with real tensors somewhere in its lists and dicts.
-        place: what `torch.load` was given as ``map_location``.
+        loaded: anything, with real tensors somewhere in its lists and dicts, or a module.
+        place: where its tensors lie then, as `torch.load` takes it as ``map_location``; the host where it is a mapping.
     """
     device = place if isinstance(place, (str, torch.device)) else "cpu"
     storages: dict[int, torch.Tensor] = {}
-
-    def recorded(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
-            return leaf
-        with _torch.no_modes():
-            storage = leaf.untyped_storage()
-            key, size, offset = storage.data_ptr(), storage.nbytes(), leaf.storage_offset()
-            shape, strides, dtype, needs = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
-        if key not in storages:
-            storages[key] = torch.empty(size, dtype=torch.uint8, device=device)
-        made = storages[key].view(dtype).as_strided(shape, strides, offset) if size else torch.empty(shape, dtype=dtype)
-        return nn.Parameter(made.detach(), needs) if isinstance(leaf, nn.Parameter) else made.requires_grad_(needs)
-
     if isinstance(loaded, nn.Module):
         for module in loaded.modules():
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             for name, tensor in own:
-                setattr(module, name, recorded(tensor))
+                setattr(module, name, _recorded(tensor, device, storages))
         return loaded
-    return _torch.tree_map(recorded, loaded)
+    return _torch.tree_map(lambda leaf: _recorded(leaf, device, storages), loaded)
+
+
+def _recorded(leaf: Any, device: str | torch.device, storages: dict[int, torch.Tensor]) -> Any:
+    """Return a leaf's tensor of the recording; ``storages`` has those made so far, by the real ones' addresses."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
+        return leaf
+    with _torch.no_modes():
+        plain, needs = leaf.detach().as_subclass(torch.Tensor), leaf.requires_grad
+        storage, dtype, shape, strides = plain.untyped_storage(), plain.dtype, tuple(plain.shape), plain.stride()
+        alone = storage.nbytes() == plain.numel() * plain.element_size()
+        whole = not dtype.is_floating_point and not dtype.is_complex
+        values = plain.tolist() if whole and alone and plain.numel() <= _KNOWN else None
+        key, size, offset = storage.data_ptr(), storage.nbytes(), plain.storage_offset()
+    if values is not None:
+        return torch.tensor(values, dtype=dtype, device=device)
+    if not size:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if key not in storages:
+        storages[key] = torch.empty(size, dtype=torch.uint8, device=device)
+    made = storages[key].view(dtype).as_strided(shape, strides, offset)
+    return nn.Parameter(made.detach(), needs) if isinstance(leaf, nn.Parameter) else made.requires_grad_(needs)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from memplan import _torch
 from memplan.integrations.scripts.absent_data import absent_data
 from memplan.integrations.scripts.lines import script_line
+from memplan.integrations.scripts.loaded import as_recorded
 from memplan.trace.program_facts import Batch
 from memplan.trace.spec import realize
 
@@ -115,26 +116,9 @@ def fetched(fetch: Callable[[Any], Any], indices: Any) -> Any:
         try:
             with _torch.no_modes():
                 batch = fetch(indices)
-        except Exception:
+        except Exception:  # then values are not what it lacks
             raise error from None
-    return _torch.tree_map(_recorded, _plain(batch))
-
-
-_KNOWN = 1024
-"""Elements up to which the values of integers loaded for real are kept."""
-
-
-def _recorded(leaf: Any) -> Any:
-    """Return a tensor of the recording in the place of a real one."""
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, _torch.FakeTensor) or leaf.layout != torch.strided:
-        return leaf
-    with _torch.no_modes():
-        plain = leaf.detach().as_subclass(torch.Tensor)
-        values = plain.tolist() if not plain.is_floating_point() and plain.numel() <= _KNOWN else None
-        shape, strides, dtype = tuple(plain.shape), plain.stride(), plain.dtype
-    if values is not None and not dtype.is_complex:
-        return torch.tensor(values, dtype=dtype)
-    return torch.empty_strided(shape, strides, dtype=dtype)
+    return as_recorded(_plain(batch))
 
 
 class _Batches:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -79,6 +80,16 @@ def _lines(path: Path) -> int:
 
 def _ended(command: Command, status: int, said: str) -> MemplanError:
     """Return the error of a process that gave no answer."""
+    _, stood, stack = said.rpartition("Timeout (")  # as faulthandler writes it
+    if stood:
+        frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
+        own = [f"{file}:{line}" for file, line in frames if file.startswith(command.folder)]
+        return StepError(
+            f"{command.name} was not at its second update when its time was over",
+            expected="a script that calls a torch.nn.Module, or loads a batch, now and then",
+            do="Give it more time: --limit 1200; or run it under python to see what takes so long",
+            where=own[0] if own else None,
+        )
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f"; it said last: {lines[-1][:200]}" if lines else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import tempfile
 import time
 import weakref
@@ -31,8 +32,10 @@ _RARE = 8
 """Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
 _UNUSED = 256
 """Batches, or calls of models, without an update, after which none is waited for."""
-
-
+_LATER = 30
+"""Seconds after its time at which a script is ended that has not met a hook."""
+_ERRORS = 2
+"""File descriptor of stderr, which a script cannot replace."""
 _CAUGHT = 50
 """Times that a script may catch what ends it."""
 
@@ -74,8 +77,13 @@ class Script:
         run = _Run(request, steps, boundaries, self._give_up)
         world = tempfile.mkdtemp(dir=self._world)
         held = HeldCalls(world, request.command.folder, writes=request.writes, values=request.really)
-        with imports_apart(request.command.folder), held.back():
-            run.run()
+        # a loop that calls no model and loads nothing meets none of the hooks: its process ends, with where it stood
+        faulthandler.dump_traceback_later(request.limit + _LATER, exit=True, file=_ERRORS)
+        try:
+            with imports_apart(request.command.folder), held.back():
+                run.run()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         self.call = self.call or run.calls.call
         self._runs.append((run.steps_made, replace(run.facts(), held=held.rows(), really=request.really)))
 
@@ -96,7 +104,9 @@ class _Run:
         """Optimizers that are alive -> how often each was updated."""
         self._models: list[nn.Module] = []
         """Models that were called, kept alive until the layers have their names."""
-        self._depth = self.steps_made = self._waited = self._updated_last = 0
+        self._running: list[nn.Module] = []
+        """Modules that run, the outermost first."""
+        self.steps_made = self._waited = self._updated_last = 0
         self._built = self._pending = self._over = False
         self._ending: Ending | None = None
         self._code: int | str | None = None
@@ -158,19 +168,21 @@ class _Run:
             stack.enter_context(_torch.patched(torch.optim.Optimizer, __init__=noted))
             stack.enter_context(self._loaders.followed())
             if self._plans:
-                stack.enter_context(self.calls.followed(lambda: not self._depth))
+                stack.enter_context(self.calls.followed(lambda: not self._running))
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._depth:
+        if not self._running:
             self._at_boundary()
             if not any(module is one for one in self._models):
                 self._models.append(module)
             self._loaders.called(trains=module.training and torch.is_grad_enabled())
-        self._depth += 1
+        self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._depth -= 1
+        if any(module is one for one in self._running):  # those that raised before their own hook leave with it
+            while self._running.pop() is not module:
+                pass
 
     def _updated(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.calls.updated(optimizer)

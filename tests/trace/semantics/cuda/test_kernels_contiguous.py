@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from dry_torch import ENVIRONMENT, needs_cuda_torch
+from peaks_of_cases import peaks, steps_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -64,23 +65,12 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], int]] = {
 
 def build() -> Callable[[], None]:
     """One step for each case, in order."""
-    left = iter(CASES.values())
-
-    def step() -> None:
-        shape, op, _ = next(left)
-        x = torch.randn(shape, device="cuda", requires_grad=True)
-        op(x).sum().backward()
-
-    return step
-
-
-def peaks(trace: memplan.Trace) -> dict[str, int]:
-    return {name: step.peak_allocated for name, step in zip(CASES, memplan.simulate(trace).steps, strict=True)}
+    return steps_of(CASES)
 
 
 @pytest.fixture(scope="module")
 def predicted() -> dict[str, int]:
-    return peaks(memplan.record(build, device="h100", steps=len(CASES)))
+    return peaks(memplan.record(build, device="h100", steps=len(CASES)), CASES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,4 +81,4 @@ def test_a_copy_is_predicted(name: str, predicted: dict[str, int]) -> None:
 @needs_cuda_torch
 def test_the_figures_are_those_of_a_dry_card() -> None:
     dry = memplan.measure(build, device="h100", dry=True, environment=ENVIRONMENT, steps=len(CASES))
-    assert peaks(dry) == {name: peak for name, (_, _, peak) in CASES.items()}
+    assert peaks(dry, CASES) == {name: peak for name, (_, _, peak) in CASES.items()}
