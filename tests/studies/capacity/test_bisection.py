@@ -187,7 +187,8 @@ def recorded(loop: Looped, limit: int, start: int, total: Total) -> int:
         assert len({one.need for one in found.samples}) == 1
         return len(found.samples)
     assert found.following == found.last + found.step == found.last + 1
-    assert total(loop.sizes(found.last)) <= limit < total(loop.sizes(found.following))
+    assert limit < total(loop.sizes(found.following))
+    assert found.last == 0 or total(loop.sizes(found.last)) <= limit  # 0 stands for "none fits", and is no value
     return len(found.samples)
 
 
@@ -196,6 +197,13 @@ def recorded(loop: Looped, limit: int, start: int, total: Total) -> int:
 def test_a_model_that_runs_in_chunks_has_an_answer_that_is_right(data: st.DataObject) -> None:
     case = a_loop(lambda low, high: data.draw(st.integers(low, high)), lambda some: data.draw(st.sampled_from(some)))
     assert recorded(*case) <= 48
+
+
+def test_none_fits_where_the_fixed_part_alone_is_too_much() -> None:
+    loop = Looped(chunk=1000, fixed=1048577, each=1, squared=11, slope=0, square=0, padded=False)
+    limit = in_pools(loop.sizes(1)) - 1
+    assert search_steps(loop.sizes, limit, 1, in_pools).last == 0
+    assert recorded(loop, limit, 1, in_pools) <= 48
 
 
 def test_most_models_that_run_in_chunks_take_few_recordings() -> None:
