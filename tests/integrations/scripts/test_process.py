@@ -18,7 +18,7 @@ from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
 TEN = Path(__file__).parent / "ten"
 NEEDS = {
     "accelerated": ["accelerate"],
-    "ema_diffusion": ["diffusers"],
+    "ema_diffusion": ["monai"],
     "lightning_module": ["lightning", "tensorboard"],
     "plain_amp": ["tensorboard", "tqdm"],
     "sliding_window": ["monai"],
