@@ -23,6 +23,7 @@ from memplan._torch.dry_card import (
     record_history,
 )
 from memplan._torch.eager import (
+    DrawsReplaced,
     END_MARK,
     Call,
     Dispatch,
@@ -182,6 +183,7 @@ __all__ = [
     "Dispatch",
     "EagerMode",
     "FakeMode",
+    "DrawsReplaced",
     "FakeTensor",
     "FunctionCalls",
     "GraphBreak",

@@ -227,3 +227,22 @@ class Profile:
 def _is_users(event: Any) -> bool:
     """Return whether a range is one that Python opened, as optimizers do; a dispatch mode tears these apart."""
     return event.extra_fields.scope == RecordScope.USER_SCOPE or event.name.startswith("profiler::")
+
+
+class DrawsReplaced(TorchDispatchMode):
+    """Lets a function draw what dropout keeps: it takes the number of elements, and the probability that one stays."""
+
+    def __init__(self, keep: Callable[[int, float], torch.Tensor]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten.bernoulli_.float:
+            kept = self._keep(args[0].numel(), float(args[1]) if len(args) > 1 else 0.5)
+            return args[0].copy_(kept.reshape(args[0].shape))
+        if func is aten.native_dropout.default and args[2] is not False:
+            stays = 1 - args[1]
+            kept = self._keep(args[0].numel(), stays).reshape(args[0].shape)
+            return args[0] * kept * (1 / stays if stays else 0.0), kept
+        return func(*args, **(kwargs or {}))

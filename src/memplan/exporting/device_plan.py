@@ -1,0 +1,159 @@
+"""A captured step and a budget -> what runs when on the device, and where everything lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from memplan.errors import InputError
+from memplan.exporting.arena.lifetimes import lifetimes
+from memplan.exporting.arena.offset_check import check_offsets
+from memplan.exporting.arena.offsets import placed
+from memplan.exporting.lowering.device_graph import DeviceGraph
+from memplan.exporting.lowering.fused_updates import with_fused, worthwhile
+from memplan.exporting.lowering.lower import lowered
+from memplan.exporting.optimizer_rules import UpdateRules
+from memplan.exporting.source.program_text import held_of
+from memplan.exporting.source.step_layout import Memory, Pass, StepLayout
+from memplan.planning.capture.capture import Captured
+from memplan.planning.graph.joint_graph import JointGraph
+from memplan.planning.graph.resident import Surroundings
+from memplan.planning.levers.lever import GradientUse
+from memplan.planning.plan.budget_error import budget_error
+from memplan.planning.request import Request
+from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.scheduler import Schedule, schedule
+from memplan.planning.search.search import Infeasible, Search
+from memplan.planning.validation.validate import validate
+
+EARLY = GradientUse(updates=True)
+
+
+def planned_step(
+    name: str, asked: Request, captured: Captured, infer: Captured, rules: UpdateRules
+) -> tuple[StepLayout, Surroundings]:
+    """Plan both passes of an export within its budget.
+
+    Raises:
+        BudgetError: no plan fits.
+        RecordingError: an op has no kernel.
+    """
+    graph = _named(captured.graph, asked)
+    trained = {of: True for of, _ in graph.gradients if graph.values[of].kind == "parameter"}
+    device = lowered(graph, captured.constants, trained)
+    paths = {graph.values[of].path for of in trained}
+    alone = _forward_only(infer)
+    of_infer = {value.id: value.path in paths for value in alone.values if value.kind == "parameter"}
+    infer_device = lowered(alone, infer.constants, of_infer)
+    memory = _memory(asked, (device.graph, infer_device.graph), paths)
+    inputs = _arguments(device.graph, asked)
+    infer_pass = _pass(infer_device, schedule(infer_device.graph, Choices()), inputs)
+
+    def layout_of(step: Pass) -> StepLayout:
+        output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
+        return StepLayout(name, memory, rules, step, infer_pass, output)
+
+    numbers = 4 * (3 + sum(len(group.logarithms) for group in rules.groups))
+    around = Surroundings(state=4 * memory.floats("trained") * rules.floats + numbers)
+    found = [_within(with_fused(device, chosen), around, asked.budget, inputs) for chosen in _choices(device)]
+    best = min(found, key=lambda one: (one[1], one[0].placement.bytes if one[1] else sum(op.seconds for op in ())))
+    return layout_of(best[0]), around
+
+
+def _choices(device: DeviceGraph) -> list[frozenset[int]]:
+    """Return sets of parameters whose gradients are applied element by element."""
+    return [worthwhile(device.graph)]
+
+
+def _within(device: DeviceGraph, around: Surroundings, budget: int, inputs: Mapping[int, str]) -> tuple[Pass, bool]:
+    """Return the fastest pass that fits a budget, addresses included.
+
+    The arena can be a little larger than what is there at once: by so much less it is planned again.
+    """
+    search, target = Search(device.graph, around, gradients=EARLY), budget
+    outside = sum(value.bytes for value in device.graph.values if value.kind in ("parameter", "buffer", "input"))
+    while True:
+        found = search.within(target)
+        made = schedule(device.graph, found.choices)
+        validate(device.graph, made, surroundings=around)
+        step = _pass(device, made, inputs)
+        over = step.placement.bytes + outside + around.held_bytes - budget
+        if over <= 0:
+            return step, False
+        if isinstance(found, Infeasible):
+            raise budget_error(made, around, budget)
+        target = min(target, found.peak) - max(over, 1)
+
+
+def _pass(device: DeviceGraph, made: Schedule, inputs: Mapping[int, str]) -> Pass:
+    lives = lifetimes(made)
+    placement = placed(lives.buffers, lives.peak)
+    check_offsets(lives.buffers, placement.offsets, placement.bytes)
+    _check_fused(device, made)
+    mine = {value.id: inputs[int(value.path)] for value in device.graph.values if value.kind == "input"}
+    return Pass(device, made, lives, placement, mine)
+
+
+def _check_fused(device: DeviceGraph, made: Schedule) -> None:
+    """Assert that no weight is read after its update."""
+    of = {device.graph.base(gradient): param for param, gradient in device.graph.gradients}
+    updated = set[int]()
+    for action in (*made.forward, *made.backward):
+        assert updated.isdisjoint(action.reads), "a weight is read after its update"
+        updated |= {of[value] for value in action.makes if value in device.fused}
+
+
+def _forward_only(captured: Captured) -> JointGraph:
+    """Return the graph of the model alone, without its backward pass."""
+    graph, order = captured.graph, captured.returned.order
+    if len(order) != 1:
+        raise InputError(
+            f"the model returns {len(order)} tensors", expected="a model that returns one", do="Wrap it in one that does"
+        )
+    ops = tuple(op for op in graph.ops if op.phase == "forward")
+    values = tuple(replace(v, op=None) if v.op is not None and v.op >= len(graph.ops) else v for v in graph.values)
+    return replace(graph, values=values, ops=ops, outputs=(graph.outputs[order[0]],), gradients=(), mutations=(), forms=())
+
+
+def _named(graph: JointGraph, asked: Request) -> JointGraph:
+    """Return the graph with parameters and buffers under the names that they have in the user's model."""
+    if asked.step is asked.model:
+        return graph
+    named = ("parameter", "buffer")
+    return replace(graph, values=tuple(replace(v, path=_name(v.path)) if v.kind in named else v for v in graph.values))
+
+
+def _name(path: str) -> str:
+    """Return the name of a tensor of model and loss together: of the loss, in parentheses."""
+    return path.removeprefix("model.") if path.startswith("model.") else path.replace("loss.", "(loss).", 1)
+
+
+def _arguments(graph: JointGraph, asked: Request) -> dict[int, str]:
+    """Return the C name of each tensor of the call, by its number: x, y; more of a kind are numbered."""
+    tensors = len(asked.call.tensors)
+    targets = getattr(asked.step, "targets", 0)
+    inputs = tensors - targets
+    names = [f"x{k}" if inputs > 1 else "x" for k in range(inputs)]
+    return dict(enumerate([*names, *(f"y{k}" if targets > 1 else "y" for k in range(targets))]))
+
+
+def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str]) -> Memory:
+    """Lay out what is there from step to step."""
+    step = graphs[0]
+    read = {value.path for graph in graphs for op in graph.ops for base in op.reads
+            if (value := graph.values[base]).kind in ("parameter", "buffer")}  # fmt: skip
+    tensors = {_name(path): one for path, one in (*asked.step.named_parameters(), *asked.step.named_buffers())}
+    if asked.step is asked.model:
+        tensors = dict((*asked.model.named_parameters(), *asked.model.named_buffers()))
+    changed = {v.path for v in step.values if v.kind == "buffer" and v.bytes}
+    order = [path for path in tensors if path in read | trained | changed]
+    shapes = {path: tuple(tensors[path].shape) for path in order}
+    frozen = [path for path in order if path not in trained and path not in changed]
+    return Memory(
+        held_of((path, shapes[path]) for path in order if path in trained),
+        held_of((path, shapes[path]) for path in order if path in changed),
+        held_of((path, shapes[path]) for path in frozen),
+        {path: np.array(tensors[path].detach(), dtype=np.float32) for path in order},
+    )

@@ -1,0 +1,135 @@
+"""`memplan.export`: a model's training step as C99 for a small device, under a budget of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memplan._bytes import format_bytes
+from memplan.errors import InputError, UsageError
+from memplan.exporting.device_plan import planned_step
+from memplan.exporting.exported import Exported
+from memplan.exporting.folder import c_name, prepared_folder
+from memplan.exporting.optimizer_rules import update_rules
+from memplan.exporting.source import companion_files
+from memplan.exporting.source.program_text import program_text
+from memplan.exporting.trials.proving import Verdict, prove
+from memplan.exporting.trials.reference_steps import reference
+from memplan.planning.capture.capture import Captured, capture
+from memplan.planning.capture.flat_call import call_of
+from memplan.planning.request import Request, request
+from memplan.planning.settings import PlanOptions
+from memplan.trace.recording.session import undisturbed
+from memplan.trace.step import StepOptions, copy_module
+
+STEPS = 20
+"""Steps that are recorded, and repeated by the test."""
+
+
+def export(
+    model: Any,
+    *inputs: Any,
+    targets: Any = (),
+    loss: Callable[..., Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    budget: Any = "256 KiB",
+    folder: str | Path,
+    name: str | None = None,
+    verify: bool | None = None,
+    force: bool = False,
+    steps: int = STEPS,
+) -> Exported:
+    """Write a training step as C99 that needs libm alone: forward, backward and update, in a fixed arena.
+
+    The model is not changed. Layers in training mode (batch norms update their statistics) and parameters that need no
+    gradient (they stay in flash, and the backward pass stops where nothing below needs it) are taken as they are.
+
+    Args:
+        model: a module, or a callable that makes one; parameters in float32.
+        inputs, targets, loss: as for `memplan.explain`; shapes are fixed by them.
+        optimizer: a callable of the parameters: SGD, Adam or AdamW of torch.
+        budget: bytes of RAM: weights that are trained, what the optimizer holds, statistics, inputs and the arena.
+        folder: where the files go; made where it is missing.
+        name: of files and functions; None: from the model's class.
+        verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
+        force: write into a folder with other files.
+        steps: that are recorded, and compared.
+
+    Raises:
+        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does.
+        RecordingError: an operation has no kernel (layer and line are named), or the step cannot be captured.
+        UsageError: an argument is wrong.
+        VerificationError: what was written does not compute what PyTorch does; the files are left for a look.
+
+    Example:
+        >>> memplan.export(model, "1x3x32x32", targets="1:int64<10", loss=F.cross_entropy,
+        ...                optimizer=lambda p: torch.optim.SGD(p, lr=0.01), budget="1 MiB", folder="device")
+    """
+    if optimizer is None:
+        raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
+    with undisturbed():
+        own = _own(model)
+        title = c_name(name or type(own).__name__)
+        place = prepared_folder(Path(folder), force)
+        step = StepOptions(inputs, {}, targets, loss, optimizer, None)
+        asked = request(own, step, PlanOptions(budget=budget), fake=False)
+        rules = update_rules(optimizer, asked.model)
+        for path, one in asked.model.named_parameters():
+            one.requires_grad_(path in rules.group_of)
+        captured, infer = _captured(asked)
+        layout, around = planned_step(title, asked, captured, infer, rules)
+        recorded = reference(asked, layout, steps)
+        result = Exported.of(layout, around, place, asked.budget)
+        for file, text in {
+            f"{title}.c": program_text(layout), f"{title}.h": companion_files.header_text(layout),
+            "weights.h": companion_files.weights_text(layout), f"test_{title}.c": companion_files.test_text(layout, recorded),
+            "Makefile": companion_files.makefile_text(title), f"{title}.json": companion_files.tensors_text(layout),
+        }.items():  # fmt: skip
+            (place / file).write_text(text, encoding="utf-8")
+        verdict = Verdict("not verified") if verify is False else prove(place, layout, recorded, needed=bool(verify))
+        (place / "README.md").write_text(companion_files.readme_text(layout, str(verdict)), encoding="utf-8")
+    return result.with_verdict(verdict)
+
+
+def _own(model: Any) -> nn.Module:
+    """Return a copy of the model, with contiguous parameters."""
+    made = model if isinstance(model, nn.Module) else model() if callable(model) else model
+    if not isinstance(made, nn.Module):
+        return made  # what refuses it says why
+    own = copy_module(made)
+    for path, one in (*own.named_parameters(), *own.named_buffers()):
+        if one.dtype not in (torch.float32, torch.int64):
+            raise InputError(
+                f"{path} in {str(one.dtype).removeprefix('torch.')}", expected="float32 throughout", do="Use model.float()"
+            )
+        if not bool(torch.isfinite(one).all()):
+            raise InputError(f"{path} has elements that are not finite", expected="weights that can be trained", do="Mend them")
+        one.data = one.data.contiguous()
+    return own
+
+
+def _captured(asked: Request) -> tuple[Captured, Captured]:
+    """Capture the step, and the model alone in evaluation mode."""
+    model, targets = asked.model, getattr(asked.step, "targets", 0)
+    with sdpa_kernel(SDPBackend.MATH):
+        step = capture(asked.step, asked.call)
+        args, kwargs = asked.call.rebuild(asked.call.tensors)
+        with _evaluating(model):
+            return step, capture(model, call_of(args[: len(args) - targets], kwargs))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,1 @@
+"""C kernels and the calls that are written for each operation."""

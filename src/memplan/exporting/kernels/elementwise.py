@@ -1,0 +1,117 @@
+"""Ops that make each element of their result of the elements at the same place: which C function computes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memplan.planning.graph.joint_graph import Ref
+from memplan.planning.graph.op_schema import arguments_of
+
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """How an op is computed element by element."""
+
+    function: str
+    """In templates/element_functions.c."""
+    operands: tuple[str, ...]
+    """Names of its tensors in the op's schema, in the order of the function's arguments."""
+    numbers: tuple[tuple[str, float], ...] = ()
+    """Names of its numbers, and their defaults."""
+    suits: Callable[[Given], bool] = field(default=lambda given: True)
+
+
+def _unary(function: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
+    return (Elementwise(function, ("self",), numbers),)
+
+
+def _gradient(function: str, *numbers: tuple[str, float], of: str = "self") -> tuple[Elementwise, ...]:
+    return (Elementwise(function, ("grad_output", of), numbers),)
+
+
+def _binary(function: str, with_number: str, *numbers: tuple[str, float]) -> tuple[Elementwise, ...]:
+    plain = Elementwise(function, ("self", "other"), numbers, lambda given: isinstance(given["other"], Ref))
+    if not with_number:
+        return (plain,)
+    return plain, Elementwise(with_number, ("self",), (("other", 0.0), *numbers))
+
+
+_ALPHA = ("alpha", 1.0)
+_INFINITY = float("inf")
+_ELU = (("alpha", 1.0), ("scale", 1.0), ("input_scale", 1.0))
+_TANH = lambda given: given.get("approximate") == "tanh"  # noqa: E731
+
+_TABLE: dict[str, tuple[Elementwise, ...]] = {
+    "abs.default": _unary("absolute"),
+    "add.Scalar": _binary("add", "add_number", _ALPHA)[1:],
+    "add.Tensor": _binary("add", "add_number", _ALPHA),
+    "clamp.default": _unary("clip", ("min", -_INFINITY), ("max", _INFINITY)),
+    "clone.default": _unary("copy"),
+    "cos.default": _unary("cosine"),
+    "div.Scalar": _binary("divide", "divide_number")[1:],
+    "div.Tensor": _binary("divide", "divide_number"),
+    "elu.default": _unary("elu", *_ELU),
+    "elu_backward.default": (
+        Elementwise("elu_gradient_of_result", ("grad_output", "self_or_result"), _ELU, lambda given: given["is_result"]),
+        Elementwise("elu_gradient", ("grad_output", "self_or_result"), _ELU),
+    ),
+    "exp.default": _unary("exponential"),
+    "gelu.default": (Elementwise("gelu_tanh", ("self",), (), _TANH), Elementwise("gelu", ("self",))),
+    "gelu_backward.default": (
+        Elementwise("gelu_tanh_gradient", ("grad_output", "self"), (), _TANH),
+        Elementwise("gelu_gradient", ("grad_output", "self")),
+    ),
+    "hardsigmoid.default": _unary("hardsigmoid"),
+    "hardsigmoid_backward.default": _gradient("hardsigmoid_gradient"),
+    "hardswish.default": _unary("hardswish"),
+    "hardswish_backward.default": _gradient("hardswish_gradient"),
+    "hardtanh.default": _unary("clip", ("min_val", -1.0), ("max_val", 1.0)),
+    "hardtanh_backward.default": _gradient("clip_gradient", ("min_val", -1.0), ("max_val", 1.0)),
+    "leaky_relu.default": _unary("leaky_relu", ("negative_slope", 0.01)),
+    "leaky_relu_backward.default": _gradient("leaky_relu_gradient", ("negative_slope", 0.01)),
+    "log.default": _unary("logarithm"),
+    "log1p.default": _unary("logarithm_1p"),
+    "maximum.default": _binary("larger", ""),
+    "minimum.default": _binary("smaller", ""),
+    "mul.Scalar": _binary("multiply", "scale")[1:],
+    "mul.Tensor": _binary("multiply", "scale"),
+    "neg.default": _unary("negate"),
+    "pow.Tensor_Scalar": _unary("power", ("exponent", 2.0)),
+    "reciprocal.default": _unary("reciprocal"),
+    "relu.default": _unary("relu"),
+    "rsqrt.default": _unary("reciprocal_root"),
+    "rsub.Scalar": _unary("subtract_from", ("other", 0.0), _ALPHA),
+    "sgn.default": _unary("sign"),
+    "sigmoid.default": _unary("sigmoid"),
+    "sigmoid_backward.default": _gradient("sigmoid_gradient", of="output"),
+    "sign.default": _unary("sign"),
+    "silu.default": _unary("silu"),
+    "silu_backward.default": _gradient("silu_gradient"),
+    "sin.default": _unary("sine"),
+    "softplus.default": _unary("softplus", ("beta", 1.0), ("threshold", 20.0)),
+    "softplus_backward.default": _gradient("softplus_gradient", ("beta", 1.0), ("threshold", 20.0)),
+    "sqrt.default": _unary("square_root"),
+    "sub.Scalar": _binary("subtract", "subtract_number", _ALPHA)[1:],
+    "sub.Tensor": _binary("subtract", "subtract_number", _ALPHA),
+    "tanh.default": _unary("hyperbolic_tangent"),
+    "tanh_backward.default": _gradient("hyperbolic_tangent_gradient", of="output"),
+    "threshold_backward.default": _gradient("relu_gradient", ("threshold", 0.0)),
+}
+
+ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {f"aten.{name}": forms for name, forms in _TABLE.items()}
+"""Forms of each op; the first that suits its arguments is taken."""
+
+
+def form_of(target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Elementwise, list[Any], list[float]] | None:
+    """Return the form of a call, its operands and its numbers; None where no form suits it."""
+    given = arguments_of(target, args, kwargs)
+    for form in ELEMENTWISE[target]:
+        if form.suits(given):
+            numbers = [given.get(name) for name, _ in form.numbers]
+            filled = [default if one is None else float(one) for one, (_, default) in zip(numbers, form.numbers, strict=True)]
+            return form, [given[name] for name in form.operands], filled
+    return None

@@ -1,0 +1,46 @@
+"""Read the C templates that are part of the package."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "matmul": ("axpy", "dot"),
+    "matmul_gradient": ("matmul",),
+    "convolution_gather": ("axpy", "convolution"),
+    "convolution_scatter": ("axpy", "convolution"),
+    "convolution_weight_gradient": ("dot", "convolution"),
+    "strided1": ("strided_loop",),
+    "strided2": ("strided_loop",),
+    "max_pool": ("pool",),
+    "max_pool_gradient": ("pool",),
+    "average_pool": ("pool",),
+    "average_pool_forward": ("average_pool",),
+    "average_pool_gradient": ("average_pool",),
+    "adaptive_average_pool": ("pool",),
+    "pad_mirror": ("pool",),
+    "dropout_mask": ("random",),
+}
+"""Templates that another one reads."""
+
+
+@cache
+def template(name: str) -> str:
+    """Return the text of a template."""
+    file = name if "." in name else f"{name}.c"
+    return (files(__package__) / "templates" / file).read_text(encoding="utf-8")
+
+
+@cache
+def element_functions() -> dict[str, str]:
+    """Return the functions that compute one element, by name."""
+    text = template("element_functions").replace(" {\n", "\n{\n")
+    found = {}
+    for part in text.split("\n\n"):
+        match = re.match(r"static float (\w+)\(", part)
+        if match:
+            found[match.group(1)] = part.strip() + "\n"
+    return found

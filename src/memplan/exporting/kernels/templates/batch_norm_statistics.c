@@ -1,0 +1,24 @@
+/* Mean and reciprocal deviation of each channel; running ones move towards them, the variance without bias. */
+static void batch_norm_statistics(float *mean, float *deviation, const float *x, float *running_mean,
+                                  float *running_variance, float momentum, float eps, int batch, int channels, int plane)
+{
+    const float count = (float)batch * (float)plane;
+    for (int c = 0; c < channels; c++) {
+        float sum = 0, squares = 0;
+        for (int b = 0; b < batch; b++)
+            for (int k = 0; k < plane; k++)
+                sum += x[(b * channels + c) * plane + k];
+        const float average = sum / count;
+        for (int b = 0; b < batch; b++)
+            for (int k = 0; k < plane; k++) {
+                const float off = x[(b * channels + c) * plane + k] - average;
+                squares += off * off;
+            }
+        mean[c] = average;
+        deviation[c] = 1 / sqrtf(squares / count + eps);
+        if (running_mean) {
+            running_mean[c] += momentum * (average - running_mean[c]);
+            running_variance[c] += momentum * (squares / (count - 1) - running_variance[c]);
+        }
+    }
+}

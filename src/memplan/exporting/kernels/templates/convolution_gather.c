@@ -1,0 +1,31 @@
+/* Convolve: each row of weights adds a multiple of a row of x to a row of y. */
+static void convolution_gather(float *y, const float *x, const float *w, const float *bias, const convolution *c)
+{
+    const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
+    for (int b = 0; b < c->batch; b++)
+        for (int o = 0; o < c->groups * c->wide; o++, y += area) {
+            const float *from = x + (b * c->groups + o / c->wide) * c->narrow * plane;
+            const float *weight = w + o * c->narrow * taps;
+            for (int k = 0; k < area; k++)
+                y[k] = bias ? bias[o] : 0;
+            for (int i = 0; i < c->narrow; i++, from += plane)
+                for (int ky = 0; ky < c->kernel_h; ky++) {
+                    const int above = ky * c->step_h - c->pad_h;
+                    const int last = end_inside(above, c->stride_h, c->height, c->rows);
+                    for (int kx = 0; kx < c->kernel_w; kx++) {
+                        const int left = kx * c->step_w - c->pad_w, first = first_inside(left, c->stride_w);
+                        const int count = end_inside(left, c->stride_w, c->width, c->columns) - first;
+                        const float factor = *weight++;
+                        for (int r = first_inside(above, c->stride_h); r < last; r++) {
+                            float *to = y + r * c->columns + first;
+                            const float *row = from + (r * c->stride_h + above) * c->width + first * c->stride_w + left;
+                            if (c->stride_w == 1)
+                                axpy(to, row, factor, count);
+                            else
+                                for (int k = 0; k < count; k++)
+                                    to[k] += factor * row[k * c->stride_w];
+                        }
+                    }
+                }
+        }
+}

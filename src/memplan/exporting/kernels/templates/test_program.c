@@ -1,0 +1,63 @@
+/* Steps of @NAME@ beside what PyTorch computed for the same data, written by memplan. Prints each loss; returns 1 where one
+   is out of its bounds, or where memory around the state has changed. With WEIGHTS_FILE defined, writes there the weights
+   after the last step, and then what infer makes. */
+#include "@NAME@.h"
+#include <math.h>
+#include <stdio.h>
+
+@ARRAYS@
+
+static const float losses[@STEPS@] = {@LOSSES@}, loss_bounds[@STEPS@] = {@LOSS_BOUNDS@};
+static const float expected[@CHECKED@] = {@OUTPUT@};
+static const struct {
+    int at;
+    float value, bound;
+} samples[] = {
+    @SAMPLES@
+};
+
+static struct {
+    unsigned char before[64];
+    @NAME@_state state;
+    unsigned char after[64];
+} memory;
+static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS];
+
+static int differs(const char *what, int at, float found, float wanted, float bound)
+{
+    if (fabsf(found - wanted) <= bound)
+        return 0;
+    printf("%s %d is %.9g, expected %.9g within %.3g\n", what, at, (double)found, (double)wanted, (double)bound);
+    return 1;
+}
+
+int main(void)
+{
+    int failures = 0;
+    for (int k = 0; k < 64; k++)
+        memory.before[k] = memory.after[k] = 0xA5;
+    @NAME@_init(&memory.state);
+    for (int k = 0; k < @STEPS@; k++) {
+        @ROLLS@
+        float loss = @NAME@_step(&memory.state, @ARGUMENTS@);
+        printf("step %d loss %.9g\n", k, (double)loss);
+        failures += differs("loss", k, loss, losses[k], loss_bounds[k]);
+    }
+    @NAME@_get_weights(&memory.state, weights);
+    for (unsigned k = 0; k < sizeof samples / sizeof *samples; k++)
+        failures += differs("weight", samples[k].at, weights[samples[k].at], samples[k].value, samples[k].bound);
+    @NAME@_infer(&memory.state, @INFER@, output);
+    for (int k = 0; k < @CHECKED@; k++)
+        failures += differs("output", k, output[k], expected[k], @OUTPUT_BOUND@);
+    for (int k = 0; k < 64; k++)
+        failures += memory.before[k] != 0xA5 || memory.after[k] != 0xA5;
+#ifdef WEIGHTS_FILE
+    FILE *file = fopen(WEIGHTS_FILE, "wb");
+    if (!file || fwrite(weights, sizeof weights, 1, file) != 1 || fwrite(output, sizeof output, 1, file) != 1)
+        failures++;
+    if (file)
+        fclose(file);
+#endif
+    printf("%s\n", failures ? "different" : "same");
+    return failures ? 1 : 0;
+}

@@ -1,0 +1,14 @@
+/* torch.optim.Adam and AdamW; s->correction holds 1 - beta ^ step of both betas. */
+static void KERNEL(STATE *s, int k, float g)
+{
+    float *w = &s->weights[k], *m = &s->momentum[k], *v = &s->squares[k];
+    const float rate = RATE * s->rate, *correction = s->correction + GROUP * 2;
+    g = SIGN g;
+    if (DECOUPLED)
+        *w -= rate * DECAY * *w;
+    else
+        g += DECAY * *w;
+    *m += (1 - BETA1) * (g - *m);
+    *v = BETA2 * *v + (1 - BETA2) * g * g;
+    *w -= rate / correction[0] * *m / (sqrtf(*v) / sqrtf(correction[1]) + EPSILON);
+}

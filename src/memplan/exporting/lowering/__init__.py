@@ -1,0 +1,1 @@
+"""Rewrite a captured step to the operations that the C kernels compute."""

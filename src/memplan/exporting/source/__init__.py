@@ -1,0 +1,1 @@
+"""Write the C files of an export."""

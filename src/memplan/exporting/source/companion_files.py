@@ -1,0 +1,151 @@
+"""Write what goes with NAME.c: header, weights, test, Makefile, README, and the list of tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.exporting.kernels.call_writer import number
+from memplan.exporting.kernels.templates import template
+from memplan.exporting.source.step_layout import StepLayout
+
+COLUMNS = 8
+"""Numbers in a line."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run of PyTorch that the test repeats."""
+
+    inputs: Mapping[str, np.ndarray]
+    """By the C argument: in step k, each is taken rolled by ``roll * k`` elements."""
+    roll: int
+    losses: Sequence[float]
+    loss_bounds: Sequence[float]
+    output: np.ndarray
+    """Of `infer` after the last step."""
+    output_bound: float
+    weights: np.ndarray
+    """All that a weights file holds, after the last step."""
+    weight_bounds: np.ndarray
+
+
+def header_text(layout: StepLayout) -> str:
+    """Return NAME.h."""
+    name, upper, memory, rules = layout.name, layout.name.upper(), layout.memory, layout.rules
+    trained, statistics = memory.floats("trained"), memory.floats("statistics")
+    corrections = 2 * len(rules.groups) if rules.squares else 0
+    members = [
+        f"    float weights[{trained}];    /* trained parameters, one after another */",
+        *([f"    float momentum[{trained}];"] if rules.momentum else []),
+        *([f"    float squares[{trained}];"] if rules.squares else []),
+        *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
+        *([f"    float correction[{corrections}];"] if corrections else []),
+        "    float rate;    /* factor on the learning rates; 1 at first */",
+        "    uint32_t step, random;",
+        f"    float arena[{upper}_ARENA_BYTES / 4];",
+    ]
+    step = ", ".join(_declared(layout.step.device.graph.values[v].dtype, n) for v, n in layout.step.inputs.items())
+    infer = ", ".join(_declared(layout.infer.device.graph.values[v].dtype, n) for v, n in layout.infer.inputs.items())
+    lines = [
+        f"/* {name}: a training step in {layout.state + layout.arena} bytes of RAM, written by memplan. */",
+        f"#ifndef {upper}_H", f"#define {upper}_H", "", "#include <stdint.h>", "",
+        f"#define {upper}_ARENA_BYTES {layout.arena}",
+        f"#define {upper}_WEIGHTS {trained + statistics}    /* floats that get_weights writes */",
+        f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
+        "/* All that changes. The caller gives it memory; a program may have several. */",
+        "typedef struct {", *members, f"}} {name}_state;", "",
+        f"void {name}_init({name}_state *s);",
+        f"void {name}_seed({name}_state *s, uint32_t seed);",
+        f"float {name}_step({name}_state *s, {step});    /* returns the loss */",
+        f"void {name}_infer({name}_state *s, {infer}, float *output);",
+        f"void {name}_get_weights(const {name}_state *s, float *weights);",
+        f"void {name}_set_weights({name}_state *s, const float *weights);", "", "#endif",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def weights_text(layout: StepLayout) -> str:
+    """Return weights.h: what the device starts with, and what never changes."""
+    memory, name = layout.memory, layout.name
+    kinds = {"trained": memory.trained, "initial_statistics": memory.statistics, "frozen": memory.frozen}
+    lines = [f"/* Weights of {name}, in flash. Only {name}.c includes this. */", ""]
+    for kind, tensors in kinds.items():
+        if tensors:
+            size = sum(one.size for one in tensors)
+            lines.append(f"static const float {name}_{kind}[{size}] = {{")
+            for one in tensors:
+                lines.append(f"/* {one.path}: {'x'.join(map(str, one.shape)) or 'a number'} */")
+                lines += _numbers(memory.values[one.path].reshape(-1))
+            lines.append("};")
+    return "\n".join(lines) + "\n"
+
+
+def test_text(layout: StepLayout, recorded: Recorded) -> str:
+    """Return test_NAME.c: the recorded steps again, beside what PyTorch computed."""
+    name, upper = layout.name, layout.name.upper()
+    graph = layout.step.device.graph
+    arrays, rolls, arguments, infer = list[str](), list[str](), list[str](), list[str]()
+    for value, argument in layout.step.inputs.items():
+        kind = "int32_t" if graph.values[value].dtype == "int32" else "float"
+        array = recorded.inputs[argument].reshape(-1)
+        arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *_numbers(array), "};",
+                   f"static {kind} {argument}[{array.size}];"]  # fmt: skip
+        rolls += [f"for (int i = 0; i < {array.size}; i++)",
+                  f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
+        arguments.append(argument)
+    infer = list(layout.infer.inputs.values())
+    text = template("test_program")
+    filled = {
+        "NAME": name, "UPPER": upper, "STEPS": str(len(recorded.losses)), "ARRAYS": "\n".join(arrays),
+        "ROLLS": "\n        ".join(rolls), "ARGUMENTS": ", ".join(arguments), "INFER": ", ".join(infer),
+        "LOSSES": ", ".join(map(number, recorded.losses)), "LOSS_BOUNDS": ", ".join(map(number, recorded.loss_bounds)),
+        "OUTPUT": ", ".join(map(number, recorded.output.reshape(-1)[:4])), "OUTPUT_BOUND": number(recorded.output_bound),
+        "CHECKED": str(min(4, recorded.output.size)), "SAMPLES": _samples(recorded),
+    }  # fmt: skip
+    for mark, value in filled.items():
+        text = text.replace(f"@{mark}@", value)
+    return text
+
+
+def _samples(recorded: Recorded) -> str:
+    """Return weights evenly spread over all of them: which, its value, its bound."""
+    count = recorded.weights.size
+    chosen = sorted({k * max(count - 1, 0) // 31 for k in range(32)})
+    return ",\n    ".join(
+        f"{{{k}, {number(recorded.weights[k])}, {number(recorded.weight_bounds[k])}}}" for k in chosen
+    )
+
+
+def makefile_text(name: str) -> str:
+    """Return the Makefile."""
+    return template("Makefile.txt").replace("@NAME@", name)
+
+
+def readme_text(layout: StepLayout, verified: str) -> str:
+    """Return the README of ten lines."""
+    text = template("README.txt").replace("@VERIFIED@", verified)
+    changes = {"NAME": layout.name, "UPPER": layout.name.upper(), "STATE": str(layout.state), "ARENA": str(layout.arena)}
+    for mark, value in changes.items():
+        text = text.replace(f"@{mark}@", value)
+    return text
+
+
+def tensors_text(layout: StepLayout) -> str:
+    """Return NAME.json: the tensors that a weights file holds, in order."""
+    tensors = [{"name": one.path, "shape": list(one.shape)} for one in layout.memory.weights]
+    return json.dumps({"export": layout.name, "tensors": tensors}, indent=1) + "\n"
+
+
+def _declared(dtype: str, name: str) -> str:
+    return f"const {'int32_t' if dtype == 'int32' else 'float'} *{name}"
+
+
+def _numbers(array: Iterable[float]) -> list[str]:
+    """Return lines of an initializer."""
+    values = [str(int(one)) if isinstance(one, (int, np.integer)) else number(float(one)) for one in array]
+    return [", ".join(values[at : at + COLUMNS]) + "," for at in range(0, len(values), COLUMNS)]

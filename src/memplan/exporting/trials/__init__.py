@@ -1,0 +1,1 @@
+"""Compile and run an export, and compare it with PyTorch."""

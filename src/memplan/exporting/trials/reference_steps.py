@@ -1,0 +1,116 @@
+"""What PyTorch computes for the recorded steps, in float32 and in float64, and the bounds that follow from both."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memplan import _torch
+from memplan.exporting.kernels.kernel_calls import threshold
+from memplan.exporting.source.companion_files import Recorded
+from memplan.exporting.source.step_layout import StepLayout
+from memplan.planning.request import Request
+
+ROLL = 7
+"""By so many elements the data is rolled from step to step, so that no two steps are the same."""
+FAIR = 8.0
+"""An error may be so many times that of PyTorch in float32: sums are added in another order."""
+ROUNDING = 2.0**-19
+"""And so many times the largest element of a tensor, where PyTorch is exact by chance."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    losses: np.ndarray
+    weights: dict[str, np.ndarray]
+    output: np.ndarray
+
+
+def reference(asked: Request, layout: StepLayout, steps: int) -> Recorded:
+    """Run so many steps of a copy of the model, twice."""
+    single, double = (_run(asked, layout, steps, dtype) for dtype in (torch.float32, torch.float64))
+    loss_bounds = _bound(single.losses, double.losses, np.abs(double.losses))
+    held = layout.memory.weights
+    weights = np.concatenate([double.weights[one.path].reshape(-1) for one in held])
+    bounds = [
+        np.broadcast_to(_bound(single.weights[one.path], double.weights[one.path], None), one.size) for one in held
+    ]
+    graph = layout.step.device.graph
+    numbers = {name: int(graph.values[value].path) for value, name in layout.step.inputs.items()}
+    inputs = {name: _array(asked.call.tensors[number]) for name, number in numbers.items()}
+    return Recorded(
+        inputs, ROLL, double.losses.tolist(), np.maximum.accumulate(loss_bounds).tolist(), double.output,
+        float(np.max(_bound(single.output, double.output, None))), weights, np.concatenate(bounds),
+    )  # fmt: skip
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    found = tensor.detach().contiguous().numpy()
+    return found.astype(np.float32 if tensor.is_floating_point() else np.int32)
+
+
+def _bound(single: np.ndarray, double: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """Return the fair error of a tensor: that of float32, several times, and a few roundings of its largest element."""
+    largest = np.max(np.abs(double), initial=0.0) if scale is None else scale
+    error = np.abs(single - double) if scale is not None else np.max(np.abs(single - double), initial=0.0)
+    return FAIR * error + ROUNDING * np.maximum(largest, 1.0)
+
+
+def _run(asked: Request, layout: StepLayout, steps: int, dtype: torch.dtype) -> _Run:
+    step, optimizer_of = copy.deepcopy(asked.step), asked.settings.optimizer
+    assert optimizer_of is not None, "an export has one"
+    step.to(dtype)
+    model = step if asked.step is asked.model else step.model
+    optimizer = optimizer_of([one for one in model.parameters() if one.requires_grad])
+    given = [one.detach().to(dtype) if one.is_floating_point() else one for one in asked.call.tensors]
+    losses, draws = [], _Draws()
+    for at in range(steps):
+        rolled = [one.reshape(-1).roll(-ROLL * at).reshape(one.shape) for one in given]
+        args, kwargs = asked.call.rebuild(rolled)
+        optimizer.zero_grad()
+        with _torch.DrawsReplaced(draws.keep):
+            loss = _scalar(step(*args, **kwargs))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
+    prefix = "" if asked.step is asked.model else "model."
+    weights = {one.path: named[f"{prefix}{one.path}"].detach().numpy().astype(np.float64) for one in layout.memory.weights}
+    model.eval()
+    args, kwargs = asked.call.rebuild(rolled)
+    targets = getattr(asked.step, "targets", 0)
+    with torch.no_grad():
+        output = model(*args[: len(args) - targets], **kwargs)
+    return _Run(np.array(losses), weights, output.numpy().astype(np.float64).reshape(-1))
+
+
+def _scalar(output: Any) -> torch.Tensor:
+    from memplan.planning.capture.loss_module import default_loss
+
+    return output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
+
+
+class _Draws:
+    """The device's random numbers: Marsaglia's xorshift of 32 bits, from the seed 1."""
+
+    def __init__(self) -> None:
+        self.state = 1
+
+    def keep(self, count: int, probability: float) -> torch.Tensor:
+        """Draw which elements of a dropout stay; ``probability``: that one does."""
+        below = threshold(1 - probability)
+        return torch.tensor([draw >= below for draw in self._numbers(count)], dtype=torch.bool)
+
+    def _numbers(self, count: int) -> Iterator[int]:
+        x = self.state
+        for _ in range(count):
+            x ^= x << 13 & 0xFFFFFFFF
+            x ^= x >> 17
+            x ^= x << 5 & 0xFFFFFFFF
+            yield x
+        self.state = x
