@@ -84,7 +84,7 @@ def autoencoder() -> nn.Module:
     widths = [640, 128, 128, 128, 128, 8, 128, 128, 128, 128]
     layers: list[nn.Module] = []
     for before, after in zip(widths, widths[1:], strict=False):
-        layers += [nn.Linear(before, after), nn.BatchNorm1d(after), nn.ReLU()]
+        layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(128, 640))
 
 
@@ -150,7 +150,7 @@ Network = tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, ...], str]
 NETWORKS: dict[str, Network] = {
     "mlp": (mlp, ("1x12",), ("1:int64<4",), "cross_entropy"),
     "lenet": (lenet, ("1x1x28x28",), ("1:int64<10",), "cross_entropy"),
-    "autoencoder": (autoencoder, ("2x640",), ("2x640",), "mse_loss"),
+    "autoencoder": (autoencoder, ("1x640",), ("1x640",), "mse_loss"),
     "resnet8": (resnet8, ("1x3x32x32",), ("1:int64<10",), "cross_entropy"),
     "ds_cnn": (ds_cnn, ("1x1x49x10",), ("1:int64<12",), "cross_entropy"),
     "mobilenet_v1": (mobilenet_v1, ("1x3x96x96",), ("1:int64<2",), "cross_entropy"),

@@ -23,6 +23,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "adaptive_average_pool": ("pool",),
     "pad_mirror": ("pool",),
     "dropout_mask": ("random",),
+    "batch_norm_statistics": ("moments",),
+    "batch_norm_sums": ("moments",),
+    "channel_sum": ("moments",),
+    "row_norm_statistics": ("moments",),
 }
 """Templates that another one reads."""
 

@@ -152,7 +152,7 @@ def _lower(low: Lowering, op: GraphOp) -> None:
         _filled(low, op)
     elif low.folded(op):
         pass
-    elif op.is_view and op.target not in _COPIES:
+    elif op.is_view:
         low.view(op)
     elif _counts_batches(low, op):
         del low.mutations[next(target for target, source in low.mutations.items() if source == op.outputs[0])]
@@ -166,9 +166,6 @@ def _lower(low: Lowering, op: GraphOp) -> None:
         known = [*map(short, ELEMENTWISE), *map(short, CALLS), *map(short, RULES)]
         near = difflib.get_close_matches(short(op.target), known, 3)
         raise refusal(op, "", ", ".join(dict.fromkeys(near)))
-
-
-_COPIES = ("aten.as_strided.default",)
 
 
 def _counts_batches(low: Lowering, op: GraphOp) -> bool:

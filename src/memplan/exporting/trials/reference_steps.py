@@ -1,9 +1,13 @@
-"""What PyTorch computes for the recorded steps, in float32 and in float64, and the bounds that follow from both."""
+"""What PyTorch computes for the recorded steps, in float64, and the errors that are fair.
+
+Fair is what float32 does to the same steps, and what a change of the weights by one rounding does: steps that amplify
+such a change (a norm over two samples) amplify any other order of additions as well.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +24,7 @@ ROLL = 7
 """By so many elements the data is rolled from step to step, so that no two steps are the same."""
 FAIR = 8.0
 """An error may be so many times that of PyTorch in float32: sums are added in another order."""
+ONE_ROUNDING = 2.0**-24
 ROUNDING = 2.0**-19
 """And so many times the largest element of a tensor, where PyTorch is exact by chance."""
 
@@ -32,20 +37,20 @@ class _Run:
 
 
 def reference(asked: Request, layout: StepLayout, steps: int) -> Recorded:
-    """Run so many steps of a copy of the model, twice."""
-    single, double = (_run(asked, layout, steps, dtype) for dtype in (torch.float32, torch.float64))
-    loss_bounds = _bound(single.losses, double.losses, np.abs(double.losses))
+    """Run so many steps of copies of the model: in float64, in float32, and changed a little."""
+    double = _run(asked, layout, steps, torch.float64)
+    others = [_run(asked, layout, steps, torch.float32), *(_run(asked, layout, steps, torch.float64, k) for k in (1, 2))]
+    losses = [np.abs(other.losses - double.losses) for other in others]
+    loss_bounds = FAIR * np.maximum.reduce(losses) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
     held = layout.memory.weights
     weights = np.concatenate([double.weights[one.path].reshape(-1) for one in held])
-    bounds = [
-        np.broadcast_to(_bound(single.weights[one.path], double.weights[one.path], None), one.size) for one in held
-    ]
+    bounds = [np.full(one.size, _bound(double.weights[one.path], [o.weights[one.path] for o in others])) for one in held]
     graph = layout.step.device.graph
     numbers = {name: int(graph.values[value].path) for value, name in layout.step.inputs.items()}
     inputs = {name: _array(asked.call.tensors[number]) for name, number in numbers.items()}
     return Recorded(
         inputs, ROLL, double.losses.tolist(), np.maximum.accumulate(loss_bounds).tolist(), double.output,
-        float(np.max(_bound(single.output, double.output, None))), weights, np.concatenate(bounds),
+        _bound(double.output, [other.output for other in others]), weights, np.concatenate(bounds),
     )  # fmt: skip
 
 
@@ -54,18 +59,22 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
     return found.astype(np.float32 if tensor.is_floating_point() else np.int32)
 
 
-def _bound(single: np.ndarray, double: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-    """Return the fair error of a tensor: that of float32, several times, and a few roundings of its largest element."""
-    largest = np.max(np.abs(double), initial=0.0) if scale is None else scale
-    error = np.abs(single - double) if scale is not None else np.max(np.abs(single - double), initial=0.0)
-    return FAIR * error + ROUNDING * np.maximum(largest, 1.0)
+def _bound(double: np.ndarray, others: Sequence[np.ndarray]) -> float:
+    """Return the fair error of a tensor: the largest of the others', several times, and a few roundings."""
+    error = max(float(np.max(np.abs(other - double), initial=0.0)) for other in others)
+    return FAIR * error + ROUNDING * max(float(np.max(np.abs(double), initial=0.0)), 1.0)
 
 
-def _run(asked: Request, layout: StepLayout, steps: int, dtype: torch.dtype) -> _Run:
+def _run(asked: Request, layout: StepLayout, steps: int, dtype: torch.dtype, changed: int = 0) -> _Run:
     step, optimizer_of = copy.deepcopy(asked.step), asked.settings.optimizer
     assert optimizer_of is not None, "an export has one"
     step.to(dtype)
     model = step if asked.step is asked.model else step.model
+    if changed:
+        drawn = torch.Generator().manual_seed(changed)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.mul_(1 + ONE_ROUNDING * (2 * torch.rand(one.shape, generator=drawn, dtype=one.dtype) - 1))
     optimizer = optimizer_of([one for one in model.parameters() if one.requires_grad])
     given = [one.detach().to(dtype) if one.is_floating_point() else one for one in asked.call.tensors]
     losses, draws = [], _Draws()

@@ -3,17 +3,14 @@ static void batch_norm_statistics(float *mean, float *deviation, const float *x,
                                   float *running_variance, float momentum, float eps, int batch, int channels, int plane)
 {
     const float count = (float)batch * (float)plane;
-    for (int c = 0; c < channels; c++) {
+    const int step = channels * plane;
+    for (int c = 0; c < channels; c++, x += plane) {
         float sum = 0, squares = 0;
         for (int b = 0; b < batch; b++)
-            for (int k = 0; k < plane; k++)
-                sum += x[(b * channels + c) * plane + k];
+            sum += sum_of(x + b * step, plane);
         const float average = sum / count;
         for (int b = 0; b < batch; b++)
-            for (int k = 0; k < plane; k++) {
-                const float off = x[(b * channels + c) * plane + k] - average;
-                squares += off * off;
-            }
+            squares += moment(x + b * step, average, x + b * step, average, plane);
         mean[c] = average;
         deviation[c] = 1 / sqrtf(squares / count + eps);
         if (running_mean) {

@@ -2,13 +2,13 @@
 static void batch_norm_sums(float *weight, float *bias, const float *g, const float *x, const float *mean,
                             const float *scale, float eps, int batch, int channels, int plane)
 {
-    for (int c = 0; c < channels; c++) {
+    const int step = channels * plane;
+    for (int c = 0; c < channels; c++, g += plane, x += plane) {
         float sum = 0, products = 0;
-        for (int b = 0; b < batch; b++)
-            for (int k = (b * channels + c) * plane, end = k + plane; k < end; k++) {
-                sum += g[k];
-                products += g[k] * (x[k] - mean[c]);
-            }
+        for (int b = 0; b < batch; b++) {
+            sum += sum_of(g + b * step, plane);
+            products += moment(g + b * step, 0, x + b * step, mean[c], plane);
+        }
         bias[c] = sum;
         weight[c] = products * (eps < 0 ? scale[c] : 1 / sqrtf(scale[c] + eps));
     }

@@ -1,11 +1,9 @@
 /* Sum of each channel over the batch and its plane. */
 static void channel_sum(float *y, const float *x, int batch, int channels, int plane)
 {
-    for (int c = 0; c < channels; c++) {
-        float sum = 0;
+    for (int c = 0; c < channels; c++, x += plane) {
+        y[c] = 0;
         for (int b = 0; b < batch; b++)
-            for (int k = 0; k < plane; k++)
-                sum += x[(b * channels + c) * plane + k];
-        y[c] = sum;
+            y[c] += sum_of(x + b * channels * plane, plane);
     }
 }
