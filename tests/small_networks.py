@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -83,7 +84,7 @@ def lenet() -> nn.Module:
 def autoencoder() -> nn.Module:
     widths = [640, 128, 128, 128, 128, 8, 128, 128, 128, 128]
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(128, 640))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from source_files import FILES, module_name
@@ -24,6 +25,7 @@ PUBLIC = [
     "BudgetError",
     "Comparison",
     "Explanation",
+    "Exported",
     "Finding",
     "Fitted",
     "Heuristics",
@@ -41,10 +43,12 @@ PUBLIC = [
     "check",
     "compare",
     "explain",
+    "export",
     "fit",
     "largest",
     "load_plan",
     "load_trace",
+    "load_weights",
     "measure",
     "plan",
     "profile",
@@ -93,14 +97,37 @@ def watched() -> Any:
     return seen
 
 
+def exported(folder: Path) -> nn.Module:
+    """A model with the weights that it was exported with."""
+    model = make()
+    memplan.export(model, "1x64", targets="1:int64<8", loss=F.cross_entropy, optimizer=torch.optim.SGD,
+                   folder=folder / "device", name="net", verify=False)  # fmt: skip
+    weights = [parameter.detach().numpy().reshape(-1) for parameter in model.parameters()]
+    np.concatenate(weights).tofile(folder / "device" / "weights.bin")
+    return memplan.load_weights(make(), folder / "device" / "weights.bin")
+
+
 # Each public function, called for a tiny model; true where it gave what it should.
 CALLS: dict[str, Callable[[Path], bool]] = {
     "assert_peak": lambda _: memplan.assert_peak(make, "256x64", at_most="2 MiB", **STEP).device == "cpu",
     "check": lambda _: memplan.check(make, "256x64", **STEP) == [],
     "compare": lambda _: memplan.compare(make, make, "256x64", b_options={"train": False}, **STEP).difference < 0,
     "explain": lambda _: memplan.explain(make, "256x64", **STEP).timeline.peak_allocated > 256 * 64 * 4,
+    "export": lambda folder: (
+        memplan.export(
+            make(),
+            "1x64",
+            targets="1:int64<8",
+            loss=F.cross_entropy,
+            optimizer=torch.optim.SGD,
+            folder=folder,
+            verify=False,
+        ).ram
+        < 256 << 10
+    ),
     "fit": lambda _: memplan.fit(make(), "256x64", budget=BUDGET, **STEP).loss is not None,
     "largest": lambda _: memplan.largest(make, "batch", "256x64", budget=BUDGET, **STEP) > 256,
+    "load_weights": lambda folder: len(list(exported(folder).parameters())) == 6,
     "measure": lambda _: memplan.simulate(memplan.measure(build)).peak_allocated > 256 * 64 * 4,
     "plan": lambda _: memplan.plan(make, "256x64", budget=BUDGET, **STEP).peak <= 3 << 20,
     "profile": lambda _: memplan.profile(make).lines is None,

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from memplan.explanation.explain import explain
     from memplan.explanation.line_profile import LineProfile
     from memplan.explanation.model import Explanation
+    from memplan.exporting.export import export
+    from memplan.exporting.exported import Exported
+    from memplan.exporting.weights_file import load_weights
     from memplan.integrations.line_profiles.decorator import profile
     from memplan.integrations.watching.watch import watch
     from memplan.planning.api import plan
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Comparison": "memplan.studies.comparisons.comparison",
     "Explanation": "memplan.explanation.model",
+    "Exported": "memplan.exporting.exported",
     "Finding": "memplan.checks.finding",
     "Fitted": "memplan.verification.fitting.fit",
     "Heuristics": "memplan.planning.search.search",
@@ -61,10 +65,12 @@ _HOMES = {
     "check": "memplan.checks.check",
     "compare": "memplan.studies.comparisons.compare",
     "explain": "memplan.explanation.explain",
+    "export": "memplan.exporting.export",
     "fit": "memplan.verification.fitting.fit",
     "largest": "memplan.studies.capacity.largest",
     "load_ipython_extension": "memplan.integrations.notebook.extension",
     "load_plan": "memplan.planning.plan.plan",
+    "load_weights": "memplan.exporting.weights_file",
     "load_trace": "memplan.trace.trace",
     "measure": "memplan.trace.measure",
     "plan": "memplan.planning.api",
@@ -86,6 +92,7 @@ __all__ = [
     "BudgetError",
     "Comparison",
     "Explanation",
+    "Exported",
     "Finding",
     "Fitted",
     "Heuristics",
@@ -103,10 +110,12 @@ __all__ = [
     "check",
     "compare",
     "explain",
+    "export",
     "fit",
     "largest",
     "load_plan",
     "load_trace",
+    "load_weights",
     "measure",
     "plan",
     "profile",

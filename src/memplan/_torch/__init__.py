@@ -23,10 +23,10 @@ from memplan._torch.dry_card import (
     record_history,
 )
 from memplan._torch.eager import (
-    DrawsReplaced,
     END_MARK,
     Call,
     Dispatch,
+    DrawsReplaced,
     EagerMode,
     GuestMode,
     MemoryEvent,
@@ -181,9 +181,9 @@ __all__ = [
     "Condition",
     "ConstantChanged",
     "Dispatch",
+    "DrawsReplaced",
     "EagerMode",
     "FakeMode",
-    "DrawsReplaced",
     "FakeTensor",
     "FunctionCalls",
     "GraphBreak",

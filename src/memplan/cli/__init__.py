@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "compare": "Hold two steps against each other: models, precisions, plans, saved results.",
     "guard": "Fail where a step takes more memory than its baseline says.",
     "fit": "Make a training step run within a budget of bytes, with the same result.",
+    "export": "Write a training step as C for a small device, under a budget of bytes.",
     "measure": "Really run a step, here or on an emulated card, and say what it allocated.",
     "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",
     "devices": "List the cards that memplan knows, and where each figure is from.",

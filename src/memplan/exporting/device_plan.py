@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,9 +11,9 @@ from memplan.errors import InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import placed
+from memplan.exporting.fused_updates import with_fused, worthwhile
+from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
-from memplan.exporting.lowering.fused_updates import with_fused, worthwhile
-from memplan.exporting.lowering.lower import lowered
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.program_text import held_of
 from memplan.exporting.source.step_layout import Memory, Pass, StepLayout
@@ -24,6 +24,7 @@ from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.budget_error import budget_error
 from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
+from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
 from memplan.planning.search.search import Infeasible, Search
 from memplan.planning.validation.validate import validate
@@ -31,9 +32,20 @@ from memplan.planning.validation.validate import validate
 EARLY = GradientUse(updates=True)
 
 
-def planned_step(
-    name: str, asked: Request, captured: Captured, infer: Captured, rules: UpdateRules
-) -> tuple[StepLayout, Surroundings]:
+@dataclass(frozen=True)
+class DevicePlan:
+    """Both passes of an export, and figures of what was decided."""
+
+    layout: StepLayout
+    around: Surroundings
+    """What is in RAM beside the graph's values."""
+    levers: tuple[tuple[str, int], ...]
+    """What was done one after another, and the bytes in use at once with it."""
+    smallest: int
+    """Bytes of RAM of the smallest plan that was found."""
+
+
+def planned_step(name: str, asked: Request, captured: Captured, infer: Captured, rules: UpdateRules) -> DevicePlan:
     """Plan both passes of an export within its budget.
 
     Raises:
@@ -51,37 +63,45 @@ def planned_step(
     inputs = _arguments(device.graph, asked)
     infer_pass = _pass(infer_device, schedule(infer_device.graph, Choices()), inputs)
 
-    def layout_of(step: Pass) -> StepLayout:
-        output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
-        return StepLayout(name, memory, rules, step, infer_pass, output)
-
     numbers = 4 * (3 + sum(len(group.logarithms) for group in rules.groups))
     around = Surroundings(state=4 * memory.floats("trained") * rules.floats + numbers)
-    found = [_within(with_fused(device, chosen), around, asked.budget, inputs) for chosen in _choices(device)]
-    best = min(found, key=lambda one: (one[1], one[0].placement.bytes if one[1] else sum(op.seconds for op in ())))
-    return layout_of(best[0]), around
+    fused = with_fused(device, worthwhile(device.graph))
+    search = Search(fused.graph, around, gradients=EARLY)
+    step = _within(fused, search, asked.budget, inputs)
+    output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
+    layout = StepLayout(name, memory, rules, step, infer_pass, output)
+    outside = _outside(fused, around)
+    kept = [
+        ("everything kept, gradients until the update", device, Choices(in_place=False)),
+        ("results in the place of what dies", device, Choices()),
+        ("each weight updated as its gradient is made", device, Choices(gradients=EARLY)),
+        ("element by element, where that takes less", fused, Choices(gradients=EARLY)),
+    ]
+    lines = [(words, levels(schedule(one.graph, choices), around).peak - outside) for words, one, choices in kept]
+    smallest = search.floor_peak - outside
+    levers = (*lines, ("results made again, signs as bits: at most", smallest))
+    return DevicePlan(layout, around, levers, smallest + outside)
 
 
-def _choices(device: DeviceGraph) -> list[frozenset[int]]:
-    """Return sets of parameters whose gradients are applied element by element."""
-    return [worthwhile(device.graph)]
+def _outside(device: DeviceGraph, around: Surroundings) -> int:
+    """Return the bytes of RAM outside of the arena."""
+    return around.held_bytes + sum(v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input"))
 
 
-def _within(device: DeviceGraph, around: Surroundings, budget: int, inputs: Mapping[int, str]) -> tuple[Pass, bool]:
+def _within(device: DeviceGraph, search: Search, budget: int, inputs: Mapping[int, str]) -> Pass:
     """Return the fastest pass that fits a budget, addresses included.
 
     The arena can be a little larger than what is there at once: by so much less it is planned again.
     """
-    search, target = Search(device.graph, around, gradients=EARLY), budget
-    outside = sum(value.bytes for value in device.graph.values if value.kind in ("parameter", "buffer", "input"))
+    target, around = budget, search.around
     while True:
         found = search.within(target)
         made = schedule(device.graph, found.choices)
         validate(device.graph, made, surroundings=around)
         step = _pass(device, made, inputs)
-        over = step.placement.bytes + outside + around.held_bytes - budget
+        over = step.placement.bytes + _outside(device, around) - budget
         if over <= 0:
-            return step, False
+            return step
         if isinstance(found, Infeasible):
             raise budget_error(made, around, budget)
         target = min(target, found.peak) - max(over, 1)
@@ -110,11 +130,15 @@ def _forward_only(captured: Captured) -> JointGraph:
     graph, order = captured.graph, captured.returned.order
     if len(order) != 1:
         raise InputError(
-            f"the model returns {len(order)} tensors", expected="a model that returns one", do="Wrap it in one that does"
+            f"the model returns {len(order)} tensors",
+            expected="a model that returns one",
+            do="Wrap it in one that does",
         )
     ops = tuple(op for op in graph.ops if op.phase == "forward")
     values = tuple(replace(v, op=None) if v.op is not None and v.op >= len(graph.ops) else v for v in graph.values)
-    return replace(graph, values=values, ops=ops, outputs=(graph.outputs[order[0]],), gradients=(), mutations=(), forms=())
+    return replace(
+        graph, values=values, ops=ops, outputs=(graph.outputs[order[0]],), gradients=(), mutations=(), forms=()
+    )
 
 
 def _named(graph: JointGraph, asked: Request) -> JointGraph:
@@ -155,5 +179,5 @@ def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str]) -
         held_of((path, shapes[path]) for path in order if path in trained),
         held_of((path, shapes[path]) for path in order if path in changed),
         held_of((path, shapes[path]) for path in frozen),
-        {path: np.array(tensors[path].detach(), dtype=np.float32) for path in order},
+        {path: tensors[path].detach().numpy().astype(np.float32) for path in order},
     )

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memplan._bytes import format_bytes
 from memplan.errors import InputError, UsageError
-from memplan.exporting.device_plan import planned_step
+from memplan.exporting.device_plan import DevicePlan, planned_step
 from memplan.exporting.exported import Exported
 from memplan.exporting.folder import c_name, prepared_folder
 from memplan.exporting.optimizer_rules import update_rules
 from memplan.exporting.source import companion_files
+from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
-from memplan.exporting.trials.proving import Verdict, prove
+from memplan.exporting.source.step_layout import StepLayout
+from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import reference
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
@@ -43,12 +44,11 @@ def export(
     name: str | None = None,
     verify: bool | None = None,
     force: bool = False,
-    steps: int = STEPS,
 ) -> Exported:
     """Write a training step as C99 that needs libm alone: forward, backward and update, in a fixed arena.
 
-    The model is not changed. Layers in training mode (batch norms update their statistics) and parameters that need no
-    gradient (they stay in flash, and the backward pass stops where nothing below needs it) are taken as they are.
+    The model is not changed. Layers in training mode update their statistics; parameters that need no gradient stay in
+    flash, and the backward pass stops where nothing below needs it.
 
     Args:
         model: a module, or a callable that makes one; parameters in float32.
@@ -59,7 +59,6 @@ def export(
         name: of files and functions; None: from the model's class.
         verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
         force: write into a folder with other files.
-        steps: that are recorded, and compared.
 
     Raises:
         BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does.
@@ -73,31 +72,50 @@ def export(
     """
     if optimizer is None:
         raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
+    own = _own(model)
+    title, place = c_name(name or type(own).__name__), prepared_folder(Path(folder), force)
+    step = StepOptions(inputs, {}, targets, loss, optimizer, None)
     with undisturbed():
-        own = _own(model)
-        title = c_name(name or type(own).__name__)
-        place = prepared_folder(Path(folder), force)
-        step = StepOptions(inputs, {}, targets, loss, optimizer, None)
         asked = request(own, step, PlanOptions(budget=budget), fake=False)
-        rules = update_rules(optimizer, asked.model)
-        for path, one in asked.model.named_parameters():
-            one.requires_grad_(path in rules.group_of)
-        captured, infer = _captured(asked)
-        layout, around = planned_step(title, asked, captured, infer, rules)
-        recorded = reference(asked, layout, steps)
-        result = Exported.of(layout, around, place, asked.budget)
-        for file, text in {
-            f"{title}.c": program_text(layout), f"{title}.h": companion_files.header_text(layout),
-            "weights.h": companion_files.weights_text(layout), f"test_{title}.c": companion_files.test_text(layout, recorded),
-            "Makefile": companion_files.makefile_text(title), f"{title}.json": companion_files.tensors_text(layout),
-        }.items():  # fmt: skip
-            (place / file).write_text(text, encoding="utf-8")
-        verdict = Verdict("not verified") if verify is False else prove(place, layout, recorded, needed=bool(verify))
-        (place / "README.md").write_text(companion_files.readme_text(layout, str(verdict)), encoding="utf-8")
+        plan = _planned(asked, title, optimizer)
+        recorded = reference(asked, plan.layout, STEPS)
+    result = Exported.of(plan, place, asked.budget)
+    _write(place, plan.layout, recorded)
+    verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
+    _describe(place, plan.layout, verdict)
     return result.with_verdict(verdict)
 
 
-def _own(model: Any) -> nn.Module:
+def _planned(asked: Request, name: str, optimizer: Callable[[Any], Any]) -> DevicePlan:
+    """Plan the step. What the optimizer does not have is frozen."""
+    rules = update_rules(optimizer, asked.model)
+    for path, one in asked.model.named_parameters():
+        one.requires_grad_(path in rules.group_of)
+    captured, infer = _captured(asked)
+    return planned_step(name, asked, captured, infer, rules)
+
+
+def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
+    """Write everything but the README."""
+    name = layout.name
+    files = {
+        f"{name}.c": program_text(layout),
+        f"{name}.h": companion_files.header_text(layout),
+        "weights.h": companion_files.weights_text(layout),
+        f"test_{name}.c": companion_files.repeating_text(layout, recorded),
+        "Makefile": companion_files.makefile_text(name),
+        f"{name}.json": companion_files.tensors_text(layout),
+    }
+    for file, text in files.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    _describe(folder, layout, NOT_VERIFIED)
+
+
+def _describe(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
+    (folder / "README.md").write_text(companion_files.readme_text(layout, str(verdict)), encoding="utf-8")
+
+
+def _own(model: Any) -> Any:
     """Return a copy of the model, with contiguous parameters."""
     made = model if isinstance(model, nn.Module) else model() if callable(model) else model
     if not isinstance(made, nn.Module):
@@ -106,10 +124,14 @@ def _own(model: Any) -> nn.Module:
     for path, one in (*own.named_parameters(), *own.named_buffers()):
         if one.dtype not in (torch.float32, torch.int64):
             raise InputError(
-                f"{path} in {str(one.dtype).removeprefix('torch.')}", expected="float32 throughout", do="Use model.float()"
+                f"{path} in {str(one.dtype).removeprefix('torch.')}",
+                expected="float32 throughout",
+                do="Use model.float()",
             )
         if not bool(torch.isfinite(one).all()):
-            raise InputError(f"{path} has elements that are not finite", expected="weights that can be trained", do="Mend them")
+            raise InputError(
+                f"{path} has elements that are not finite", expected="weights that can be trained", do="Mend them"
+            )
         one.data = one.data.contiguous()
     return own
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan.exporting.source.step_layout import StepLayout
-from memplan.exporting.trials.proving import Verdict
-from memplan.planning.graph.resident import Surroundings
+from memplan.exporting.device_plan import DevicePlan
+from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
+from memplan.planning.plan.budget_error import Holder, budget_error
 from memplan.planning.schedule.to_trace import timeline_of
 from memplan.simulation.timeline import Timeline
 
@@ -38,8 +39,15 @@ class Exported:
     """Results that are made again in the backward pass."""
     fused: int
     """Parameters that are updated element by element, without a gradient in memory."""
+    smallest_budget: int
+    """Bytes of RAM of the smallest plan that was found."""
+    levers: tuple[tuple[str, int], ...]
+    """What was done one after another, and the bytes of the arena that are in use at once with it."""
+    held_by: tuple[Holder, ...]
+    """What is in RAM at the peak, the largest first."""
     timeline: Timeline
-    verdict: Verdict = Verdict("not verified")
+    """RAM over the step."""
+    verdict: Verdict = NOT_VERIFIED
 
     @property
     def ram(self) -> int:
@@ -47,10 +55,10 @@ class Exported:
         return self.arena + self.state + self.inputs
 
     @classmethod
-    def of(cls, layout: StepLayout, around: Surroundings, folder: Path, budget: int) -> Exported:
-        """Gather the figures of a layout."""
-        memory, step = layout.memory, layout.step
-        graph = step.device.graph
+    def of(cls, plan: DevicePlan, folder: Path, budget: int) -> Exported:
+        """Gather the figures of a plan."""
+        layout, step = plan.layout, plan.layout.step
+        memory, graph = layout.memory, step.device.graph
         floats = {kind: memory.floats(kind) for kind in ("trained", "statistics", "frozen")}
         constants = sum(array.size for of in (step, layout.infer) for array in of.device.constants.values())
         return cls(
@@ -58,19 +66,30 @@ class Exported:
             sum(value.bytes for value in graph.values if value.kind == "input"), 4 * (sum(floats.values()) + constants),
             floats["trained"], floats["frozen"],
             sum(action.recomputed for action in step.schedule.backward), len(step.device.fused),
-            timeline_of(step.schedule, around),
+            plan.smallest, plan.levers, budget_error(step.schedule, plan.around, budget).held_by,
+            timeline_of(step.schedule, plan.around),
         )  # fmt: skip
 
     def with_verdict(self, verdict: Verdict) -> Exported:
         """Return the same with what the proof found."""
         return replace(self, verdict=verdict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain data. Bytes."""
+        names = ("name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget")
+        counts = ("trained", "frozen", "recomputed", "fused")
+        return {
+            **{name: getattr(self, name) for name in (*names, *counts)},
+            "folder": str(self.folder),
+            "levers": [{"what": what, "live": size} for what, size in self.levers],
+            "held_by": [{"what": str(one), "bytes": one.bytes} for one in self.held_by],
+            "proven": self.verdict.proven,
+            "verdict": str(self.verdict),
+        }
+
     def __str__(self) -> str:
-        held = f"{format_bytes(self.arena)} arena, {format_bytes(self.state)} weights and state, {format_bytes(self.inputs)} inputs"
-        lines = [
-            f"{self.folder / self.name}.c: a training step in {format_bytes(self.ram)} of RAM ({held})",
-            f"flash: {format_bytes(self.flash)} of weights, beside the code; {self.trained} trained, {self.frozen} frozen",
-            f"{self.recomputed} results made again, {self.fused} weights updated element by element",
-            str(self.verdict),
-        ]
-        return "\n".join(lines)
+        parts = {"arena": self.arena, "weights and state": self.state, "inputs": self.inputs}
+        held = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+        return (
+            f"{self.folder / self.name}.c: a training step in {format_bytes(self.ram)} of RAM ({held}); {self.verdict}"
+        )

@@ -8,8 +8,10 @@ from pathlib import Path
 from memplan.errors import InputError
 
 KEYWORDS = frozenset(
-    "auto break case char const continue default do double else enum extern float for goto if inline int long register "
-    "restrict return short signed sizeof static struct switch typedef union unsigned void volatile while".split()
+    """
+    auto break case char const continue default do double else enum extern float for goto if inline int long register
+    restrict return short signed sizeof static struct switch typedef union unsigned void volatile while
+    """.split()  # noqa: SIM905  # thirty quoted words are harder to read
 )
 
 
@@ -34,7 +36,9 @@ def prepared_folder(folder: Path, force: bool) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         theirs = sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise InputError(f"{folder} ({error.strerror})", expected="a folder that can be written to", do="Name another") from error
+        raise InputError(
+            f"{folder} ({error.strerror})", expected="a folder that can be written to", do="Name another"
+        ) from error
     if theirs and not force and not _is_export(folder):
         raise InputError(
             f"{folder} holds other files ({', '.join(theirs[:3])}{', ...' if theirs[3:] else ''})",

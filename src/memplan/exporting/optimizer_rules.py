@@ -67,7 +67,11 @@ def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRul
     names = {id(one): name for name, one in named.items()}
     groups, group_of = list[UpdateRule](), dict[str, int]()
     for at, group in enumerate(made.param_groups):
-        groups.append(_sgd(group) if kind == "sgd" else _adam(group, at, isinstance(made, torch.optim.AdamW)))
+        groups.append(
+            _sgd(group)
+            if kind == "sgd"
+            else _adam(group, at, group.get("decoupled_weight_decay", isinstance(made, torch.optim.AdamW)))
+        )
         group_of |= {names[id(one)]: at for one in group["params"] if id(one) in names}
     momentum = kind == "adam" or any(group["momentum"] for group in made.param_groups)
     return UpdateRules(type(made).__name__, tuple(groups), group_of, momentum, kind == "adam")
@@ -91,7 +95,7 @@ def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
         raise InputError("amsgrad=True", expected="Adam without amsgrad", do="Leave it out")
     betas = [float(beta) for beta in group["betas"]]
     defines = {
-        **_shared(group), "GROUP": str(at), "DECOUPLED": str(int(decoupled or group.get("decoupled_weight_decay", False))),
+        **_shared(group), "GROUP": str(at), "DECOUPLED": str(int(decoupled)),
         "BETA1": number(betas[0]), "BETA2": number(betas[1]), "EPSILON": number(group["eps"]),
     }  # fmt: skip
     return UpdateRule("update_adam", defines, tuple(math.log(beta) if beta else -math.inf for beta in betas))

@@ -12,7 +12,9 @@ def check_offsets(buffers: Sequence[Buffer], offsets: Sequence[int], size: int) 
     """Raise ScheduleError where two buffers that are there at once share a byte, or one leaves the arena."""
     events = sorted({one.first for one in buffers})
     for at in events:
-        there = [(offsets[n], offsets[n] + one.bytes, n) for n, one in enumerate(buffers) if one.first <= at <= one.last]
+        there = [
+            (offsets[n], offsets[n] + one.bytes, n) for n, one in enumerate(buffers) if one.first <= at <= one.last
+        ]
         end = 0
         for begin, stop, number in sorted(there):
             if begin < end or stop > size or begin % 4:

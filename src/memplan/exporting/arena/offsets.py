@@ -62,7 +62,9 @@ def _in_order(buffers: Sequence[Buffer], meeting: Sequence[Sequence[int]], order
     end = 0
     for number in order:
         size = buffers[number].bytes
-        taken = sorted((offsets[other], offsets[other] + buffers[other].bytes) for other in meeting[number] if offsets[other] >= 0)
+        taken = sorted(
+            (offsets[other], offsets[other] + buffers[other].bytes) for other in meeting[number] if offsets[other] >= 0
+        )
         at = 0
         for begin, stop in taken:
             if begin - at >= size:

@@ -70,7 +70,9 @@ class CallWriter:
 
     def table(self, kind: str, *rows: Any) -> str:
         """Return C for a pointer to a constant table of sizes."""
-        text = ", ".join("{" + ", ".join(map(str, row)) + "}" if isinstance(row, (list, tuple)) else str(row) for row in rows)
+        text = ", ".join(
+            "{" + ", ".join(map(str, row)) + "}" if isinstance(row, (list, tuple)) else str(row) for row in rows
+        )
         declaration = f"static const {kind} NAME = {{{text}}};"
         name = self.tables.setdefault(declaration, f"{kind}_{len(self.tables)}")
         return f"&{name}"
@@ -83,7 +85,13 @@ class CallWriter:
         """Return C for one argument."""
         if isinstance(given, float):
             return number(given)
-        return given if isinstance(given, str) else self.at(given) if isinstance(given, Ref) or given is None else str(int(given))
+        return (
+            given
+            if isinstance(given, str)
+            else self.at(given)
+            if isinstance(given, Ref) or given is None
+            else str(int(given))
+        )
 
     # -- elementwise
 
@@ -104,7 +112,9 @@ class CallWriter:
         }
         every = [self.graph.values[result], *(self.value(one) for one in operands)]
         pointers = [self.at(Ref(result)), *map(self.at, operands)]
-        flat = all(one.shape == every[0].shape and one.stride == every[0].stride for one in every) and is_dense(every[0])
+        flat = all(one.shape == every[0].shape and one.stride == every[0].stride for one in every) and is_dense(
+            every[0]
+        )
         count = len(operands)
         if flat or all(math.prod(one.shape) == 1 for one in every):
             name = self.instance(f"elementwise{count}", f"each_{form.function}", defines)
@@ -125,7 +135,11 @@ class CallWriter:
         steps = [_broadcast(value, shape) for value in every]
         sizes, merged = merged_loops(shape, steps)
         if len(sizes) > LOOPS:
-            raise refusal(op, f" over {len(sizes)} dimensions that do not follow one another", near="the same of a contiguous() tensor")
+            raise refusal(
+                op,
+                f" over {len(sizes)} dimensions that do not follow one another",
+                near="the same of a contiguous() tensor",
+            )
         missing = LOOPS - len(sizes)
         rows = [[1] * missing + sizes, *([0] * missing + step for step in merged)]
         while len(rows) < 4:

@@ -56,7 +56,9 @@ _TABLE: dict[str, tuple[Elementwise, ...]] = {
     "div.Tensor": _binary("divide", "divide_number"),
     "elu.default": _unary("elu", *_ELU),
     "elu_backward.default": (
-        Elementwise("elu_gradient_of_result", ("grad_output", "self_or_result"), _ELU, lambda given: given["is_result"]),
+        Elementwise(
+            "elu_gradient_of_result", ("grad_output", "self_or_result"), _ELU, lambda given: given["is_result"]
+        ),
         Elementwise("elu_gradient", ("grad_output", "self_or_result"), _ELU),
     ),
     "exp.default": _unary("exponential"),
@@ -106,12 +108,16 @@ ELEMENTWISE: Mapping[str, tuple[Elementwise, ...]] = {f"aten.{name}": forms for 
 """Forms of each op; the first that suits its arguments is taken."""
 
 
-def form_of(target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Elementwise, list[Any], list[float]] | None:
+def form_of(
+    target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Elementwise, list[Any], list[float]] | None:
     """Return the form of a call, its operands and its numbers; None where no form suits it."""
     given = arguments_of(target, args, kwargs)
     for form in ELEMENTWISE[target]:
         if form.suits(given):
             numbers = [given.get(name) for name, _ in form.numbers]
-            filled = [default if one is None else float(one) for one, (_, default) in zip(numbers, form.numbers, strict=True)]
+            filled = [
+                default if one is None else float(one) for one, (_, default) in zip(numbers, form.numbers, strict=True)
+            ]
             return form, [given[name] for name in form.operands], filled
     return None

@@ -199,11 +199,13 @@ def _max_pool(w: CallWriter, op: GraphOp) -> list[str]:
 def _max_pool_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     g, _, kernel, stride, padding, step, _, places = op.args
     made = Ref(_result(op))
-    return [w.call(w.kernel("max_pool_gradient"), made, g, places, _pool_table(w, made, g, kernel, stride, padding, step))]
+    return [
+        w.call(w.kernel("max_pool_gradient"), made, g, places, _pool_table(w, made, g, kernel, stride, padding, step))
+    ]
 
 
 def _average_pool(w: CallWriter, op: GraphOp) -> list[str]:
-    given = {"stride": [], "padding": [0], "count_include_pad": True, "divisor_override": None}
+    given: dict[str, Any] = {"stride": [], "padding": [0], "count_include_pad": True, "divisor_override": None}
     given |= arguments_of(op.target, op.args, op.kwargs)
     made, backward = Ref(_result(op)), "grad_output" in given
     g = given["grad_output"] if backward else given["self"]
@@ -283,7 +285,7 @@ def _likelihood_gradient(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _mean_squares(w: CallWriter, op: GraphOp) -> list[str]:
-    given = {"reduction": 1} | arguments_of(op.target, op.args, op.kwargs)
+    given: dict[str, Any] = {"reduction": 1} | arguments_of(op.target, op.args, op.kwargs)
     x, y, made = given["self"], given["target"], Ref(_result(op))
     count = math.prod(w.shape(x))
     divisor = float(count) if _reduction(op, given["reduction"]) else 1.0
@@ -330,7 +332,9 @@ def _part(value: Any, shape: tuple[int, ...]) -> Any:
     return replace(value, shape=tuple(shape))
 
 
-def _into_zeros(w: CallWriter, op: GraphOp, g: Ref, shape: tuple[int, ...], steps: tuple[int, ...], start: int) -> list[str]:
+def _into_zeros(
+    w: CallWriter, op: GraphOp, g: Ref, shape: tuple[int, ...], steps: tuple[int, ...], start: int
+) -> list[str]:
     """Return zeros, and then the gradient where it belongs: of so many elements a step."""
     from dataclasses import replace
 
@@ -342,7 +346,7 @@ def _into_zeros(w: CallWriter, op: GraphOp, g: Ref, shape: tuple[int, ...], step
 
 def _select_backward(w: CallWriter, op: GraphOp) -> list[str]:
     g, sizes, dim, index = op.args
-    result, dim = w.graph.values[_result(op)], op.args[2] % len(sizes)
+    result, dim = w.graph.values[_result(op)], dim % len(sizes)
     steps = tuple(step for at, step in enumerate(result.stride) if at != dim)
     return _into_zeros(w, op, g, w.shape(g), steps, index % sizes[dim] * result.stride[dim])
 
@@ -356,16 +360,14 @@ def _slice_backward(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 def _pad(w: CallWriter, op: GraphOp) -> list[str]:
-    x, pads, value = (*op.args, 0.0)[:3]
+    x, pads, value = op.args if len(op.args) == 3 else (*op.args, 0.0)
     result, source = w.graph.values[_result(op)], w.value(x)
     before = [0] * len(result.shape)
     for at in range(len(pads) // 2):
         before[-1 - at] = pads[2 * at]
     first = [max(one, 0) for one in before]
     begin = [max(-one, 0) for one in before]
-    shape = tuple(
-        min(r - f, s - b) for r, f, s, b in zip(result.shape, first, source.shape, begin, strict=True)
-    )
+    shape = tuple(min(r - f, s - b) for r, f, s, b in zip(result.shape, first, source.shape, begin, strict=True))
     start = sum(one * step for one, step in zip(first, result.stride, strict=True))
     skip = sum(one * step for one, step in zip(begin, source.stride, strict=True))
     filled = w.call(w.kernel("fill"), Ref(result.id), float(value), math.prod(result.shape))

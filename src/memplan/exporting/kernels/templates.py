@@ -6,7 +6,6 @@ import re
 from functools import cache
 from importlib.resources import files
 
-
 NEEDS: dict[str, tuple[str, ...]] = {
     "matmul": ("axpy", "dot"),
     "matmul_gradient": ("matmul",),
@@ -35,7 +34,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 def template(name: str) -> str:
     """Return the text of a template."""
     file = name if "." in name else f"{name}.c"
-    return (files(__package__) / "templates" / file).read_text(encoding="utf-8")
+    return (files("memplan.exporting.kernels") / "templates" / file).read_text(encoding="utf-8")
 
 
 @cache

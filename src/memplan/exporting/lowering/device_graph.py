@@ -82,11 +82,22 @@ class Lowering(Rebuild):
         """Return the shape of an argument."""
         return self.values[ref.value].shape
 
-    def buffer(self, name: str, like: Value, shape: Sequence[int], dtype: str = "float32", size: int | None = None) -> int:
+    def buffer(
+        self, name: str, like: Value, shape: Sequence[int], dtype: str = "float32", size: int | None = None
+    ) -> int:
         """Add a contiguous value with memory of its own; ``size``: its bytes, where these do not follow from that."""
         stride = torch.empty(tuple(shape), device="meta").stride()
         taken = words(math.prod(shape) * getattr(torch, dtype).itemsize if size is None else size)
-        return self.value(name, like, shape=tuple(shape), stride=tuple(stride), dtype=dtype, bytes=taken, base=len(self.values), op=None)
+        return self.value(
+            name,
+            like,
+            shape=tuple(shape),
+            stride=tuple(stride),
+            dtype=dtype,
+            bytes=taken,
+            base=len(self.values),
+            op=None,
+        )
 
     # -- ops
 
@@ -137,6 +148,7 @@ class Lowering(Rebuild):
 
     def view(self, op: GraphOp) -> None:
         """Add an op that only looks into memory, and note where its results begin."""
+
         def meta(value: int) -> torch.Tensor:
             found = self.values[value]
             reach = self.offsets.get(value, 0)
@@ -156,7 +168,12 @@ class Lowering(Rebuild):
 
     def folded(self, op: GraphOp) -> bool:
         """Compute an op now whose operands are all known; return whether it was."""
-        if op.random or op.once or not op.outputs or any(value not in self.known for value in refs((op.args, op.kwargs))):
+        if (
+            op.random
+            or op.once
+            or not op.outputs
+            or any(value not in self.known for value in refs((op.args, op.kwargs)))
+        ):
             return False
         args, kwargs = map_refs(op.args, self.known.__getitem__), map_refs(op.kwargs, self.known.__getitem__)
         made = overload(op.target)(*args, **kwargs)

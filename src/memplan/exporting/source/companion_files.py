@@ -85,11 +85,9 @@ def weights_text(layout: StepLayout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_text(layout: StepLayout, recorded: Recorded) -> str:
+def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     """Return test_NAME.c: the recorded steps again, beside what PyTorch computed."""
-    name, upper = layout.name, layout.name.upper()
-    graph = layout.step.device.graph
-    arrays, rolls, arguments, infer = list[str](), list[str](), list[str](), list[str]()
+    graph, arrays, rolls = layout.step.device.graph, list[str](), list[str]()
     for value, argument in layout.step.inputs.items():
         kind = "int32_t" if graph.values[value].dtype == "int32" else "float"
         array = recorded.inputs[argument].reshape(-1)
@@ -97,16 +95,22 @@ def test_text(layout: StepLayout, recorded: Recorded) -> str:
                    f"static {kind} {argument}[{array.size}];"]  # fmt: skip
         rolls += [f"for (int i = 0; i < {array.size}; i++)",
                   f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
-        arguments.append(argument)
-    infer = list(layout.infer.inputs.values())
     text = template("test_program")
     filled = {
-        "NAME": name, "UPPER": upper, "STEPS": str(len(recorded.losses)), "ARRAYS": "\n".join(arrays),
-        "ROLLS": "\n        ".join(rolls), "ARGUMENTS": ", ".join(arguments), "INFER": ", ".join(infer),
-        "LOSSES": ", ".join(map(number, recorded.losses)), "LOSS_BOUNDS": ", ".join(map(number, recorded.loss_bounds)),
-        "OUTPUT": ", ".join(map(number, recorded.output.reshape(-1)[:4])), "OUTPUT_BOUND": number(recorded.output_bound),
-        "CHECKED": str(min(4, recorded.output.size)), "SAMPLES": _samples(recorded),
-    }  # fmt: skip
+        "NAME": layout.name,
+        "UPPER": layout.name.upper(),
+        "STEPS": str(len(recorded.losses)),
+        "ARRAYS": "\n".join(arrays),
+        "ROLLS": "\n        ".join(rolls),
+        "ARGUMENTS": ", ".join(layout.step.inputs.values()),
+        "INFER": ", ".join(layout.infer.inputs.values()),
+        "LOSSES": ", ".join(map(number, recorded.losses)),
+        "LOSS_BOUNDS": ", ".join(map(number, recorded.loss_bounds)),
+        "OUTPUT": ", ".join(map(number, recorded.output.reshape(-1)[:4])),
+        "OUTPUT_BOUND": number(recorded.output_bound),
+        "CHECKED": str(min(4, recorded.output.size)),
+        "SAMPLES": _samples(recorded),
+    }
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", value)
     return text
@@ -129,7 +133,12 @@ def makefile_text(name: str) -> str:
 def readme_text(layout: StepLayout, verified: str) -> str:
     """Return the README of ten lines."""
     text = template("README.txt").replace("@VERIFIED@", verified)
-    changes = {"NAME": layout.name, "UPPER": layout.name.upper(), "STATE": str(layout.state), "ARENA": str(layout.arena)}
+    changes = {
+        "NAME": layout.name,
+        "UPPER": layout.name.upper(),
+        "STATE": str(layout.state),
+        "ARENA": str(layout.arena),
+    }
     for mark, value in changes.items():
         text = text.replace(f"@{mark}@", value)
     return text

@@ -44,8 +44,10 @@ class _ProgramWriter:
     def step(self) -> str:
         """Return the function that runs a step."""
         of = self.layout.step
-        arguments = ", ".join(f"const {_c_type(of.device.graph.values[value].dtype)} *{name}" for value, name in of.inputs.items())
-        lines = [f"s->step++;", *self._corrections(), *self._body(of)]
+        arguments = ", ".join(
+            f"const {_c_type(of.device.graph.values[value].dtype)} *{name}" for value, name in of.inputs.items()
+        )
+        lines = ["s->step++;", *self._corrections(), *self._body(of)]
         loss = self._place(of, len(of.lifetimes.placed) - 1, of.schedule.graph.outputs[0])
         lines.append(f"return ({loss})[0];")
         return f"float {self.name}_step({self.name}_state *s, {arguments})\n{{\n" + _indented(lines) + "}"
@@ -53,13 +55,17 @@ class _ProgramWriter:
     def infer(self) -> str:
         """Return the function that runs the model alone."""
         of = self.layout.infer
-        arguments = ", ".join(f"const {_c_type(of.device.graph.values[value].dtype)} *{name}" for value, name in of.inputs.items())
+        arguments = ", ".join(
+            f"const {_c_type(of.device.graph.values[value].dtype)} *{name}" for value, name in of.inputs.items()
+        )
         lines = self._body(of)
         result = of.schedule.graph.values[of.schedule.graph.outputs[0]]
         assert is_contiguous(result), "the lowering made it so"
         source = self._place(of, len(of.lifetimes.placed) - 1, result.id)
         lines += [f"for (int k = 0; k < {math.prod(result.shape)}; k++)", f"{INDENT}output[k] = ({source})[k];"]
-        return f"void {self.name}_infer({self.name}_state *s, {arguments}, float *output)\n{{\n" + _indented(lines) + "}"
+        return (
+            f"void {self.name}_infer({self.name}_state *s, {arguments}, float *output)\n{{\n" + _indented(lines) + "}"
+        )
 
     def _corrections(self) -> list[str]:
         lines = []
@@ -95,7 +101,8 @@ class _ProgramWriter:
             kernel = writer.kernel("pack_bits")
             return [writer.call(kernel, bits, Ref(form.value), form.how == "positive", count)]
         if action.kind == "write":
-            assert action.value is not None and action.source is not None, "a write has both"
+            assert action.value is not None, "a write has a target"
+            assert action.source is not None, "and a source"
             count = math.prod(graph.values[action.value].shape)
             to, source = writer.place(action.value), writer.place(action.source)
             return [f"for (int k = 0; k < {count}; k++)", f"{INDENT}({to})[k] = ({source})[k];"]
@@ -118,7 +125,8 @@ class _ProgramWriter:
 
     def _update(self, of: Pass, writer: CallWriter, action: Action) -> list[str]:
         graph = of.schedule.graph
-        assert action.value is not None and action.source is not None, "a gift has both"
+        assert action.value is not None, "what is given is the gradient of something"
+        assert action.source is not None, "and is there"
         value = graph.values[action.value]
         if graph.base(action.source) in of.device.fused or value.path not in self.offset_of:
             return []
@@ -140,7 +148,10 @@ class _ProgramWriter:
     def _emits(self, of: Pass) -> Mapping[int, tuple[str, str]]:
         graph = of.schedule.graph
         return {
-            graph.base(gradient): (self._rule(graph.values[param].path), f"s, {self.offset_of[graph.values[param].path]}")
+            graph.base(gradient): (
+                self._rule(graph.values[param].path),
+                f"s, {self.offset_of[graph.values[param].path]}",
+            )
             for param, gradient in graph.gradients
             if graph.base(gradient) in of.device.fused
         }
@@ -163,7 +174,11 @@ class _ProgramWriter:
         start = of.placement.offsets[of.lifetimes.placed[at][base.id]]
         assert not start % 4, "buffers are whole words"
         pointer = f"s->arena + {start // 4}" if start else "s->arena"
-        return f"(unsigned char *)({pointer})" if found.dtype in ("bool", "uint8") and found.kind != "encoded" else _plus(pointer, offset)
+        return (
+            f"(unsigned char *)({pointer})"
+            if found.dtype in ("bool", "uint8") and found.kind != "encoded"
+            else _plus(pointer, offset)
+        )
 
     def _constant(self, of: Pass, value: int) -> str:
         array = of.device.constants[value]
@@ -179,12 +194,13 @@ class _ProgramWriter:
         lines = [
             f"/* {self.name}: a training step, written by memplan. See {self.name}.h for what to call. */",
             f'#include "{self.name}.h"',
-            f'#include "weights.h"',
+            '#include "weights.h"',
             "#include <math.h>",
             "",
             f"#define STATE {self.name}_state",
             "",
-            f"typedef char {self.name}_arena_is_whole[sizeof(((STATE *)0)->arena) == {self.name.upper()}_ARENA_BYTES ? 1 : -1];",
+            f"typedef char {self.name}_arena_is_whole",
+            f"    [sizeof(((STATE *)0)->arena) == {self.name.upper()}_ARENA_BYTES ? 1 : -1];",
         ]
         return "\n".join(lines)
 
@@ -192,7 +208,11 @@ class _ProgramWriter:
         """Return kernels, tables and constants, once both functions are written."""
         tables = [text.replace("NAME", name, 1) for text, name in self.tables.items()]
         constants = [text.replace("NAME", name, 1) for text, name in self.constants.items()]
-        return [*(text.rstrip() for text in self.kernels.values()), *(["\n".join(tables)] if tables else []), *constants]
+        return [
+            *(text.rstrip() for text in self.kernels.values()),
+            *(["\n".join(tables)] if tables else []),
+            *constants,
+        ]
 
     def interface(self) -> str:
         """Return the functions that start a device, and that move its weights."""

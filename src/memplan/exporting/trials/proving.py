@@ -37,10 +37,15 @@ class Verdict:
         return self.words
 
 
+NOT_VERIFIED = Verdict("not verified")
+
+
 def compiler() -> str | None:
     """Return the C compiler of this machine: what CC names, else cc, gcc or clang."""
     named = os.environ.get("CC")
-    return next((found for one in ((named,) if named else ("cc", "gcc", "clang")) if one and (found := shutil.which(one))), None)
+    return next(
+        (found for one in ((named,) if named else ("cc", "gcc", "clang")) if one and (found := shutil.which(one))), None
+    )
 
 
 def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool) -> Verdict:
@@ -53,7 +58,9 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
     cc = compiler()
     if cc is None:
         if needed:
-            raise UsageError("No C compiler", expected="cc, gcc or clang, or what CC names", do="Install one, or verify=False")
+            raise UsageError(
+                "No C compiler", expected="cc, gcc or clang, or what CC names", do="Install one, or verify=False"
+            )
         return Verdict("not verified: no C compiler was found")
     with tempfile.TemporaryDirectory() as scratch:
         program, results = Path(scratch) / "test", Path(scratch) / "weights"
@@ -76,14 +83,14 @@ def compared(output: str, written: np.ndarray, recorded: Recorded) -> Verdict:
     ]
     if len(losses) != len(recorded.losses) or not max(worst) <= 1:
         raise VerificationError(
-            f"the C code's losses are off by {worst[0]:.2g}, its weights by {worst[1]:.2g} and its outputs by {worst[2]:.2g} "
-            "times what float64 allows",
+            f"the C code's losses are off by {worst[0]:.2g}, its weights by {worst[1]:.2g} and its outputs by "
+            f"{worst[2]:.2g} times what float64 allows",
             expected="results as near to float64 as PyTorch's in float32 are",
             do="Report it: the files are left for a look",
         )
     words = (
-        f"{len(losses)} steps beside PyTorch: every loss within {worst[0]:.2g}, every weight within {worst[1]:.2g} of its "
-        "bound; no sanitizer report"
+        f"{len(losses)} steps beside PyTorch: every loss within {worst[0]:.2g} of its bound, every weight within "
+        f"{worst[1]:.2g}; no sanitizer report"
     )
     return Verdict(words, True, tuple(losses), *worst)
 

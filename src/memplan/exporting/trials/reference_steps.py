@@ -1,7 +1,8 @@
 """What PyTorch computes for the recorded steps, in float64, and the errors that are fair.
 
-Fair is what float32 does to the same steps, and what a change of the weights by one rounding does: steps that amplify
-such a change (a norm over two samples) amplify any other order of additions as well.
+Fair is what float32 does to the same steps, and what a change of the weights by a few roundings does. The latter sees
+how far a step amplifies such a change (a norm over two samples), and that of an activation which is 0 but for rounding
+another order of additions makes a ReLU's gradient all or nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from memplan import _torch
 from memplan.exporting.kernels.kernel_calls import threshold
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout
+from memplan.planning.capture.loss_module import WithLoss, default_loss
 from memplan.planning.request import Request
 
 ROLL = 7
 """By so many elements the data is rolled from step to step, so that no two steps are the same."""
 FAIR = 8.0
 """An error may be so many times that of PyTorch in float32: sums are added in another order."""
-ONE_ROUNDING = 2.0**-24
+FEW_ROUNDINGS = 2.0**-20
+"""Share of a weight by which it is changed: large enough that among all activations some change their sign."""
 ROUNDING = 2.0**-19
 """And so many times the largest element of a tensor, where PyTorch is exact by chance."""
 
@@ -39,12 +42,17 @@ class _Run:
 def reference(asked: Request, layout: StepLayout, steps: int) -> Recorded:
     """Run so many steps of copies of the model: in float64, in float32, and changed a little."""
     double = _run(asked, layout, steps, torch.float64)
-    others = [_run(asked, layout, steps, torch.float32), *(_run(asked, layout, steps, torch.float64, k) for k in (1, 2))]
+    others = [
+        _run(asked, layout, steps, torch.float32),
+        *(_run(asked, layout, steps, torch.float64, k) for k in (1, 2)),
+    ]
     losses = [np.abs(other.losses - double.losses) for other in others]
     loss_bounds = FAIR * np.maximum.reduce(losses) + ROUNDING * np.maximum(np.abs(double.losses), 1.0)
     held = layout.memory.weights
     weights = np.concatenate([double.weights[one.path].reshape(-1) for one in held])
-    bounds = [np.full(one.size, _bound(double.weights[one.path], [o.weights[one.path] for o in others])) for one in held]
+    bounds = [
+        np.full(one.size, _bound(double.weights[one.path], [o.weights[one.path] for o in others])) for one in held
+    ]
     graph = layout.step.device.graph
     numbers = {name: int(graph.values[value].path) for value, name in layout.step.inputs.items()}
     inputs = {name: _array(asked.call.tensors[number]) for name, number in numbers.items()}
@@ -69,15 +77,15 @@ def _run(asked: Request, layout: StepLayout, steps: int, dtype: torch.dtype, cha
     step, optimizer_of = copy.deepcopy(asked.step), asked.settings.optimizer
     assert optimizer_of is not None, "an export has one"
     step.to(dtype)
-    model = step if asked.step is asked.model else step.model
+    model = step.model if isinstance(step, WithLoss) else step
     if changed:
         drawn = torch.Generator().manual_seed(changed)
         with torch.no_grad():
             for one in model.parameters():
-                one.mul_(1 + ONE_ROUNDING * (2 * torch.rand(one.shape, generator=drawn, dtype=one.dtype) - 1))
+                one.mul_(1 + FEW_ROUNDINGS * (2 * torch.rand(one.shape, generator=drawn, dtype=one.dtype) - 1))
     optimizer = optimizer_of([one for one in model.parameters() if one.requires_grad])
     given = [one.detach().to(dtype) if one.is_floating_point() else one for one in asked.call.tensors]
-    losses, draws = [], _Draws()
+    losses, draws, rolled = list[float](), _Draws(), given
     for at in range(steps):
         rolled = [one.reshape(-1).roll(-ROLL * at).reshape(one.shape) for one in given]
         args, kwargs = asked.call.rebuild(rolled)
@@ -89,7 +97,9 @@ def _run(asked: Request, layout: StepLayout, steps: int, dtype: torch.dtype, cha
         losses.append(loss.item())
     named = {**dict(step.named_parameters()), **dict(step.named_buffers())}
     prefix = "" if asked.step is asked.model else "model."
-    weights = {one.path: named[f"{prefix}{one.path}"].detach().numpy().astype(np.float64) for one in layout.memory.weights}
+    weights = {
+        one.path: named[f"{prefix}{one.path}"].detach().numpy().astype(np.float64) for one in layout.memory.weights
+    }
     model.eval()
     args, kwargs = asked.call.rebuild(rolled)
     targets = getattr(asked.step, "targets", 0)
@@ -99,8 +109,6 @@ def _run(asked: Request, layout: StepLayout, steps: int, dtype: torch.dtype, cha
 
 
 def _scalar(output: Any) -> torch.Tensor:
-    from memplan.planning.capture.loss_module import default_loss
-
     return output if isinstance(output, torch.Tensor) and output.dim() == 0 else default_loss(output)
 
 

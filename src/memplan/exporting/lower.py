@@ -41,7 +41,9 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
     Raises:
         RecordingError: it has an op that no kernel computes, or a dtype other than float32.
     """
-    low = Lowering(replace(graph, forms=(), values=tuple(v for v in graph.values if v.kind not in ("encoded", "host"))), constants)
+    low = Lowering(
+        replace(graph, forms=(), values=tuple(v for v in graph.values if v.kind not in ("encoded", "host"))), constants
+    )
     _resident(low, trained)
     for op in graph.ops:
         _lower(low, op)
@@ -171,7 +173,11 @@ def _lower(low: Lowering, op: GraphOp) -> None:
 def _counts_batches(low: Lowering, op: GraphOp) -> bool:
     """Return whether an op counts a batch norm's batches: nothing on the device reads that."""
     made = op.outputs[0] if op.outputs else None
-    return op.target == "aten.add.Tensor" and made in low.mutations.values() and low.graph.values[made or 0].dtype == "int64"
+    return (
+        op.target == "aten.add.Tensor"
+        and made in low.mutations.values()
+        and low.graph.values[made or 0].dtype == "int64"
+    )
 
 
 def _filled(low: Lowering, op: GraphOp) -> None:
@@ -274,7 +280,11 @@ def _hardtanh_backward(low: Lowering, op: GraphOp) -> None:
     x = op.args[1]
     limits = arguments_of(op.target, op.args, op.kwargs)
     for other in low.ops:
-        if other.target == "aten.hardtanh.default" and other.args[0] == x and tuple(other.args[1:]) == tuple(op.args[2:]):
+        if (
+            other.target == "aten.hardtanh.default"
+            and other.args[0] == x
+            and tuple(other.args[1:]) == tuple(op.args[2:])
+        ):
             assert other.outputs[0] is not None, "somebody reads it"
             op = replace(op, args=(op.args[0], Ref(other.outputs[0]), *op.args[2:]))
             break

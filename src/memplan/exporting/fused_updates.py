@@ -37,7 +37,9 @@ def fusible(graph: JointGraph) -> dict[int, GraphOp]:
 
 def worthwhile(graph: JointGraph) -> frozenset[int]:
     """Return the parameters whose gradient takes more than keeping its op's operand a little longer."""
-    return frozenset(of for of, op in fusible(graph).items() if graph.values[op.makes[0]].bytes > _longer(graph, of, op))
+    return frozenset(
+        of for of, op in fusible(graph).items() if graph.values[op.makes[0]].bytes > _longer(graph, of, op)
+    )
 
 
 def _longer(graph: JointGraph, of: int, maker: GraphOp) -> int:
@@ -79,7 +81,9 @@ def with_fused(device: DeviceGraph, parameters: Collection[int]) -> DeviceGraph:
 def _with_forms(made: JointGraph, before: JointGraph) -> JointGraph:
     """Return the graph with the kept forms' readers under their new indices."""
     outputs = {op.outputs: op.index for op in made.ops}
-    forms = tuple(replace(form, direct=tuple(outputs[before.ops[at].outputs] for at in form.direct)) for form in before.forms)
+    forms = tuple(
+        replace(form, direct=tuple(outputs[before.ops[at].outputs] for at in form.direct)) for form in before.forms
+    )
     return replace(made, forms=forms)
 
 

@@ -1,0 +1,79 @@
+"""`memplan export`: write a training step as C for a small device, under a budget of bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from memplan.cli.files import check_writable, write
+from memplan.cli.options import StepArguments, advised, describe, json_option, step_options, without
+from memplan.cli.progress import progress
+from memplan.cli.targets import contained
+from memplan.errors import BudgetError, InputError, StepError, VerificationError
+
+HELP = """Write a training step as C99 for a small device, under a budget of bytes.
+
+TARGET is path/to/file.py:callable or package.module:callable. The callable returns a module in float32. What is
+written needs libm and nothing else: no allocation, no recursion, one arena with fixed addresses. The budget is all
+the RAM of a step: weights that are trained, the optimizer's state, statistics, inputs and the arena. Parameters that
+need no gradient stay in flash.
+
+\b
+  memplan export examples/keyword_spotting.py:make --input 1x1x49x10 \\
+      --target "1:int64<12" --loss cross_entropy --optimizer sgd:lr=0.01 \\
+      --budget 300KiB --out device/
+
+Where a C compiler is found, the files are compiled, run under sanitizers, and compared with PyTorch step by step.
+
+\b
+Exit code: 0 done; 1 it does not fit, or the proof fails; 2 bad usage, or an
+operation without a C kernel.
+"""
+
+
+@click.command("export", help=HELP)
+@step_options
+@click.option("--budget", metavar="SIZE", required=True, help="256KiB, 1MiB: RAM of the device.")
+@click.option("--out", metavar="FOLDER", required=True, help="Where the files go.")
+@click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
+@click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
+@click.option("--force", is_flag=True, help="Write into a folder that holds other files.")
+@json_option("the figures")
+def command(
+    budget: str, out: str, name: str | None, verify: bool | None, force: bool, json_file: str | None, **given: Any
+) -> int:
+    """Run the command and return its exit code."""
+    from memplan.exporting.export import export
+    from memplan.reports.exports.export import dumps, print_export, print_shortfall
+
+    check_writable(json_file, "--json")
+    arguments = StepArguments(**given)
+    for option in ("--kwarg", "--precision"):
+        if option in arguments.given():
+            raise InputError(option, expected="positional inputs in float32", do="Leave it out")
+    with progress(f"exporting {arguments.target}"), contained(arguments.target):
+        described = describe(arguments)
+        step = described.options
+        try:
+            made = described.target.what(**described.arguments)
+            done = export(
+                made, *step.inputs, targets=step.targets, loss=step.loss, optimizer=step.optimizer, budget=budget,
+                folder=out, name=name, verify=verify, force=force,
+            )  # fmt: skip
+        except StepError as error:
+            raise advised(error, arguments) from error.__cause__
+        except BudgetError as error:
+            print_shortfall(error)
+            return 1
+        except VerificationError as error:
+            click.echo(f"memplan: {error}", err=True)
+            return 1
+    if json_file is not None:
+        write(json_file, dumps(done))
+    if json_file != "-":
+        print_export(done)
+    return 0
+
+
+without(command, "infer", "device", "settings", "assume", "cudnn")

@@ -1,0 +1,1 @@
+"""Reports of exports to small devices."""
