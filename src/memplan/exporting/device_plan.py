@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memplan.errors import InputError
+from memplan._bytes import format_bytes
+from memplan.errors import BudgetError, InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import placed
@@ -103,8 +104,16 @@ def _within(device: DeviceGraph, search: Search, budget: int, inputs: Mapping[in
         if over <= 0:
             return step
         if isinstance(found, Infeasible):
-            raise budget_error(made, around, budget)
+            raise _for_device(budget_error(made, around, budget))
         target = min(target, found.peak) - max(over, 1)
+
+
+def _for_device(error: BudgetError) -> BudgetError:
+    """Return the error without ways that a device does not have: it computes in float32."""
+    ways = tuple(way for way in error.lower_by if "autocast" not in way.do)
+    size = error.smallest_budget
+    do = f"Give {format_bytes(size)} ({size} bytes)" + (f", or {'; or '.join(map(str, ways))}" if ways else "")
+    return error.but(do=do, lower_by=ways)
 
 
 def _pass(device: DeviceGraph, made: Schedule, inputs: Mapping[int, str]) -> Pass:

@@ -59,7 +59,7 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
 
 def _dense_output(low: Lowering, graph: JointGraph, value: int) -> int:
     """Return an output; a copy of it where its elements do not follow one another."""
-    last = next(op for op in reversed(graph.ops) if op.phase == "forward")
+    last = next((op for op in reversed(graph.ops) if op.phase == "forward"), graph.ops[-1])
     return low.dense(replace(last, index=-1, layer="", where=None), Ref(value)).value
 
 

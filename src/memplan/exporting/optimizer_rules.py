@@ -96,7 +96,8 @@ def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
     betas = [float(beta) for beta in group["betas"]]
     defines = {
         **_shared(group), "GROUP": str(at), "DECOUPLED": str(int(decoupled)),
-        "BETA1": number(betas[0]), "BETA2": number(betas[1]), "EPSILON": number(group["eps"]),
+        "BETA2": number(betas[1]), "EPSILON": number(group["eps"]),
+        "REST1": number(1 - betas[0]), "REST2": number(1 - betas[1]),
     }  # fmt: skip
     return UpdateRule("update_adam", defines, tuple(math.log(beta) if beta else -math.inf for beta in betas))
 

@@ -1,4 +1,5 @@
-/* torch.optim.Adam and AdamW; s->correction holds 1 - beta ^ step of both betas. */
+/* torch.optim.Adam and AdamW; s->correction holds 1 - beta ^ step of both betas,
+   and the rests are 1 - beta: computed in double, for which float32 has too few digits. */
 static void KERNEL(STATE *s, int k, float g)
 {
     float *w = &s->weights[k], *m = &s->momentum[k], *v = &s->squares[k];
@@ -8,7 +9,7 @@ static void KERNEL(STATE *s, int k, float g)
         *w -= rate * DECAY * *w;
     else
         g += DECAY * *w;
-    *m += (1 - BETA1) * (g - *m);
-    *v = BETA2 * *v + (1 - BETA2) * g * g;
+    *m += REST1 * (g - *m);
+    *v = BETA2 * *v + REST2 * g * g;
     *w -= rate / correction[0] * *m / (sqrtf(*v) / sqrtf(correction[1]) + EPSILON);
 }

@@ -1,0 +1,214 @@
+"""Whole steps as C: proven beside PyTorch, within their budgets, refused where they cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_networks import NETWORKS
+from torch import nn
+from torch.nn import functional as F
+
+import memplan
+from memplan.errors import BudgetError, InputError, RecordingError, UsageError, VerificationError
+from memplan.exporting import export as exporting
+from memplan.exporting.exported import Exported
+from memplan.exporting.folder import c_name
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw, two groups": lambda p: torch.optim.AdamW(
+        [{"params": list(p)[:2], "lr": 0.02}, {"params": list(p)[2:], "betas": (0.8, 0.99)}], weight_decay=0.1
+    ),
+}
+
+
+class Everything(nn.Module):
+    """A norm of each kind, dropout, a residual, a frozen layer, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.second, self.drop = nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.3)
+        self.frozen = nn.Conv2d(4, 4, 1).requires_grad_(False)
+        self.register_buffer("scale", torch.full((1, 4, 1, 1), 0.5))
+        self.head = nn.Linear(4, 3)
+        self.layer = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm(self.first(x)))
+        y = y + self.drop(F.silu(self.second(y))) * self.scale
+        return self.head(self.layer(F.relu6(self.frozen(y)).mean((2, 3))))
+
+
+STEP: dict[str, Any] = {"targets": "2:int64<3", "loss": F.cross_entropy, "optimizer": SGD}
+
+
+def everything(folder: Path, seed: int = 0, **options: Any) -> Exported:
+    torch.manual_seed(seed)
+    return memplan.export(Everything(), "2x2x8x8", folder=folder, **STEP | options)
+
+
+def network(name: str, folder: Path, **options: Any) -> Exported:
+    make, inputs, targets, loss = NETWORKS[name]
+    torch.manual_seed(0)
+    step = {"loss": getattr(F, loss), "optimizer": SGD, "budget": "100 MiB"} | options
+    return memplan.export(make(), *inputs, targets=targets, folder=folder, **step)
+
+
+@needs_compiler
+def test_a_step_of_everything_is_proven(tmp_path: Path) -> None:
+    done = everything(tmp_path)
+    assert done.verdict.proven
+    assert len(done.verdict.losses) == exporting.STEPS
+    assert len(set(done.verdict.losses)) == exporting.STEPS, "it trains"
+    # 2 * 4 * 9 + 4, the norm's 4 + 4, 4 * 4 * 9 + 4, the head's 12 + 3, the other norm's 8
+    assert done.trained == 76 + 8 + 148 + 15 + 8
+    assert done.frozen == 4 * 4 + 4 + 4, "the frozen layer and the buffer"
+    assert done.state == 4 * (done.trained + 8 + 3), "weights, running statistics, rate, step and random state"
+    assert done.inputs == 2 * 2 * 8 * 8 * 4 + 2 * 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_do_as_torch_does(name: str, tmp_path: Path) -> None:
+    done = network("mlp", tmp_path, optimizer=OPTIMIZERS[name])
+    assert done.verdict.proven
+    assert done.state == 4 * (done.trained * (2 if name in ("momentum", "nesterov") else 3) + 3 + _corrections(name))
+
+
+def _corrections(name: str) -> int:
+    return {"adam": 2, "adamw, two groups": 4}.get(name, 0)
+
+
+@needs_compiler
+def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memplan.exporting.kernels import templates
+
+    right = templates.element_functions()
+    wrong = {**right, "hyperbolic_tangent_gradient": right["hyperbolic_tangent_gradient"].replace("b * b", "b")}
+    monkeypatch.setattr("memplan.exporting.kernels.call_writer.element_functions", lambda: wrong)
+    with pytest.raises(VerificationError, match="differs from PyTorch"):
+        network("mlp", tmp_path)
+
+
+def test_a_smaller_budget_keeps_less_and_the_smallest_is_said(tmp_path: Path) -> None:
+    roomy = network("lenet", tmp_path / "a", verify=False)
+    tight = network("lenet", tmp_path / "b", budget=roomy.smallest_budget, verify=False)
+    assert "pack_bits" in (tmp_path / "b" / "sequential.c").read_text(), "signs are kept, not what has them"
+    assert tight.ram <= roomy.smallest_budget < roomy.ram
+    with pytest.raises(BudgetError) as caught:
+        network("lenet", tmp_path / "c", budget=tight.ram - 4, verify=False)
+    assert caught.value.smallest_budget == roomy.smallest_budget
+    assert "autocast" not in str(caught.value)
+
+
+def test_arenas_are_no_larger_than_what_is_needed_at_once(tmp_path: Path) -> None:
+    """Batch 1, float32, by hand: of the autoencoder nine activations, and what its loss is made of; of LeNet the first
+    ReLU's result, the gradient of as large a plane, that of the pooled one, places in windows, and the loss."""
+    done = network("autoencoder", tmp_path / "a", verify=False)
+    assert done.arena == done.live <= 4 * (8 * 128 + 8 + 640 + 640 + 128 + 1)
+    done = network("lenet", tmp_path / "b", verify=False)
+    assert done.arena == done.live == 4 * 6 * (2 * 28 * 28 + 14 * 14) + 6 * 14 * 14 + 4
+
+
+@needs_compiler
+def test_weights_come_back(tmp_path: Path) -> None:
+    import subprocess
+
+    torch.manual_seed(0)
+    model = Everything()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    memplan.export(model, "2x2x8x8", folder=tmp_path, **STEP)
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items()), "the model is as it was"
+    program, weights = tmp_path / "run", tmp_path / "weights.bin"
+    sources = [str(tmp_path / name) for name in ("test_everything.c", "everything.c")]
+    define = f'-DWEIGHTS_FILE="{weights}"'
+    subprocess.run(["cc", "-std=c99", define, *sources, "-lm", "-o", str(program)], check=True)
+    subprocess.run([str(program)], check=True, capture_output=True)
+    floats = np.fromfile(weights, dtype=np.float32)
+    floats[: floats.size - 6].tofile(weights)  # without what infer made: 2 x 3
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(1.0)
+    memplan.load_weights(model, weights)
+    after = model.state_dict()
+    assert torch.equal(after["frozen.weight"], before["frozen.weight"] + 1)
+    assert torch.equal(after["first.weight"].reshape(-1), torch.from_numpy(floats[:72]))
+    assert not torch.equal(after["norm.running_mean"], before["norm.running_mean"])
+    floats[:5].tofile(weights)
+    with pytest.raises(InputError, match="holds 5 floats"):
+        memplan.load_weights(model, weights)
+    with pytest.raises(InputError, match="in the model is"):
+        memplan.load_weights(nn.Linear(2, 2), weights)
+
+
+class Sorted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x).sort(1).values
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"sort \(.*test_export.py:\d+\)"):
+        memplan.export(Sorted(), "2x4", folder=tmp_path / "a", **STEP)
+    broken = Sorted()
+    broken.head.weight.data[0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"head.weight has elements that are not finite"):
+        memplan.export(broken, "2x4", folder=tmp_path / "a", **STEP)
+    with pytest.raises(InputError, match="RMSprop"):
+        everything(tmp_path / "a", optimizer=torch.optim.RMSprop)
+    with pytest.raises(InputError, match="float64"):
+        memplan.export(Everything().double(), "2x2x8x8:float64", folder=tmp_path / "a", **STEP)
+    with pytest.raises(UsageError, match="No optimizer"):
+        everything(tmp_path / "a", optimizer=None)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"holds other files \(notes.txt\)"):
+        everything(tmp_path / "theirs", verify=False)
+    everything(tmp_path / "theirs", verify=False, force=True)
+    assert (tmp_path / "theirs" / "notes.txt").read_text() == "mine"
+
+
+def test_without_a_compiler_the_code_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    done = network("mlp", tmp_path)
+    assert (tmp_path / "sequential.c").is_file()
+    assert str(done.verdict) == "not verified: no C compiler was found"
+    with pytest.raises(UsageError, match="No C compiler"):
+        network("mlp", tmp_path, verify=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [("ResNet-8", "resnet_8"), ("2d", "net_2d"), ("int", "net_int"), ("Größe", "gr__e"), ("--", "net")],
+)
+def test_names_are_c_identifiers(text: str, name: str) -> None:
+    assert c_name(text) == name
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_small_networks_are_proven(name: str, tmp_path: Path) -> None:
+    assert network(name, tmp_path).verdict.proven
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lenet", "resnet8", "ds_cnn", "sensor_cnn", "denoiser"])
+def test_small_networks_are_proven_in_their_smallest_budget(name: str, tmp_path: Path) -> None:
+    roomy = network(name, tmp_path / "a", verify=False)
+    assert network(name, tmp_path / "b", budget=roomy.smallest_budget).verdict.proven
