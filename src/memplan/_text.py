@@ -17,6 +17,16 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
+def counted(number: int, thing: str) -> str:
+    """Return a number with what it counts.
+
+    Example:
+        >>> counted(1, "step"), counted(1200, "step")
+        ('1 step', '1,200 steps')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Write a time for people, with two digits or more.
 

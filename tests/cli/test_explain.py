@@ -80,6 +80,16 @@ def build_with_branch(batch: int = 2):
     return _build(True, batch)
 
 
+def build_with_rounds():
+    x = torch.randn(3, 64)
+
+    def step():
+        for one in x[:, 0]:
+            y = x.repeat(20, 1) * 2 if one > 0 else x * 2
+
+    return step
+
+
 value = 3
 """
 
@@ -239,10 +249,18 @@ def test_measure_really_runs_what_cannot_be_recorded() -> None:
 
 def test_a_branch_on_a_value_is_shown_and_named() -> None:
     result = explain("nets.py:build_with_branch")
+    assert result.exit_code == 0
+    said = " ".join(result.stdout.partition("By cause")[0].split())
+    assert "a value decides a branch: one way the step takes" in said
+    assert line_of("if branches") in said
+
+
+def test_a_branch_that_is_not_bounded_is_2() -> None:
+    result = explain("nets.py:build_with_rounds")
     assert result.exit_code == 2
-    for word in ("a branch is decided by a value", line_of("if branches"), "--measure"):
+    for word in ("a branch is decided by a value", line_of("if one > 0"), "--measure"):
         assert word in result.stderr
-    assert "DECIDES A BRANCH" in " ".join(result.stdout.split())
+    assert "IS NOT BOUNDED" in " ".join(result.stdout.split())
     assert "By cause" in result.stdout
 
 

@@ -55,7 +55,7 @@ def test_a_baseline_is_written_and_held(models: Path) -> None:
     text = (models / "memory.json").read_text()
     held = run()
     assert held.exit_code == 0
-    assert "As the baseline." in held.output
+    assert "as in the baseline." in held.output
     assert run("--update").output.endswith("(the same)\n")
     assert (models / "memory.json").read_text() == text
 
@@ -116,6 +116,34 @@ def test_a_trace_is_a_target(models: Path) -> None:
     assert run(target="step.json").exit_code == 0
     peaks = {one["target"]: one["peak"] for one in json.loads((models / "memory.json").read_text())["steps"]}
     assert peaks["step.json"] == peaks["models.py:net"]
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, WIDTH), nn.Linear(WIDTH, 64))
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(10):
+    optimizer.zero_grad()
+    model(torch.randn(int(sys.argv[1]), 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_is_a_target_with_its_arguments(models: Path) -> None:
+    (models / "train.py").write_text(SCRIPT.replace("WIDTH", "64"))
+    of_script = ["--script", "train.py", "--baseline", "memory.json", "--device", "cpu"]
+    written = CliRunner().invoke(main, ["guard", *of_script, "--update", "--", "8"])
+    assert (written.exit_code, written.output[:35]) == (0, "memory.json: train.py -- 8 on cpu: ")
+    (models / "train.py").write_text(SCRIPT.replace("WIDTH", "128"))
+    done = CliRunner().invoke(main, ["guard", *of_script, "--json", "out.json", "--", "8"])
+    assert done.exit_code == 1, done.output
+    changes = json.loads((models / "out.json").read_text())["changes"]
+    assert "layers 0 to 1" in {one["name"] for one in changes}
+    weights = [row for one in changes for row in one["causes"] if row["cause"] == "weight"]
+    assert sum(row["b"] - row["a"] for row in weights) == (64 * 64 + 64 + 64 * 64) * 4
 
 
 def test_outputs_for_ci_have_the_failure_and_its_line(models: Path) -> None:

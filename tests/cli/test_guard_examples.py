@@ -29,7 +29,7 @@ def test_an_example_takes_what_it_took(target: str, options: str, device: str, m
     given = [target, *shlex.split(options), "--device", device, "--baseline", str(BASELINE), "--tolerance", "0%"]
     done = CliRunner().invoke(main, ["guard", *given])
     assert done.exit_code == 0, f"{done.output}\nWhere that is meant: memplan guard {target} {options} ... --update"
-    assert "As the baseline." in done.output
+    assert "as in the baseline." in done.output
 
 
 def test_each_example_that_makes_a_step_is_guarded() -> None:

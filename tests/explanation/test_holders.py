@@ -67,5 +67,5 @@ def test_an_explanation_is_shown_in_a_line() -> None:
     assert shown.startswith("<Explanation of 'build' on cpu: ")
     assert len(shown) < 120
     trace = memplan.record(build, device="cpu")
-    assert repr(trace).startswith("<Trace: recorded on cpu: 2 step(s), ")
+    assert repr(trace).startswith("<Trace: recorded on cpu: 2 steps, ")
     assert repr(memplan.simulate(trace)).startswith("<Timeline: peak ")

@@ -35,6 +35,8 @@ def test_the_answer_and_every_recording() -> None:
     one = found("cpu", "400KB")
     text = printed(one)
     assert f"perceptron: the largest batch in 390.6 KiB (CPU) is {one.value}; {one.value + 1} does not fit" in text
+    held = text.partition(f"At batch {one.value + 1}, what holds it up is ")[2]
+    assert f"{(one.value + 1) * 64 * 4 / 1024:.1f} KiB inputs" in held
     assert text.count("KiB fits") + text.count("KiB does not fit") == len(one.tried)
     data = json.loads(dumps(one))
     assert [row["value"] for row in data["tried"]] == [row.value for row in one.tried]

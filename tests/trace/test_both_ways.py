@@ -46,7 +46,7 @@ def test_the_way_that_takes_more_is_shown_with_both_numbers(ways: tuple[Any, Any
     peaks = [measured_peak(branching(*ways, really)) for really in (1, -1)]
     assert memplan.simulate(trace).peak_allocated == max(peaks)
     branch = trace.assumptions[0]
-    assert branch.kind == "branch"
+    assert (branch.kind, loud([branch])) == ("bound", [branch])
     assert branch.where
     assert "test_both_ways.py" in branch.where
     for peak in peaks:
@@ -71,9 +71,9 @@ def test_of_a_branch_in_a_loop_it_is_said_that_all_rounds_go_one_way(rounds: int
 
         return step
 
-    said = [one.text for one in memplan.record(build).assumptions if one.kind == "branch"]
-    assert len(said) == 1
-    assert ("decided 3 times in a step, which are all taken to go the same way" in said[0]) is (rounds == 3)
+    (said,) = (one for one in memplan.record(build).assumptions if one.kind in ("branch", "bound"))
+    assert ("decided 3 times in a step, which are all taken to go the same way" in said.text) is (rounds == 3)
+    assert (said.kind, "IS NOT BOUNDED" in said.text) == (("branch", True) if rounds == 3 else ("bound", False))
 
 
 def test_a_way_that_ends_in_an_exception_is_a_note() -> None:
@@ -181,7 +181,7 @@ def elif_of_many(x: Tensor, number: int) -> Tensor:
 def test_a_branch_that_another_one_leaves_out_is_bounded(body: Body) -> None:
     trace, peaks = memplan.record(by_number(body, 3)), peaks_of(body, 3)
     assert memplan.simulate(trace).peak_allocated == max(peaks)
-    shown = [one.text for one in trace.assumptions if one.kind == "branch"]
+    shown = [one.text for one in trace.assumptions if one.kind == "bound"]
     assert any(f"{max(peaks) / 2**20:.1f} MiB" in one for one in shown)
 
 

@@ -126,8 +126,8 @@ def test_a_scalar_gets_a_standin_that_is_listed() -> None:
 
     trace = memplan.record(build)
     kinds = [(a.kind, a.count) for a in trace.assumptions]
-    assert kinds == [("branch", 1), ("scalar", 2)]
-    assert "DECIDES A BRANCH" in trace.assumptions[0].text
+    assert kinds == [("bound", 1), ("scalar", 2)]
+    assert "a value decides a branch: one way" in trace.assumptions[0].text
     assert all("test_record.py:" in (a.where or "") for a in trace.assumptions)
 
 

@@ -22,8 +22,8 @@ def find(subject: Subject) -> list[Finding]:
     rows = rows_of(trace, clones, {storage.id: storage.op or 0 for storage in clones})
     names = sorted({trace.ops[(storage.op or 0) + 1].name.split(".")[1] for storage in clones})
     message = (
-        f"{', '.join(names)} read their own input in the backward pass, so that autograd clones it first: in place "
-        "saves nothing here"
+        f"{', '.join(names)} in place: the gradient needs the input, so autograd clones it first, and nothing is saved "
+        "here"
     )
     advice = (
         "Leave inplace=True out, or take an activation that reads its result: ReLU, LeakyReLU and ELU do in place",

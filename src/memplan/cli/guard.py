@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,23 +21,29 @@ from memplan.cli.options import (
     without,
 )
 from memplan.cli.progress import progress
+from memplan.cli.run import run
+from memplan.cli.script_options import script_option, target_or_script
 from memplan.cli.targets import contained, short
 from memplan.errors import InputError, StepError
 
 if TYPE_CHECKING:
+    from memplan.integrations.scripts.request import Request
     from memplan.studies.guarding.taken import Taken
+    from memplan.trace.trace import Trace
 
 HELP = """Fail where a step takes more memory than its baseline says.
 
-TARGET and its options are those of memplan explain. The baseline is a file
-that --update writes, to be kept in version control: one file holds any number of
-targets, options and devices. Name a device, so that each machine finds the same.
+TARGET and its options are those of memplan explain; --script takes a training script
+as it is instead. The baseline is a file that --update writes, to be kept in version
+control: one file holds any number of targets, options and devices. Name a device, so
+that each machine finds the same.
 
 \b
   memplan guard train.py:build --device h100 --baseline memory.json --update
   memplan guard train.py:build --device h100 --baseline memory.json
   memplan guard nets.py:unet --input 1x1x64x64x64 --device rtx4090 \\
       --baseline memory.json --tolerance 1% --github
+  memplan guard --script train.py --device h100 --baseline memory.json -- --batch-size 64
 
 \b
 Exit code: 0 no more than the baseline and its tolerance; 1 more; 2 bad usage, a
@@ -72,7 +79,9 @@ def command(
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
-    arguments, outputs = StepArguments(**given, cudnn=named_cudnn), CiOutputs(sarif, github, junit)
+    given["cudnn"] = named_cudnn
+    request = target_or_script(given)
+    arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
     outputs.check(json_file)
     check_writable(json_file, "--json")
     from memplan.reports.annotations import GROWTH, of_outcome
@@ -83,9 +92,9 @@ def command(
     allowance(tolerance, 0)
     if update:
         _check_update(baseline_file, json_file, outputs)
-        return _update(arguments, baseline_file)
+        return _update(arguments, request, baseline_file)
     baseline = read(baseline_file)
-    now = _taken(arguments)
+    now = _taken(arguments, request)
     before = baseline_of(baseline, now.figures, baseline_file)
     outcome = compare_with(before, now, tolerance)
     if json_file is not None:
@@ -97,6 +106,7 @@ def command(
 
 
 without(command, "cudnn")
+script_option(command)
 
 
 def _check_update(path: str, json_file: str | None, outputs: CiOutputs) -> None:
@@ -111,7 +121,7 @@ def _check_update(path: str, json_file: str | None, outputs: CiOutputs) -> None:
     check_writable(path, "--baseline")
 
 
-def _update(given: StepArguments, path: str) -> int:
+def _update(given: StepArguments, request: Request | None, path: str) -> int:
     from memplan._bytes import format_bytes
     from memplan._text import printable
     from memplan.studies.comparisons.comparison import changed
@@ -119,7 +129,7 @@ def _update(given: StepArguments, path: str) -> int:
     from memplan.studies.guarding.baseline_file import dumps, read
 
     old = read(path) if os.path.exists(path) else Baseline()
-    now = _taken(given).figures
+    now = _taken(given, request).figures
     before = old.find(now.target, now.options, now.device)
     write(path, dumps(old.updated(now)))
     said = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
@@ -128,25 +138,38 @@ def _update(given: StepArguments, path: str) -> int:
     return 0
 
 
-def _taken(given: StepArguments) -> Taken:
-    """Record the step of a target, or load the trace that it names."""
+def _taken(given: StepArguments, request: Request | None) -> Taken:
+    """Record the step of a target, load the trace that it names, or run the script."""
     from memplan.studies.guarding.taken import taken
+
+    target, options = _name(given.target), typed(given)
+    trains = False if given.infer else None  # a step of the user's own may run no backward pass
+    if request is not None:
+        options = " ".join(filter(None, (options, *(("--", *own) if (own := request.command.arguments) else ()))))
+        trace = run(replace(request, cudnn=_named_cudnn(given))).trace
+    elif is_trace(given.target):
+        trace, trains = recorded(given), None
+    else:
+        trace = _recorded(given)
+    return taken(trace, target=target, options=options, train=trains, settings=given.settings)
+
+
+def _recorded(given: StepArguments) -> Trace:
     from memplan.trace.record import record_for
     from memplan.trace.recording.session import choose_target
 
-    target, options = _name(given.target), typed(given)
-    if is_trace(given.target):
-        return taken(recorded(given), target=target, options=options, settings=given.settings)
     with progress(f"recording {given.target}"), contained(given.target):
         described = describe(given)
-        # an installed cuDNN differs from machine to machine: only a named one is asked
-        place = choose_target(given.device, given.assumed, given.environment or False)
+        place = choose_target(given.device, given.assumed, _named_cudnn(given))
         try:
-            trace = record_for(described.build(on_card=place.card is not None), place)
+            return record_for(described.build(on_card=place.card is not None), place)
         except StepError as error:
             raise advised(error, given) from error.__cause__
-    trains = False if given.infer else None  # a step of the user's own may run no backward pass
-    return taken(trace, target=target, options=options, train=trains, settings=given.settings)
+
+
+def _named_cudnn(given: StepArguments) -> str | bool:
+    """Return the environment that was named: an installed cuDNN differs from machine to machine, and is not asked."""
+    return given.environment or False
 
 
 def _name(target: str) -> str:

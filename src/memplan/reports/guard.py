@@ -37,7 +37,9 @@ def render(outcome: Outcome, page: Page, top: int = 12) -> list[RenderableType]:
     now = outcome.now
     kind = "training step" if now.train else "inference"
     parts: list[RenderableType] = [Text(f"{printable(now.title)}: {kind} on {printable(now.device)}", "bold")]
-    parts += [Text(f"{headline(outcome.comparison)}."), Text(verdict(outcome), "bold red" if outcome.grew else "")]
+    if outcome.before.peak != now.peak:
+        parts.append(Text(f"{headline(outcome.comparison)}."))
+    parts.append(Text(verdict(outcome), "bold red" if outcome.grew else ""))
     if outcome.changes:
         parts += ["", by_cause(outcome.comparison, page, ("baseline", "now", "more"))]
         parts += ["", Text("By layer, at the peak", "bold"), *_changes(outcome.changes, top)]
@@ -58,7 +60,7 @@ def verdict(outcome: Outcome) -> str:
         )
     if now.peak < before.peak:
         return "It takes less than the baseline. --update keeps that."
-    return "As the baseline." if now.peak == before.peak else "Within the tolerance."
+    return f"{format_bytes(now.peak)} peak, as in the baseline." if now.peak == before.peak else "Within the tolerance."
 
 
 def _changes(changes: tuple[Change, ...], top: int) -> Iterator[RenderableType]:

@@ -67,7 +67,7 @@ def parts(found: Largest, page: Page) -> Iterator[RenderableType]:
 def _answer(found: Largest) -> str:
     place = f"in {found.room.title}"
     if found.value == 0:
-        return f"not even {found.axis} {found.least.value} fits {place}: {found.held_by()}"
+        return f"not even {found.axis} {found.least.value} fits {place}: {found.held_by(found.least)}"
     sizes = f" ({'x'.join(map(str, found.sizes))})" if found.sizes else ""
     count = f"{len(found.tried)} {'plan' if found.answer and found.answer.plan else 'recording'}"
     count += "s" * (len(found.tried) > 1)
@@ -80,7 +80,9 @@ def _answer(found: Largest) -> str:
 
 
 def _remarks(found: Largest) -> Iterator[str]:
-    answer = found.answer
+    answer, following = found.answer, found.following
+    if following is not None and following.bytes is not None:
+        yield f"At {found.axis} {following.value}, what holds it up is {found.held_by(following)}."
     if answer is not None and answer.bytes is not None and answer.bytes.aggregation:
         rest = answer.bytes.peak - answer.bytes.aggregation - answer.bytes.causes["input"]
         yield (

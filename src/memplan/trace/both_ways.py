@@ -136,7 +136,10 @@ def _with_rounds(row: Assumption, trace: Trace) -> Assumption:
     """Add to what is said of a branch that it is in a loop: some rounds may go one way and others the other."""
     rounds = sum(one.count for one in trace.assumptions if one.where == row.where and _is_of_branch(one))
     times = rounds // max(len(trace.steps), 1)
-    return replace(row, text=row.text + _ROUNDS.format(times=times)) if times > 1 else row
+    if times <= 1:
+        return row
+    kind, more = ("scalar", "") if row.kind == "scalar" else ("branch", _MIXED)
+    return replace(row, kind=kind, text=row.text + _ROUNDS.format(times=times) + more)
 
 
 def _not_tried(line: Line) -> Assumption:
@@ -147,14 +150,15 @@ def _compared(where: str | None, one: int, two: int) -> Assumption:
     if max(one, two) <= SAME * min(one, two):
         return Assumption("scalar", _SAME_PEAK.format(peak=format_bytes(max(one, two))), where)
     most, least = format_bytes(max(one, two)), format_bytes(min(one, two))
-    return Assumption("branch", _DIFFER.format(most=most, least=least), where)
+    return Assumption("bound", _DIFFER.format(most=most, least=least), where)
 
 
 _ENDS = "a value decides a branch: the other way {how}"
 _SAME_PEAK = "a value decides a branch: the peak is the same either way ({peak})"
 _ONE_WAY = "a value DECIDES A BRANCH, which was recorded one way only: what the other way takes IS NOT BOUNDED"
 _ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
-_DIFFER = "a value DECIDES A BRANCH: one way the step takes {most}, the other way {least}; what takes more is shown"
+_MIXED = ": what some one way and some the other take IS NOT BOUNDED"
+_DIFFER = "a value decides a branch: one way the step takes {most}, the other way {least}; what takes more is shown"
 
 
 def _is_of_branch(assumption: Assumption) -> bool:

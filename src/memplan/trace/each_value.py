@@ -170,7 +170,7 @@ _SAMPLED = (
     "others of these, and the rest was not recorded"
 )
 _ENDS = ("as the largest it can be", "as the smallest")
-_END = "a value that is read DECIDES SIZES: taken {end}, the step takes {most}, {other} {less}"
+_END = "a value that is read decides sizes: taken {end}, the step takes {most}, {other} {less}"
 _CHOOSES = "; it is from {low} to {high}, MAY CHOOSE what is used, and what other values choose IS NOT BOUNDED"
 _ORDERS = "; it is read {times} times in a step, and what other orders of its values take IS NOT BOUNDED"
 _NO_SMALLEST = "a value that is read is taken {end}, and what shrinks as it grows IS NOT BOUNDED: {other}, {how}"

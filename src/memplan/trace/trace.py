@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from memplan._display import Displayed
-from memplan._text import write_whole
+from memplan._text import counted, write_whole
 from memplan.errors import TraceFormatError
 from memplan.trace import codec
 from memplan.trace.records import (
@@ -96,8 +96,8 @@ class Trace(Displayed):
 
     def __str__(self) -> str:
         lines = [
-            f"{self.origin} on {self.device}: {len(self.steps)} step(s), {len(self.ops)} ops, "
-            f"{len(self.storages)} storages (torch {self.torch})"
+            f"{self.origin} on {self.device}: {counted(len(self.steps), 'step')}, {counted(len(self.ops), 'op')}, "
+            f"{counted(len(self.storages), 'storage')} (torch {self.torch})"
         ]
         lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
         return "\n".join(lines + list(self.notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import sys
@@ -144,6 +145,31 @@ def test_writes_are_allowed_where_asked_for(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "x"
     assert not (tmp_path / "model.pt").exists(), "its tensors have no values"
     assert [one.kind for one in ran.facts.held] == ["checkpoint"]
+
+
+IN_C = """
+import ctypes, os
+from torch import nn
+libc = ctypes.CDLL(None, use_errno=True)
+libc.fopen.restype = ctypes.c_void_p
+if not libc.fopen(os.path.abspath("out.h5").encode(), b"w"):
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "out.h5")
+nn.Linear(1, 1)
+"""
+
+
+def test_what_a_library_writes_without_python_is_refused_by_the_kernel(tmp_path: Path) -> None:
+    if not _has_landlock():
+        pytest.skip("needs Landlock: Linux 5.13 or newer, with it switched on")
+    with pytest.raises(StepError, match="--allow-writes") as raised:
+        run_script(Request(_written(tmp_path, IN_C), device="cpu"))
+    assert "Permission denied: 'out.h5'" in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def _has_landlock() -> bool:
+    """Ask for Landlock's version, in a system call that changes nothing."""
+    return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0
 
 
 def test_processes_are_refused(tmp_path: Path) -> None:

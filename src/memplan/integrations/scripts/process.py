@@ -12,12 +12,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from memplan.dry.library import cache_folder
 from memplan.errors import MemplanError, StepError
 from memplan.integrations.scripts.command import Command
+from memplan.integrations.scripts.kernel_barrier import refuse_writes
 from memplan.integrations.scripts.recorded import recorded
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
 
@@ -106,6 +109,9 @@ def answer(folder: str) -> NoReturn:
     sys.argv = [request.command.place]
     sys.path[:] = [entry for entry in sys.path if entry]  # python -c puts the working directory first
 
+    if not request.writes:
+        _keep_files(folder)
+
     def give_up(error: MemplanError) -> NoReturn:
         _write(folder, _ERROR, pickle.dumps(error))
         _end()
@@ -115,6 +121,15 @@ def answer(folder: str) -> NoReturn:
     except MemplanError as error:
         give_up(error)
     _end()
+
+
+def _keep_files(folder: str) -> None:
+    """Let this process write nowhere but in its folder, and in the cache of what an asked cuDNN answers."""
+    own = cache_folder().parent
+    with suppress(OSError):
+        os.makedirs(own, exist_ok=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = os.path.join(folder, _WORLD)
+    refuse_writes((folder, str(own), "/dev"))
 
 
 # of the real file system: a script may be in the middle of its run, when others stand in their place

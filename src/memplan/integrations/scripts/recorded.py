@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import tempfile
@@ -75,13 +76,16 @@ def _of_script(error: StepError) -> StepError:
     """Return the error of a step with what to do about a script."""
     if not (error.do or "").startswith("Check the inputs"):
         return error
+    cause = error.__cause__
+    missing = isinstance(cause, OSError)
     data = "; if only its data are not here, describe the batch: --input 32x3x224x224"
-    missing = isinstance(error.__cause__, OSError)
-    found = StepError(
-        error.found,
-        expected="a script that runs as far as its second update",
-        do="Run it under python" + data * missing + "; --measure runs it here for real",
+    denied = missing and (cause.errno == errno.EACCES or "ermission denied" in str(cause))
+    do = (
+        "If it is a library that writes this file, let it: --allow-writes; else run it under python"
+        if denied
+        else "Run it under python" + data * missing + "; --measure runs it here for real"
     )
+    found = StepError(error.found, expected="a script that runs as far as its second update", do=do)
     found.layer, found.where = error.layer, error.where
     return found
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from memplan._bytes import format_bytes
+from memplan._text import counted
 from memplan.integrations.watching.counters import CardCounters, HostCounters, Reading
 from memplan.integrations.watching.first_steps import FirstSteps
 from memplan.integrations.watching.prediction import Prediction, grown
@@ -181,7 +182,7 @@ class Follower:
 def summary(steps: int, rows: deque[Row], prediction: Prediction | None) -> str:
     """Return a sentence of what was watched."""
     peaks = [row.peak for row in rows if row.peak is not None]
-    parts = [f"{steps} step(s)"]
+    parts = [counted(steps, "step")]
     if peaks:
         parts.append(f"peak {format_bytes(max(peaks))}")
     if prediction is not None:

@@ -111,18 +111,17 @@ class Largest(Displayed):
         found = [(a, b) for a, b in pairs if a.need > _CLEARLY * b.need or (b.fits and not a.fits)]
         return (found[0][0].value, found[0][1].value) if found else None
 
-    def held_by(self) -> str:
-        """Say what is largest at the smallest value that was recorded."""
-        least = self.least
-        if least.bytes is None:
-            return f"{format_bytes(least.need)} even when planned"
-        parts = part_bytes({**least.bytes.row()})
+    def held_by(self, one: Tried) -> str:
+        """Say what is largest at a value that was recorded."""
+        if one.bytes is None:
+            return f"{format_bytes(one.need)} even when planned"
+        parts = part_bytes({**one.bytes.row()})
         parts = {LABELS[part]: size for part, size in parts.items() if self.room.case == "high" or part != "workspace"}
-        extra = least.need - sum(parts.values())
+        extra = one.need - sum(parts.values())
         parts |= {"CUDA context and segments": extra} if extra > 0 else {}
-        if least.bytes.aggregation:
-            parts[LABELS["temporaries"]] -= least.bytes.aggregation
-            parts["aggregation of the volume"] = least.bytes.aggregation
+        if one.bytes.aggregation:
+            parts[LABELS["temporaries"]] -= one.bytes.aggregation
+            parts["aggregation of the volume"] = one.bytes.aggregation
         largest = sorted(parts.items(), key=lambda one: -one[1])[:3]
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in largest if size > 0)
 
@@ -321,7 +320,7 @@ def does_not_fit(found: Largest) -> BudgetError:
     return BudgetError(
         f"{found.title} does not fit at {found.axis} {least.value}: it needs {format_bytes(least.need)} of "
         f"{format_bytes(found.room.limit)}" + (f" ({', '.join(failed)} cannot be recorded)" if failed else ""),
-        expected=f"a budget of {format_bytes(least.need)} at least: {found.held_by()}",
+        expected=f"a budget of {format_bytes(least.need)} at least: {found.held_by(least)}",
         do="Give more, vary something else, or plan the step (fit=True, --fit)",
         smallest_budget=least.need,
     )

@@ -370,8 +370,8 @@ def _told(observer: Observer, what: str, error: Exception) -> MemplanError:
         do = "Leave the call out of build and step while they are recorded"
     elif _CUDA.search(text):
         found = f"{what} puts something on CUDA"
-        expected = "the CPU: no card was named to record for"
-        do = "Name one, as in device='h100' (memplan devices lists them)"
+        expected = "the CPU, which the step is recorded for"
+        do = "Name a card: --device h100, in Python device='h100' (memplan devices lists them)"
     return StepError(found, expected=expected, do=do, layer=layer, where=where)
 
 

@@ -76,7 +76,7 @@ def test_what_picks_from_a_table_is_recorded_with_each(name: str) -> None:
     peaks = [measured_peak(by_value(repeats, one, one + 1)) for one in range(3)]
     assert max(peaks) > min(peaks)
     assert memplan.simulate(trace).peak_allocated == max(peaks)
-    told = [one for one in trace.assumptions if one.kind == "bound" and "DECIDES SIZES" in one.text]
+    told = [one for one in trace.assumptions if one.kind == "bound" and "decides sizes" in one.text]
     assert loud(told)
     assert "test_numbers_that_choose.py" in (told[0].where or "")
 
