@@ -79,3 +79,11 @@ $(VENV)/.torch: $(CONSTRAINTS) | $(BIN)/python
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+# The cross compiler and the emulator on which exports for small devices are tried (Debian's). Without them, tests that
+# need them are skipped.
+TOOLCHAIN = gcc-arm-none-eabi libnewlib-arm-none-eabi qemu-system-arm
+.PHONY: toolchain
+toolchain:
+	{ command -v qemu-system-arm && command -v arm-none-eabi-gcc; } > /dev/null || \
+	    (apt-get update -qq && apt-get install -y -qq --no-install-recommends $(TOOLCHAIN))

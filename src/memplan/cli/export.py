@@ -38,10 +38,21 @@ operation without a C kernel.
 @click.option("--out", metavar="FOLDER", required=True, help="Where the files go.")
 @click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
+@click.option(
+    "--on", "core", type=click.Choice(["cortex-m4", "cortex-m7"]),
+    help="Compile for this core, too, and run the steps on an emulated one.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Write into a folder that holds other files.")
 @json_option("the figures")
 def command(
-    budget: str, out: str, name: str | None, verify: bool | None, force: bool, json_file: str | None, **given: Any
+    budget: str,
+    out: str,
+    name: str | None,
+    verify: bool | None,
+    core: str | None,
+    force: bool,
+    json_file: str | None,
+    **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
     from memplan.exporting.export import export
@@ -59,7 +70,7 @@ def command(
             made = described.target.what(**described.arguments)
             done = export(
                 made, *step.inputs, targets=step.targets, loss=step.loss, optimizer=step.optimizer, budget=budget,
-                folder=out, name=name, verify=verify, force=force,
+                folder=out, name=name, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:
             raise advised(error, arguments) from error.__cause__

@@ -20,6 +20,7 @@ from memplan.exporting.source import companion_files
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
+from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import reference
 from memplan.planning.capture.capture import Captured, capture
@@ -43,6 +44,7 @@ def export(
     folder: str | Path,
     name: str | None = None,
     verify: bool | None = None,
+    device: str | None = None,
     force: bool = False,
 ) -> Exported:
     """Write a training step as C99 that needs libm alone: forward, backward and update, in a fixed arena.
@@ -58,6 +60,7 @@ def export(
         folder: where the files go; made where it is missing.
         name: of files and functions; None: from the model's class.
         verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
+        device: ``"cortex-m4"`` or ``"cortex-m7"``: compile for it, too, and run the steps on an emulated one.
         force: write into a folder with other files.
 
     Raises:
@@ -82,8 +85,9 @@ def export(
     result = Exported.of(plan, place, asked.budget)
     _write(place, plan.layout, recorded)
     verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
+    core = None if device is None else run_on_core(device, place.resolve(), title, recorded)
     _describe(place, plan.layout, verdict)
-    return result.with_verdict(verdict)
+    return result.proven(verdict, core)
 
 
 def _planned(asked: Request, name: str, optimizer: Callable[[Any], Any]) -> DevicePlan:

@@ -8,10 +8,13 @@ from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan.exporting.device_plan import DevicePlan
+from memplan.exporting.trials.cortex import CortexRun
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
 from memplan.planning.plan.budget_error import Holder, budget_error
 from memplan.planning.schedule.to_trace import timeline_of
 from memplan.simulation.timeline import Timeline
+
+_OF_CORE = ("core", "text", "rodata", "data", "stack", "instructions")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Exported:
     timeline: Timeline
     """RAM over the step."""
     verdict: Verdict = NOT_VERIFIED
+    core: CortexRun | None = None
+    """What it takes and does on an emulated core, where that was asked for."""
 
     @property
     def ram(self) -> int:
@@ -70,9 +75,9 @@ class Exported:
             timeline_of(step.schedule, plan.around),
         )  # fmt: skip
 
-    def with_verdict(self, verdict: Verdict) -> Exported:
+    def proven(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
         """Return the same with what the proof found."""
-        return replace(self, verdict=verdict)
+        return replace(self, verdict=verdict, core=core)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data. Bytes."""
@@ -85,6 +90,7 @@ class Exported:
             "held_by": [{"what": str(one), "bytes": one.bytes} for one in self.held_by],
             "proven": self.verdict.proven,
             "verdict": str(self.verdict),
+            "core": None if self.core is None else {name: getattr(self.core, name) for name in _OF_CORE},
         }
 
     def __str__(self) -> str:

@@ -22,10 +22,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "adaptive_average_pool": ("pool",),
     "pad_mirror": ("pool",),
     "dropout_mask": ("random",),
-    "batch_norm_statistics": ("moments",),
-    "batch_norm_sums": ("moments",),
-    "channel_sum": ("moments",),
-    "row_norm_statistics": ("moments",),
+    "batch_norm_statistics": ("sum_of", "moment"),
+    "batch_norm_sums": ("sum_of", "moment"),
+    "channel_sum": ("sum_of",),
+    "row_norm_statistics": ("sum_of", "moment"),
 }
 """Templates that another one reads."""
 

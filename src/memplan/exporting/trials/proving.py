@@ -72,7 +72,7 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
     return compared(output, written, recorded)
 
 
-def compared(output: str, written: np.ndarray, recorded: Recorded) -> Verdict:
+def compared(output: str, written: np.ndarray, recorded: Recorded, where: str = "no sanitizer report") -> Verdict:
     """Compare what a test printed and wrote with PyTorch. Raises VerificationError where a bound is exceeded."""
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step ")]
     count = recorded.weights.size
@@ -90,7 +90,7 @@ def compared(output: str, written: np.ndarray, recorded: Recorded) -> Verdict:
         )
     words = (
         f"{len(losses)} steps beside PyTorch: every loss within {worst[0]:.2g} of its bound, every weight within "
-        f"{worst[1]:.2g}; no sanitizer report"
+        f"{worst[1]:.2g}; {where}"
     )
     return Verdict(words, True, tuple(losses), *worst)
 

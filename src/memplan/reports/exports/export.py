@@ -58,6 +58,8 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
     yield page.rows(found.held_by, fields, HOLDERS, "all")
     yield ""
     yield Text(f"Proof: {found.verdict}")
+    if found.core is not None:
+        yield Text(f"On {found.core}")
 
 
 def print_shortfall(error: BudgetError, file: TextIO | None = None) -> None:

@@ -23,6 +23,12 @@ static struct {
 } memory;
 static float weights[@UPPER@_WEIGHTS], output[@UPPER@_OUTPUTS];
 
+#ifdef TICKS
+uint32_t ticks(void); /* 24 bits of a clock */
+#else
+#define ticks() 0u
+#endif
+
 static int differs(const char *what, int at, float found, float wanted, float bound)
 {
     if (fabsf(found - wanted) <= bound)
@@ -39,7 +45,11 @@ int main(void)
     @NAME@_init(&memory.state);
     for (int k = 0; k < @STEPS@; k++) {
         @ROLLS@
+        uint32_t before = ticks();
         float loss = @NAME@_step(&memory.state, @ARGUMENTS@);
+        uint32_t spent = (ticks() - before) & 0xFFFFFF;
+        if (spent)
+            printf("ticks %lu\n", (unsigned long)spent);
         printf("step %d loss %.9g\n", k, (double)loss);
         failures += differs("loss", k, loss, losses[k], loss_bounds[k]);
     }

@@ -1,0 +1,52 @@
+"""Exports on emulated Cortex-M cores: the same losses and weights, and what they take there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_networks import NETWORKS
+from torch.nn import functional as F
+
+import memplan
+from memplan.errors import UsageError
+from memplan.exporting.trials import cortex
+from memplan.exporting.trials.cortex import CORES, CortexRun, missing
+
+
+def run(name: str, core: str, folder: Path) -> CortexRun:
+    if missing(core):
+        pytest.skip(missing(core))
+    make, inputs, targets, loss = NETWORKS[name]
+    torch.manual_seed(0)
+    step = {"targets": targets, "loss": getattr(F, loss), "optimizer": torch.optim.SGD, "budget": "4 MiB"}
+    done = memplan.export(make(), *inputs, folder=folder, verify=False, device=core, **step)
+    assert done.core is not None
+    return done.core
+
+
+def test_a_step_runs_on_an_emulated_core(tmp_path: Path) -> None:
+    found = run("mlp", "cortex-m4", tmp_path)
+    assert found.verdict.proven
+    assert found.data == 0, "all that changes is the caller's"
+    assert found.rodata >= 4 * (12 * 16 + 16 + 16 * 8 + 8 + 8 * 4 + 4), "the weights"
+    assert found.instructions > 3 * (12 * 16 + 16 * 8 + 8 * 4), "each product takes one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if not name.startswith("mobilenet")])
+def test_small_networks_run_on_emulated_cores(name: str, core: str, tmp_path: Path) -> None:
+    found = run(name, core, tmp_path)
+    assert found.verdict.proven
+    assert name != "lenet" or found.text < 12 * 1024
+
+
+def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cortex, "COMPILER", "no-such-compiler")
+    step = {"targets": "1:int64<4", "loss": F.cross_entropy, "optimizer": torch.optim.SGD, "folder": tmp_path}
+    with pytest.raises(UsageError, match="no-such-compiler"):
+        memplan.export(NETWORKS["mlp"][0](), "1x12", device="cortex-m4", verify=False, **step)
+    with pytest.raises(UsageError, match="there is no core 'cortex-a72': cortex-m4, cortex-m7"):
+        memplan.export(NETWORKS["mlp"][0](), "1x12", device="cortex-a72", verify=False, **step)
