@@ -53,9 +53,9 @@ class Everything(nn.Module):
 STEP: dict[str, Any] = {"targets": "2:int64<3", "loss": F.cross_entropy, "optimizer": SGD}
 
 
-def everything(folder: Path, seed: int = 0, **options: Any) -> Exported:
-    torch.manual_seed(seed)
-    return memplan.export(Everything(), "2x2x8x8", folder=folder, **STEP | options)
+def everything(folder: Path, input: str = "2x2x8x8", **options: Any) -> Exported:
+    torch.manual_seed(0)
+    return memplan.export(Everything(), input, folder=folder, **STEP | options)
 
 
 def network(name: str, folder: Path, **options: Any) -> Exported:
@@ -76,6 +76,15 @@ def test_a_step_of_everything_is_proven(tmp_path: Path) -> None:
     assert done.frozen == 4 * 4 + 4 + 4, "the frozen layer and the buffer"
     assert done.state == 4 * (done.trained + 8 + 3), "weights, running statistics, rate, step and random state"
     assert done.inputs == 2 * 2 * 8 * 8 * 4 + 2 * 4
+
+
+@needs_compiler
+def test_a_step_in_its_smallest_budget_is_proven(tmp_path: Path) -> None:
+    roomy = everything(tmp_path / "a", input="2x2x24x24", verify=False)
+    tight = everything(tmp_path / "b", input="2x2x24x24", budget=roomy.smallest_budget)
+    assert tight.verdict.proven
+    assert tight.recomputed > roomy.recomputed == 0
+    assert tight.ram == roomy.smallest_budget < roomy.ram
 
 
 @needs_compiler
@@ -101,9 +110,11 @@ def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         network("mlp", tmp_path)
 
 
+@needs_compiler
 def test_a_smaller_budget_keeps_less_and_the_smallest_is_said(tmp_path: Path) -> None:
     roomy = network("lenet", tmp_path / "a", verify=False)
-    tight = network("lenet", tmp_path / "b", budget=roomy.smallest_budget, verify=False)
+    tight = network("lenet", tmp_path / "b", budget=roomy.smallest_budget)
+    assert tight.verdict.proven
     assert "pack_bits" in (tmp_path / "b" / "sequential.c").read_text(), "signs are kept, not what has them"
     assert tight.ram <= roomy.smallest_budget < roomy.ram
     with pytest.raises(BudgetError) as caught:

@@ -97,9 +97,8 @@ class _ProgramWriter:
         if action.kind == "store":
             form = graph.form[action.form or 0]
             count = math.prod(graph.values[form.value].shape)
-            bits = f"(unsigned char *){writer.place(form.kept)}"
             kernel = writer.kernel("pack_bits")
-            return [writer.call(kernel, bits, Ref(form.value), form.how == "positive", count)]
+            return [writer.call(kernel, Ref(form.kept), Ref(form.value), form.how == "positive", count)]
         if action.kind == "write":
             assert action.value is not None, "a write has a target"
             assert action.source is not None, "and a source"
@@ -120,8 +119,7 @@ class _ProgramWriter:
         assert made is not None, "somebody reads it"
         count = math.prod(graph.values[made].shape)
         kernel = writer.kernel("scaled_by_bits")
-        bits = f"(const unsigned char *){writer.place(form.kept)}"
-        return [writer.call(kernel, Ref(made), beside, bits, slope, count)]
+        return [writer.call(kernel, Ref(made), beside, Ref(form.kept), slope, count)]
 
     def _update(self, of: Pass, writer: CallWriter, action: Action) -> list[str]:
         graph = of.schedule.graph
@@ -174,11 +172,7 @@ class _ProgramWriter:
         start = of.placement.offsets[of.lifetimes.placed[at][base.id]]
         assert not start % 4, "buffers are whole words"
         pointer = f"s->arena + {start // 4}" if start else "s->arena"
-        return (
-            f"(unsigned char *)({pointer})"
-            if found.dtype in ("bool", "uint8") and found.kind != "encoded"
-            else _plus(pointer, offset)
-        )
+        return f"(unsigned char *)({pointer})" if found.dtype in ("bool", "uint8") else _plus(pointer, offset)
 
     def _constant(self, of: Pass, value: int) -> str:
         array = of.device.constants[value]
