@@ -76,7 +76,10 @@ def _ended(facts: Facts) -> str:
         case "steps":
             return f"It {seen} until it had made {updates}; what comes after was not looked at."
         case "no update":
-            return f"It {seen} over 256 batches without another update by an optimizer of torch.optim, and was ended."
+            return (
+                f"It {seen} over 256 batches, or 4,096 without gradients, in which no optimizer of torch.optim made "
+                "another update, and was ended."
+            )
         case "time":
             return f"It {seen} until its time was over (--limit), with {updates}."
         case _:

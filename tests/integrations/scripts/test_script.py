@@ -159,6 +159,38 @@ def test_updates_by_hand_are_no_updates(tmp_path: Path) -> None:
     assert (facts.ending, facts.updates, len(trace.steps)) == ("no update", 0, 1)
 
 
+def test_a_rollout_without_gradients_is_waited_for(tmp_path: Path) -> None:
+    text = """
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    while True:
+        with torch.no_grad():
+            seen = [model(torch.randn(2, 4)) for _ in range(300)]
+        model(torch.cat(seen)).sum().backward()
+        optimizer.step()
+    """
+    _, facts = run(tmp_path, text)
+    assert (facts.ending, facts.updates) == ("steps", 2)
+
+
+def test_a_line_of_numpy_is_the_line_that_calls_it(tmp_path: Path) -> None:
+    text = """
+    import numpy as np
+    np.arange(1000, dtype=np.int64).tofile("data.bin")
+    data, model = np.memmap("data.bin", dtype=np.int64), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        at = torch.randint(len(data) - 8, (2,))
+        x = torch.stack([torch.from_numpy(np.asarray(data[i : i + 8])) for i in at])
+        model(x.float()).sum().backward()
+        optimizer.step()
+    """
+    trace, _ = run(tmp_path, text)
+    places = {one.where for one in trace.assumptions if "read" in one.text}
+    assert places
+    assert all(str(place).startswith("script.py:") for place in places), places
+
+
 def test_a_script_that_goes_on_whatever_happens_is_given_up(tmp_path: Path) -> None:
     text = """
     model = nn.Linear(4, 4)

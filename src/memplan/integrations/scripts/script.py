@@ -32,6 +32,8 @@ _RARE = 8
 """Times as many updates of one optimizer as asked for, after which the others are no longer waited for."""
 _UNUSED = 256
 """Batches, or calls of models, without an update, after which none is waited for."""
+_ROLLOUT = 16
+"""Times as many, where they need no gradients and there is an optimizer: a rollout, or a first validation."""
 _LATER = 30
 """Seconds after its time at which a script is ended that has not met a hook."""
 _ERRORS = 2
@@ -106,7 +108,8 @@ class _Run:
         """Models that were called, kept alive until the layers have their names."""
         self._running: list[nn.Module] = []
         """Modules that run, the outermost first."""
-        self.steps_made = self._waited = self._updated_last = 0
+        self.steps_made = self._updated_last = 0
+        self._waited = 0.0
         self._built = self._pending = self._over = False
         self._ending: Ending | None = None
         self._code: int | str | None = None
@@ -189,7 +192,7 @@ class _Run:
         before = self._updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         self._pending = self._pending or self._updates() > before
-        self._waited = 0
+        self._waited = 0.0
         self._loaders.called(trains=True)
 
     def _updates(self) -> int:
@@ -205,7 +208,7 @@ class _Run:
         if not self._built:
             self._built = True
             self._boundaries.built()
-        self._waited += 1
+        self._waited += 1 if torch.is_grad_enabled() or not self._optimizers else 1 / _ROLLOUT
         if self._pending:
             self._pending = False
             self._stepped()

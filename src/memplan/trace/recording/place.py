@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 import torch.optim.optimizer as optimizer_hooks
 from torch import nn
@@ -27,6 +28,7 @@ Line = tuple[str, int]
 """File and number of a line of the user's code."""
 _OURS = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NUMPY = os.path.dirname(os.path.abspath(numpy.__file__)) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _PACKAGES = tuple(_PYTHON + name + os.sep for name in ("site-packages", "dist-packages"))
 _OUTERMOST = {
@@ -37,20 +39,20 @@ _KNOWN: dict[str, bool] = {}
 
 
 def is_users(filename: str) -> bool:
-    """Return whether code is the user's, or of a package that is neither torch nor memplan nor of Python itself."""
+    """Return whether code is the user's, or of a package: not of torch, numpy, memplan or Python itself."""
     known = _KNOWN.get(filename)
     if known is None:
         path = os.path.abspath(filename)
         pythons = path.startswith(_PYTHON) and not path.startswith(_PACKAGES)
         # generated code (dataclasses, torch's own wrappers) has no file to point at; a cell of IPython has lines
         generated = filename.startswith("<") and not filename.startswith("<ipython-input")
-        known = not (pythons or path.startswith((_OURS, _TORCH)) or generated)
+        known = not (pythons or path.startswith((_OURS, _TORCH, _NUMPY)) or generated)
         _KNOWN[filename] = known
     return known
 
 
 def user_frame() -> tuple[str, int] | None:
-    """Return file and line of the innermost frame that is neither torch's nor ours.
+    """Return file and line of the innermost frame that is neither torch's, numpy's nor ours.
 
     Whoever called `record_for` or `measure` (a test, the command line) runs no op of the step and does not count.
     """
