@@ -1,4 +1,4 @@
-/* The least that a Cortex-M needs to run a program under semihosting, and a count of what it ran: SysTick. */
+/* What a Cortex-M needs to run a program under semihosting, and a count of what it ran: SysTick. */
 #include <stdint.h>
 
 extern int main(void);
