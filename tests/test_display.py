@@ -5,8 +5,8 @@ from __future__ import annotations
 import memplan
 from memplan._display import Displayed
 
-NAMES = ("Comparison", "Explanation", "Finding", "Fitted", "LineProfile", "Plan", "Proof", "Quantized", "Replay",
-         "Sweep", "Timeline", "Trace")  # fmt: skip
+NAMES = ("Comparison", "Explanation", "Exported", "Finding", "Fitted", "LineProfile", "Plan", "Proof", "Quantized",
+         "Replay", "Sweep", "Timeline", "Trace")  # fmt: skip
 
 
 def test_every_public_result_is_displayed() -> None:

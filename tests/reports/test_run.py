@@ -39,7 +39,7 @@ def _printed(facts: Facts, explanation: Explanation) -> str:
         ("script", 0, None, "to its end, without an update: all of it counts as one step"),
         ("exit", 1, 3, "to its end, with exit code 3, with 1 update."),
         ("exit", 1, 0, "to its end, with 1 update."),
-        ("no update", 0, None, "over 256 batches without another update"),
+        ("no update", 0, None, "over 256 batches, or 4,096 without gradients"),
         ("time", 1, None, "until its time was over (--limit), with 1 update"),
     ],
 )

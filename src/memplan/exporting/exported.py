@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from memplan._bytes import format_bytes
+from memplan._display import Displayed
 from memplan.exporting.device_plan import DevicePlan
 from memplan.exporting.trials.cortex import CortexRun
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
@@ -18,7 +19,7 @@ _OF_CORE = ("core", "text", "rodata", "data", "stack", "instructions")
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Displayed):
     """What was written."""
 
     name: str

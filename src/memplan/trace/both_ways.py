@@ -138,8 +138,8 @@ def _with_rounds(row: Assumption, trace: Trace) -> Assumption:
     times = rounds // max(len(trace.steps), 1)
     if times <= 1:
         return row
-    kind, more = ("scalar", "") if row.kind == "scalar" else ("branch", _MIXED)
-    return replace(row, kind=kind, text=row.text + _ROUNDS.format(times=times) + more)
+    kind = "scalar" if row.kind == "scalar" else "branch"  # what some one way and some the other take was not recorded
+    return replace(row, kind=kind, text=row.text + _ROUNDS.format(times=times))
 
 
 def _not_tried(line: Line) -> Assumption:
@@ -157,7 +157,6 @@ _ENDS = "a value decides a branch: the other way {how}"
 _SAME_PEAK = "a value decides a branch: the peak is the same either way ({peak})"
 _ONE_WAY = "a value DECIDES A BRANCH, which was recorded one way only: what the other way takes IS NOT BOUNDED"
 _ROUNDS = "; it is decided {times} times in a step, which are all taken to go the same way"
-_MIXED = ": what some one way and some the other take IS NOT BOUNDED"
 _DIFFER = "a value decides a branch: one way the step takes {most}, the other way {least}; what takes more is shown"
 
 
