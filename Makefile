@@ -1,4 +1,4 @@
-# make demo | test | test-all | coverage | check | changelog | goldens
+# make demo | test | test-all | coverage | check | docs | browser | changelog | goldens
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -12,7 +12,7 @@ JOBS ?= $(shell $(PYTHON) -c "import os; print(min(4, os.cpu_count() or 1))")
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c $(CONSTRAINTS) -e
 
-.PHONY: demo test test-all coverage check changelog goldens clean
+.PHONY: demo test test-all coverage check docs browser changelog goldens clean
 
 demo: $(VENV)/.examples
 	$(BIN)/memplan explain examples/resnet18.py:build $(DEMO_FLAGS)
@@ -20,15 +20,15 @@ demo: $(VENV)/.examples
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=25
 
-test: $(VENV)/.test
+test: $(VENV)/.test browser
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
 # and what repeats the same in more places
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test browser
 	$(PYTEST) $(PYTEST_FLAGS)
 
 # branches, too
-coverage: $(VENV)/.test
+coverage: $(VENV)/.test browser
 	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered $(PYTEST_FLAGS)
 
 # pyright reads the tests too, so it needs what they import
@@ -37,6 +37,17 @@ check: $(VENV)/.test $(VENV)/.check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+# Debian's Chromium, in which pages are tested; where it cannot be had, these tests are skipped.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+browser:
+	@for name in $(BROWSERS); do command -v $$name >/dev/null && exit 0; done; \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 \
+	  || echo "no Chromium, and apt-get cannot install it: tests of pages in a browser are skipped"
+
+# The site, in build/site; a warning is an error. Nothing is downloaded.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/site
 
 changelog: $(VENV)/.check
 	$(BIN)/towncrier build --draft
@@ -60,7 +71,7 @@ $(VENV)-cuda/.torch: $(CONSTRAINTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-cuda
+	rm -rf $(VENV) $(VENV)-cuda build/site
 
 # One stamp for each extra: installed once, and again when the versions change.
 $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(VENV)/.torch

@@ -43,46 +43,51 @@ NEAR = 0.001
 """Relative error up to which a prediction counts as right."""
 LARGEST = 40_000_000
 """Parameters beyond which a model is not tiny and is left out."""
-SMALL = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 32),
-    **dict.fromkeys(("word_embed_proj_dim", "projection_dim"), 32),
+FEW = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "depth"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+}
+"""Attributes of a configuration that say how many layers and experts there are."""
+SMALL = FEW | {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim"), 32),
+    **dict.fromkeys(("word_embed_proj_dim", "projection_dim"), 32),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "multi_query_group_num"), 2),
     **dict.fromkeys(("intermediate_size", "n_inner", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "ffn_dim"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     "num_experts_per_tok": 2, "vocab_size": 128, "max_position_embeddings": 64, "n_positions": 64, "head_dim": 8,
     "d_kv": 8, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
 """Attributes of a configuration that are made small, where they are larger."""
 
 
-def small(config: Any) -> Any:
+def small(config: Any, limits: dict[str, int] = SMALL) -> Any:
     """Make a configuration of transformers, and those within it, small."""
     from transformers import PretrainedConfig
 
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
-            small(value)
-        elif type(value) is int and name in SMALL and value > SMALL[name]:
-            setattr(config, name, SMALL[name])
+            small(value, limits)
+        elif type(value) is int and name in limits and value > limits[name]:
+            setattr(config, name, limits[name])
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and type(value) is int and value >= 128:
             setattr(config, name, 1)
     return config
 
 
-def transformers_step(kind: str, *, cache: bool = True, both: bool = False) -> Maker:
+def transformers_step(kind: str, *, cache: bool = True, both: bool = False, wide: bool = False) -> Maker:
     """Make a step of a type of model that transformers knows.
 
     ``cache``: with one, if the model has it by default. ``both``: pictures and what is said of them, as CLIP takes.
+    ``wide``: layers as wide as the model has them, and inputs as long; to be recorded, not run.
     """
     import torch
     from transformers import AutoConfig, AutoModel
 
-    config = small(AutoConfig.for_model(kind))
+    config = small(AutoConfig.for_model(kind), FEW if wide else SMALL)
+    batch, tokens, samples, frames = (4, 512, 32000, 1000) if wide else (2, 16, 4000, 64)
     if not cache:
         config.use_cache = False
 
@@ -92,30 +97,32 @@ def transformers_step(kind: str, *, cache: bool = True, both: bool = False) -> M
         size = size if isinstance(size, int) else size[0]
         channels = getattr(config, "num_mel_bins", 80)
         given = {
-            "input_ids": lambda: torch.randint(3, 100, (2, 16)),
-            "pixel_values": lambda: torch.randn(2, getattr(config, "num_channels", 3), size, size),
-            "input_values": lambda: torch.randn(2, 4000),
-            "input_features": lambda: torch.randn(2, channels, 64),
+            "input_ids": lambda: torch.randint(3, 100, (batch, tokens)),
+            "pixel_values": lambda: torch.randn(batch, getattr(config, "num_channels", 3), size, size),
+            "input_values": lambda: torch.randn(batch, samples),
+            "input_features": lambda: torch.randn(batch, channels, frames),
         }
         names = {name, "input_ids", "pixel_values"} if both else {name}
         return {one: given[one]() for one in sorted(names)} | (
-            {"decoder_input_ids": torch.randint(3, 100, (2, 8))} if config.is_encoder_decoder else {}
+            {"decoder_input_ids": torch.randint(3, 100, (batch, tokens // 2))} if config.is_encoder_decoder else {}
         )
 
     def build() -> Callable[[], None]:
         torch.manual_seed(0)
         model = AutoModel.from_config(config).train()
-        return trained(model, inputs_of(model))
+        return trained(model, inputs_of(model), largest=None if wide else LARGEST)
 
     return build
 
 
-def trained(model: Any, kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> Callable[[], None]:
-    """Return a step: forward, the sum of what comes out, backward, AdamW."""
+def trained(
+    model: Any, kwargs: dict[str, Any], args: tuple[Any, ...] = (), largest: int | None = LARGEST
+) -> Callable[[], None]:
+    """Return a step: forward, the sum of what comes out, backward, AdamW. ``step.called`` is what it calls."""
     import torch
     from torch.utils._pytree import tree_leaves
 
-    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+    if largest is not None and sum(parameter.numel() for parameter in model.parameters()) > largest:
         raise ValueError("not tiny")
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -127,6 +134,7 @@ def trained(model: Any, kwargs: dict[str, Any], args: tuple[Any, ...] = ()) -> C
         loss.backward()  # pyright: ignore[reportAttributeAccessIssue]  # a model without outputs is left out
         optimizer.step()
 
+    step.called = model, args, kwargs  # pyright: ignore[reportFunctionMemberAccess]
     return step
 
 
@@ -143,11 +151,12 @@ def _of(make: Callable[[], Any], *shapes: tuple[int, ...], **kwargs: Any) -> Mak
     return build
 
 
-def monai_steps() -> dict[str, Maker]:
-    """Networks of MONAI, in two and three dimensions."""
+def monai_steps(*, wide: bool = False) -> dict[str, Maker]:
+    """Networks of MONAI, in two and three dimensions; ``wide``: on larger pictures and volumes."""
     nets: Any = importlib.import_module("monai.networks.nets")
 
-    small3, small2 = (1, 1, 32, 32, 32), (1, 1, 64, 64)
+    side3, side2 = (96, 256) if wide else (32, 64)
+    small3, small2 = (1, 1, *(side3,) * 3), (1, 1, side2, side2)
     found: dict[str, Maker] = {}
     for dims, shape in ((2, small2), (3, small3)):
         options: dict[str, dict[str, Any]] = {
@@ -187,7 +196,7 @@ def monai_steps() -> dict[str, Maker]:
             lambda dims=dims: nets.SEResNet50(spatial_dims=dims, in_channels=1, num_classes=2), shape
         )
     found["ViT 3d"] = _of(
-        lambda: nets.ViT(1, (32, 32, 32), (8, 8, 8), hidden_size=48, mlp_dim=64, num_layers=2, num_heads=4), small3
+        lambda: nets.ViT(1, (side3,) * 3, (8, 8, 8), hidden_size=48, mlp_dim=64, num_layers=2, num_heads=4), small3
     )
     found["MILModel"] = _of(lambda: nets.MILModel(2, mil_mode="att", pretrained=False), (1, 2, 3, 64, 64))
     return found
@@ -438,6 +447,26 @@ def names_of(family: str) -> list[str]:
     return list(globals()[f"{family}_steps"]())
 
 
+def runnable(family: str, name: str) -> Maker:
+    """Return a model's step, after it ran in eager mode; raises what that raises."""
+    if family != "transformers":
+        build: Maker = globals()[f"{family}_steps"]()[name]
+        _try_out(build)
+        return build
+    build = transformers_step(name)
+    try:
+        _try_out(build)
+    except Exception:
+        again: dict[str, bool] = {"cache": False}
+        try:
+            _try_out(transformers_step(name, **again))
+        except Exception:
+            again = {"both": True}
+            _try_out(transformers_step(name, **again))
+        build = transformers_step(name, **again)
+    return build
+
+
 def child(family: str, name: str) -> Row:
     """Measure and predict one model, in this process."""
     import torch
@@ -446,19 +475,7 @@ def child(family: str, name: str) -> Row:
     torch.set_num_threads(1)
     row: Row = {"family": family, "name": name}
     try:
-        build = transformers_step(name) if family == "transformers" else globals()[f"{family}_steps"]()[name]
-        try:
-            _try_out(build)
-        except Exception:
-            again: dict[str, bool] = {"cache": False}
-            if family != "transformers":
-                raise
-            try:
-                _try_out(transformers_step(name, **again))
-            except Exception:
-                again = {"both": True}
-                _try_out(transformers_step(name, **again))
-            build = transformers_step(name, **again)
+        build = runnable(family, name)
     except Exception as error:
         return row | {"left_out": f"{type(error).__name__}: {str(error)[:200]}"}
     import memplan
@@ -492,16 +509,16 @@ def server() -> Any:
     return context
 
 
-def run(context: Any, family: str, name: str) -> Row:
-    """One model in a process of its own."""
+def run(context: Any, family: str, name: str, work: Callable[[str, str], Row] = child, seconds: int = SECONDS) -> Row:
+    """One model in a process of its own: ``work`` makes its row."""
     row: Row = {"family": family, "name": name}
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(there, family, name))
+    process = context.Process(target=_send, args=(there, work, family, name))
     process.start()
     there.close()
     try:
-        if not here.poll(SECONDS):
-            return row | {"left_out": f"it took more than {SECONDS} s"}
+        if not here.poll(seconds):
+            return row | {"left_out": f"it took more than {seconds} s"}
         return json.loads(here.recv())
     except EOFError:
         process.join()
@@ -511,8 +528,8 @@ def run(context: Any, family: str, name: str) -> Row:
         process.join()
 
 
-def _send(connection: Any, family: str, name: str) -> None:
-    connection.send(json.dumps(child(family, name)))
+def _send(connection: Any, work: Callable[[str, str], Row], family: str, name: str) -> None:
+    connection.send(json.dumps(work(family, name)))
 
 
 def report(rows: list[Row]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memplan.reports.annotations import Annotation
+from memplan.reports.ci.annotations import Annotation
 
 HOSTILE = ']]><b a="1">&\'\x1b[31m\x00\u202e\ud800\n::error::%0A, 100 %'
 ANNOTATIONS = [

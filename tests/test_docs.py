@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 def test_the_examples_of_fit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / "fit.md").read_text(encoding="utf-8"), re.S)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names: dict[str, object] = {}
     for block in blocks:
         if 'backend="memplan"' in block and not entry_points(group="torch_dynamo_backends", name="memplan"):
@@ -28,6 +28,8 @@ def test_the_examples_of_fit_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 PAGES = [DOCS / "check.md", *sorted((DOCS / "checks").glob("*.md"))]
 
 
+# one page shows what torch warns of
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_examples_of_checks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -38,6 +38,7 @@ PUBLIC = [
     "Sweep",
     "Timeline",
     "Trace",
+    "Why",
     "__version__",
     "assert_peak",
     "check",
@@ -62,6 +63,7 @@ PUBLIC = [
     "sweep",
     "verify",
     "watch",
+    "why",
     "with_loss",
 ]
 
@@ -139,6 +141,7 @@ CALLS: dict[str, Callable[[Path], bool]] = {
     "sweep": lambda _: len(memplan.sweep(make, {"batch": [1, 2]}, "256x64", **STEP).rows) == 2,
     "verify": lambda _: memplan.verify(model := make(), model, "256x64", pairs=0, **LOSS).ok,
     "watch": lambda _: len(watched().rows) == 4,
+    "why": lambda _: memplan.why("CUDA error: out of memory").verdict == "no figures",
     "with_loss": lambda _: isinstance(memplan.with_loss(make(), F.cross_entropy), nn.Module),
 }
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from memplan.explanation.explain import explain
     from memplan.explanation.line_profile import LineProfile
     from memplan.explanation.model import Explanation
+    from memplan.explanation.why import Why, why
     from memplan.exporting.export import export
     from memplan.exporting.exported import Exported
     from memplan.exporting.weights_file import load_weights
@@ -61,6 +62,7 @@ _HOMES = {
     "Sweep": "memplan.studies.sweeps.sweep",
     "Timeline": "memplan.simulation.timeline",
     "Trace": "memplan.trace.trace",
+    "Why": "memplan.explanation.why",
     "assert_peak": "memplan.studies.guarding.assert_peak",
     "check": "memplan.checks.check",
     "compare": "memplan.studies.comparisons.compare",
@@ -85,6 +87,7 @@ _HOMES = {
     "sweep": "memplan.studies.sweeps.sweep",
     "verify": "memplan.verification.proof.verify",
     "watch": "memplan.integrations.watching.watch",
+    "why": "memplan.explanation.why",
     "with_loss": "memplan.planning.capture.loss_module",
 }
 
@@ -105,6 +108,7 @@ __all__ = [
     "Sweep",
     "Timeline",
     "Trace",
+    "Why",
     "__version__",
     "assert_peak",
     "check",
@@ -129,6 +133,7 @@ __all__ = [
     "sweep",
     "verify",
     "watch",
+    "why",
     "with_loss",
 ]
 

@@ -96,3 +96,19 @@ def format_bytes(number: int) -> str:
         if tenths < 10240:
             break
     return f"{sign}{tenths // 10}.{tenths % 10} {name}"
+
+
+def format_bytes_as_torch(number: int) -> str:
+    """Write a number of bytes as torch's allocator does in its own messages (format_size, c10/cuda).
+
+    Args:
+        number: bytes, 0 or more.
+
+    Example:
+        >>> format_bytes_as_torch(1024), format_bytes_as_torch(20 << 20), format_bytes_as_torch(66592964608)
+        ('1024 bytes', '20.00 MiB', '62.02 GiB')
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number > 1024**power:
+            return f"{number / 1024**power:.2f} {unit}"
+    return f"{number} bytes"

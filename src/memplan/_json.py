@@ -10,19 +10,28 @@ import functools
 import json
 import math
 import operator
+import os
+import reprlib
+import stat
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from memplan._bytes import format_bytes
+
 if TYPE_CHECKING:
     from cattrs import Converter
 
-LONGEST = 64 << 20
-"""Characters of the longest text that is read."""
+LONGEST = 256 << 20
+"""Bytes of the largest file that is read, and characters of the longest text."""
 DEEPEST = 12
 """Levels of nesting in a value without a type of its own."""
 _LARGEST = 1 << 63
+_FEW_BYTES = 384 << 20
+_TIMES_FILE, _TIMES_TEXT = 2000, 60
+"""What a file may take in memory, as multiples of its bytes and of its unpacked bytes. Recorded memory snapshots take
+up to 700 and 35 by the bounds here, traces 27 of their text."""
 
 Json = Annotated[Any, "any JSON value"]
 """Type hint of a field that holds any JSON value, with tuples for its lists."""
@@ -75,14 +84,61 @@ compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=row_o
 """Writes JSON without spaces; a dataclass as the list of the values of its fields, in order."""
 
 
-def parse(text: str) -> Any:
-    """Parse JSON text into plain values. Raises Unreadable: too long, or not JSON."""
-    if len(text) > LONGEST:
-        raise Unreadable(f"it has {len(text)} characters, {LONGEST} at most are read")
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read the text of a file that `parse` or a `from_json` takes. Raises OSError, Unreadable: no file, or too long."""
+    with open(path, "rb") as file:
+        kind = os.fstat(file.fileno()).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+            raise Unreadable("it is a device, not a file")
+        content = file.read(LONGEST + 1)
+    if len(content) > LONGEST:
+        raise Unreadable(f"it has more than {LONGEST} bytes, the most that are read")
+    return content.decode("utf-8", "replace")
+
+
+def parse(text: str, *, packed: int | None = None, longest: int | None = None) -> Any:
+    """Parse JSON text into plain values.
+
+    Args:
+        text: what to parse.
+        packed: bytes of the file, where the text was unpacked.
+        longest: characters that are parsed at most; `LONGEST` by default.
+
+    Raises:
+        Unreadable: too long, too much for memory, or not JSON.
+    """
+    most = LONGEST if longest is None else longest
+    if len(text) > most:
+        raise Unreadable(f"it has {len(text)} characters, {most} at most are read")
+    check_memory(memory_of(text), len(text), len(text) if packed is None else packed)
     try:
         return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"it is not JSON ({error})") from None
+
+
+def memory_of(text: str) -> int:
+    """Return a bound on the bytes that JSON text and its parsed value take together.
+
+    Counted are 240 for a mapping, 100 for a list, 100 for a comma (a slot and the number in it), 80 for a text beside
+    its characters. A text is as wide as its widest character: up to 4 bytes for each.
+    """
+    wide = 1 if text.isascii() and "\\u" not in text else 4
+    containers = 240 * text.count("{") + 100 * text.count("[")
+    return 2 * wide * len(text) + containers + 100 * text.count(",") + 40 * text.count('"')
+
+
+def check_memory(needed: int, unpacked: int, packed: int) -> None:
+    """Check what parsing would take against the size of the file. Raises Unreadable.
+
+    Args:
+        needed: a bound on the bytes that the parsed value takes.
+        unpacked: bytes or characters to parse.
+        packed: bytes of the file itself.
+    """
+    most = max(_FEW_BYTES, min(_TIMES_FILE * packed, _TIMES_TEXT * unpacked))
+    if needed > most:
+        raise Unreadable(f"reading it could take {format_bytes(needed)} of memory, {format_bytes(most)} at most")
 
 
 def _no_number(name: str) -> None:
@@ -155,7 +211,7 @@ def _converter(rows: bool) -> Converter:
     factory(lambda kind: get_origin(kind) is tuple, tuple_reader)
     factory(lambda kind: get_origin(kind) is frozenset, set_reader)
     factory(
-        lambda kind: get_origin(kind) is Mapping,
+        lambda kind: get_origin(kind) in (Mapping, dict),
         lambda kind: _only(dict, "a mapping", mapping_structure_factory(kind, converter)),
     )
     hook(lambda kind: get_origin(kind) is Literal, _one_of)
@@ -185,7 +241,7 @@ def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
         return {str(key): _frozen(part, kind, depth - 1) for key, part in plain.items()}
     if isinstance(plain, (tuple, list)):
         return tuple([_frozen(part, kind, depth - 1) for part in plain])
-    return plain if plain is None or isinstance(plain, bool) else _scalar(plain, type(plain), -math.inf)
+    return plain if plain is None or isinstance(plain, bool) else _scalar(plain, type(plain), -math.inf, math.inf)
 
 
 def _one_of(plain: Any, kind: Any) -> Any:
@@ -194,18 +250,20 @@ def _one_of(plain: Any, kind: Any) -> Any:
     return plain
 
 
-def _scalar(plain: Any, kind: Any, least: float = 0) -> Any:
-    """Return a text, a boolean, or a finite number of at least ``least``."""
+def _scalar(plain: Any, kind: Any, least: float = 0, most: float = _LARGEST) -> Any:
+    """Return a text, a boolean, or a finite number from ``least`` to below ``most``, whole ones below 2**63."""
     if kind is float and type(plain) is int:
         plain = float(plain) if abs(plain) < _LARGEST else plain
     if type(plain) is not kind or kind not in (str, bool, int, float):
         raise Unreadable(f"is {_shown(plain)}, not {getattr(kind, '__name__', kind)}")
-    if kind in (int, float) and not (least <= plain and abs(plain) < (_LARGEST if kind is int else math.inf)):
+    if kind in (int, float) and not (least <= plain and abs(plain) < (most if kind is float else _LARGEST)):
         raise Unreadable(f"is {_shown(plain)}, which is out of range")
     return plain
 
 
 def _shown(plain: Any) -> str:
+    if isinstance(plain, (Mapping, list, tuple)):  # its repr would be as long as it is
+        return f"{reprlib.repr(plain):.40}"
     return f"{plain!r:.40}" if not isinstance(plain, int) or abs(plain) < _LARGEST else "a number of many digits"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
+import secrets
+import stat
 
 
 def printable(text: str) -> str:
@@ -15,6 +15,16 @@ def printable(text: str) -> str:
         'layer ?[31mred'
     """
     return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return what `printable` does, with the line breaks kept.
+
+    Example:
+        >>> printable_lines("one\\ntwo\x1b[2J")
+        'one\\ntwo?[2J'
+    """
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def counted(number: int, thing: str) -> str:
@@ -42,16 +52,50 @@ def format_seconds(seconds: float) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file, text as UTF-8, and move it into place once complete: a failed run leaves the old file."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Write a file, text as UTF-8, and move it into place once complete: a failed run leaves the old file.
+
+    The file that a link leads to is written; mode and owner of one that is replaced stay. A device or a pipe is
+    written to directly.
+
+    Raises:
+        OSError: it cannot be written; names the path.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    target = os.path.realpath(path)
+    try:
+        old = os.stat(target) if os.path.lexists(target) else None
+        is_other = old is not None and not stat.S_ISREG(old.st_mode)  # /dev/null must stay what it is
+        if is_other or not _replaced(target, data, old):
+            with open(target, "wb") as file:
+                file.write(data)
+    except OSError as error:  # that of a full disk names no file, others name the temporary one
+        raise OSError(error.errno, error.strerror or str(error), os.fspath(path)) from None
+
+
+def _replaced(target: str, data: bytes, old: os.stat_result | None) -> bool:
+    """Write a file beside the old one and move it there; False where that would change the owner."""
+    temporary = os.path.join(os.path.dirname(target), f".memplan-{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp makes files that only the owner reads
+            if old is not None and not _like(handle, old):
+                os.unlink(temporary)
+                return False
+            file.write(data)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
         raise
+    return True
+
+
+def _like(handle: int, old: os.stat_result) -> bool:
+    """Give an open file the owner and the mode of another one; False where it may not be given away."""
+    made = os.fstat(handle)
+    if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.chown(handle, old.st_uid, old.st_gid)
+        except PermissionError:
+            return False
+    os.chmod(handle, stat.S_IMODE(old.st_mode))
+    return True

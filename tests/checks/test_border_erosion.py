@@ -236,8 +236,8 @@ def test_where_it_cannot_be_known_no_figure_is_given() -> None:
 
 
 def test_a_mirrored_input_leaves_the_interior_as_it_is() -> None:
+    from memplan.checks.borders.mirror import Mirrored, mirrored
     from memplan.checks.fields.walk import follow
-    from memplan.checks.mirror import Mirrored, mirrored
 
     torch.manual_seed(0)
     model, x = ValidUNet().double(), torch.randn(1, 1, 188, 188, dtype=torch.double)

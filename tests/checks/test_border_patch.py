@@ -11,9 +11,9 @@ import torch
 
 import memplan
 from memplan.checks.border_patch import Fix, fix_of
-from memplan.checks.changed_step import Remaker
 from memplan.checks.check import check_trace, record_again
-from memplan.cli.targets import resolve
+from memplan.checks.mended.changed_step import Remaker
+from memplan.trace.naming.targets import resolve
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 

@@ -80,5 +80,36 @@ def test_a_trace_takes_no_inputs() -> None:
     assert memplan.check(trace) == []
 
 
+def test_what_costs_no_bytes_is_a_note_and_those_of_a_kind_are_one() -> None:
+    """Eight of them: layers that pool an odd size, and read none of the last row."""
+
+    def pools() -> nn.ModuleList:
+        return nn.ModuleList([nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.MaxPool1d(2)) for _ in range(8)])
+
+    class All(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts, self.last = pools(), nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.stack([part(x).mean((1, 2)) for part in self.parts]).sum(0)[:, None])
+
+    (finding,) = [f for f in memplan.check(All, "2x1x33", device="cpu") if f.id == "uneven-arithmetic"]
+    assert [row["layer"] for row in finding.details["layers"]] == [f"parts.{n}.1" for n in range(8)]
+    assert "7 more places" in finding.message
+    assert memplan.check(All, "2x1x33", device="cpu", ignore="uneven-arithmetic:parts.*") == []
+    some = memplan.check(All, "2x1x33", device="cpu", ignore="uneven-arithmetic:parts.[0-6].1")
+    assert [(f.layer, "more place" in f.message) for f in some if f.id == "uneven-arithmetic"] == [("parts.7.1", False)]
+
+
+def test_a_warning_costs_bytes_or_more_than_that() -> None:
+    def build() -> Any:
+        x = torch.randn(4, 256, 16, requires_grad=True)
+        return lambda: (torch.softmax(x @ x.mT, -1) @ x).sum().backward()
+
+    (finding,) = memplan.check(memplan.record(build, device="cpu"))  # of a recording the bytes are not known
+    assert (finding.id, finding.severity, finding.bytes) == ("math-attention", "info", 0)
+
+
 def test_ids_are_unique() -> None:
     assert len(set(IDS)) == len(IDS)

@@ -66,7 +66,46 @@ def test_a_retained_graph(device: str) -> None:
     assert finding.severity == "warning"
     saved = peak(training(retain_graph=True), device) - peak(training(), device)
     assert finding.bytes == pytest.approx(saved, rel=0.01)
+    assert "retain_graph=True at " in finding.message
+    assert "create_graph" not in finding.message + finding.advice[0]
     assert found(training(), device) == []
+
+
+def test_the_flag_is_the_one_that_is_set() -> None:
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        (finding,) = [f for f in found(training(create_graph=True)) if f.details["kind"] == "retained"]
+    assert "create_graph=True at " in finding.message
+    assert "retain_graph" not in finding.message + finding.advice[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: Any, device: str) -> None:
+    """Their graph is one op, whose tensors are freed a moment after it."""
+
+    def build() -> Callable[[], Any]:
+        model, x = kind(16, 32), torch.randn(20, 8, 16)
+
+        def step() -> None:
+            model(x)[0].sum().backward()
+            model.zero_grad()
+
+        return step
+
+    assert found(build, device) == []
+
+
+def test_one_layer_whose_output_is_kept_by_name() -> None:
+    def build() -> Callable[[], Any]:
+        model, x, kept = nn.Linear(64, 64), torch.randn(4096, 64), list[Any]()
+
+        def step() -> None:
+            kept[:] = [torch.tanh(model(x))]
+            kept[0].sum().backward()
+
+        return step
+
+    assert found(build) == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])

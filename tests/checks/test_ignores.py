@@ -70,7 +70,7 @@ class Net(nn.Module):
     ],
 )
 def test_by_line(comments: dict[str, str], found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memplan.cli.targets import resolve
+    from memplan.trace.naming.targets import resolve
 
     monkeypatch.chdir(tmp_path)
     name = f"net_{abs(hash(tuple(comments.items())))}.py"

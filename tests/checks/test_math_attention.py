@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.checks.attention.fused import Fusing
-from memplan.checks.changed_step import Remaker
 from memplan.checks.check import record_again
+from memplan.checks.mended.changed_step import Remaker
 from memplan.trace.recording.session import choose_target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
@@ -215,6 +215,35 @@ def test_weights_that_nobody_reads(device: str) -> None:
     assert found(lambda: Layers(False), device=device) == []
 
 
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_weights_that_nobody_reads_in_inference(device: str) -> None:
+    """There the layer is one op, and its matrices are that op's own."""
+    (finding,) = found(lambda: Layers(True), device=device, train=False)
+    assert finding.details["kind"] == "unread weights"
+    spared = peak(lambda: Layers(True), device, train=False) - peak(lambda: Layers(False), device, train=False)
+    assert finding.bytes == spared > 0
+    assert found(lambda: Layers(False), device=device, train=False) == []
+    assert found(lambda: Layers(True, used=True), device=device, train=False) == []
+
+
+def test_float16_where_a_card_has_no_kernel_for_bfloat16() -> None:
+    def of(dtype: torch.dtype, device: str = "t4") -> Any:
+        return {"dtype": dtype, "device": device}, memplan.spec(SHAPE, dtype=str(dtype)[6:])
+
+    (options, shape), (half, half_shape) = of(torch.bfloat16), of(torch.float16)
+    (finding,) = [f for f in memplan.check(lambda: Model(fused), shape, **options) if f.id == ID]
+    peaks = [
+        memplan.explain(lambda: Model(fused), given, **more).timeline.peak_allocated
+        for given, more in ((shape, options), (half_shape, half))
+    ]
+    assert finding.severity == "warning"
+    assert finding.bytes == pytest.approx(peaks[0] - peaks[1], rel=0.05)  # of its own: three casts and one back
+    assert "float16" in finding.advice[0]
+    assert "the result is the same" not in finding.advice[0]
+    options, shape = of(torch.bfloat16, "h100")
+    assert [f for f in memplan.check(lambda: Model(fused), shape, **options) if f.id == ID] == []
+
+
 def test_weights_that_are_wanted_are_a_note() -> None:
     for make in (lambda: Layers(True, used=True), lambda: Model(read_twice)):
         (finding,) = found(make)
@@ -254,7 +283,7 @@ def test_of_a_trace_no_figure_is_made_up() -> None:
         return lambda: model(x).sum().backward()
 
     (finding,) = [f for f in memplan.check(memplan.record(build, device="cpu")) if f.id == ID]
-    assert (finding.severity, finding.bytes) == ("warning", 0)
+    assert (finding.severity, finding.bytes) == ("info", 0)
     assert finding.details["held"] == 3 * 4 * 4 * 256 * 256 * 4  # probabilities, and two gradients
     assert "check the model itself for the bytes" in finding.advice[0]
 

@@ -79,7 +79,7 @@ def test_a_line_in_a_package_is_shown_at_the_target(models: Path, monkeypatch: p
 
 
 def test_two_outputs_do_not_mix() -> None:
-    for arguments in (("--sarif", "-", "--github"), ("--sarif", "-", "--json", "-"), ("--junit", "a", "--json", "a")):
+    for arguments in (("--sarif", "-", "--github"), ("--sarif", "-", "--json", "-")):
         done = run(*arguments)
         assert done.exit_code == 2
         assert "two outputs at one place" in done.output

@@ -88,7 +88,7 @@ def test_a_reader_that_stops_early_is_no_error(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, '{"format":"memplan.explanation",\n', "")
 
 
 def test_a_closed_stdout_is_no_error() -> None:

@@ -221,10 +221,40 @@ def test_an_input_may_go_by_name_and_a_keyword_may_be_a_switch() -> None:
     assert explained("nets.py:make", "--input", "2x4", "--kwarg", "deep=True")["timeline"] != inner
 
 
-def test_what_the_target_prints_does_not_get_into_the_json() -> None:
+def test_what_the_target_prints_is_held_back_and_told() -> None:
     result = explain("nets.py:make_loudly", "--input", "2x4", "--json", "-")
+    assert any("1 line that it printed is not shown" in note for note in json.loads(result.stdout)["notes"])
+    assert "made" not in result.stderr
+
+
+def test_what_the_target_prints_does_not_get_into_the_json_where_it_is_shown() -> None:
+    result = explain("nets.py:make_loudly", "--input", "2x4", "--json", "-", "--show-output")
     assert json.loads(result.stdout)
     assert "made" in result.stderr
+
+
+def test_a_target_has_arguments_of_its_own_behind_dashes() -> None:
+    Path("parses.py").write_text(PARSES)
+    alone = explained("parses.py:build", "--top", "1")
+    given = json.loads(explain("parses.py:build", "--json", "-", "--", "--batch", "400").stdout)
+    assert given["timeline"]["peak_allocated"] > 10 * alone["timeline"]["peak_allocated"]
+    wrong = explain("parses.py:build", "--", "--bacth", "4")
+    assert wrong.exit_code == 2
+    assert "as it read the arguments '--bacth 4' (at parses.py:" in wrong.stderr
+    assert "behind --" in wrong.stderr
+    assert "Arguments of its own come last, behind --" in explain("parses.py:build", "400").stderr
+
+
+PARSES = """
+import argparse
+import torch
+
+def build():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch", type=int, default=4)
+    model, x = torch.nn.Linear(8, 8), torch.randn(parser.parse_args().batch, 8)
+    return lambda: model(x).sum().backward()
+"""
 
 
 def test_top_sums_up_the_layers_that_it_leaves_out() -> None:

@@ -174,7 +174,7 @@ def test_outputs_for_ci_have_the_failure_and_its_line(models: Path) -> None:
         ((), "there is no baseline memory.json. Expected one in version control. Run memplan guard with --update"),
         (("--tolerance", "1e9%"), "the tolerance '1e9%'. Expected a share of the baseline, or bytes."),
         (("--json", "-", "--github"), "two outputs at one place."),
-        (("--sarif", "x", "--junit", "x"), "two outputs at one place."),
+        (("--sarif", "x", "--junit", "x"), "names the same file."),
         (("--sarif", "no/x"), "--sarif no/x: there is no folder"),
         (("--update", "--github"), "--update with --json, --sarif, --github or --junit."),
     ],

@@ -13,7 +13,7 @@ import memplan
 from memplan.cudnn.questions import ExecutionPlan
 from memplan.devices import catalogue, find
 from memplan.explanation.card import _charges
-from memplan.explanation.model import CardUse, smaller_plans_sentence, verdict_sentence
+from memplan.explanation.model import CardUse, ChargeName, smaller_plans_sentence, verdict_sentence
 from memplan.trace.records import Engines
 
 MIB = 1 << 20
@@ -194,8 +194,20 @@ def test_no_term_is_lower_in_the_high_case(card: str) -> None:
 
 def test_what_a_high_case_adds_stands_with_its_workspaces() -> None:
     """By hand: the high peak is elsewhere, with 1500 bytes of tensors fewer and workspaces of 3000 more."""
-    low = {"tensors": 2000, "workspace": 100, "rounding": 50, "fragmentation": 500, "context": 10}
-    high = {"tensors": 500, "workspace": 3100, "rounding": 60, "fragmentation": 400, "context": 20}
+    low: dict[ChargeName, int] = {
+        "tensors": 2000,
+        "workspace": 100,
+        "rounding": 50,
+        "fragmentation": 500,
+        "context": 10,
+    }
+    high: dict[ChargeName, int] = {
+        "tensors": 500,
+        "workspace": 3100,
+        "rounding": 60,
+        "fragmentation": 400,
+        "context": 20,
+    }
     charges = {charge.name: (charge.low, charge.high) for charge in _charges(low, high)}
     assert charges == {
         "tensors": (2000, 2000), "workspace": (100, 1510), "rounding": (50, 50), "fragmentation": (500, 500),

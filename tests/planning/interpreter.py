@@ -64,7 +64,7 @@ class Machine:
 
     def do_receive(self, action: Action) -> None:
         self.memory.update({v.id: ("given", v.id) for v in self.graph.values if v.kind == "tangent"})
-        self.count(0)
+        self.count(self.around.outside)
 
     def do_run(self, action: Action) -> None:
         op = first = self.graph.ops[-1 if action.op is None else action.op]

@@ -10,6 +10,7 @@ from simulation.histories import MIB, A, block, event, frame, freed, out_of_memo
 
 from memplan.reports.replay import print_replay
 from memplan.simulation.allocator.settings import parse_settings
+from memplan.simulation.replays.out_of_memory import REMEDIES
 from memplan.simulation.replays.replay import replay
 from memplan.simulation.replays.side_by_side import cases
 
@@ -29,29 +30,31 @@ def test_an_out_of_memory() -> None:
     text = report(out_of_memory(), "expandable_segments:True", "max_split_size_mb:64")
     assert "Replayed: every address and every segment as recorded." in text
     assert " ".join(row(text, "recorded (default)")) == (
-        "recorded (default) 96.0 MiB 96.0 MiB 0 B 0.0 % out at event 16"
+        "recorded (default) 96.00 MiB 96.00 MiB 0 bytes out at event 16"
     )
     assert " ".join(row(text, "expandable_segments:True")) == (
-        "expandable_segments:True 100.0 MiB 96.0 MiB 4.0 MiB 4.0 % no"
+        "expandable_segments:True 100.00 MiB 96.00 MiB 4.00 MiB no"
     )
     assert row(text, "max_split_size_mb:64")[-4:] == ["out", "at", "event", "16"]
     for line in (
-        "  asked for: 40.0 MiB, /home/me/train.py:7 forward",
-        "  needed from the card: 40.0 MiB; the card had 4.0 MiB left of 100.0 MiB",
-        "  held: 96.0 MiB, of it 48.0 MiB in blocks in use, 48.0 MiB in free blocks",
-        "  largest free block: 24.0 MiB, 16.0 MiB too small",
-        "Would have helped, each replayed from the start on a card that gives 100.0 MiB:",
-        "  expandable_segments:True: peak 100.0 MiB reserved",
+        "  asked for: 40.00 MiB, /home/me/train.py:7 forward",
+        "  needed from the card: 40.00 MiB; the card had 4.00 MiB left of 100.00 MiB",
+        "  held: 96.00 MiB, of it 48.00 MiB in blocks in use, 48.00 MiB in free blocks",
+        "  largest free block: 24.00 MiB, 16.00 MiB too small",
+        "Would have helped, each replayed from the start on a card that gives 100.00 MiB:",
+        "  expandable_segments:True: peak 100.00 MiB reserved",
+        "Tried, and of no help:",
+        "  max_split_size_mb:64",
     ):
         assert line in text.splitlines()
-    assert " ".join(row(text, "large, 20-100 MiB")) == "large, 20-100 MiB 2 48.0 MiB 24.0 MiB 16.0 MiB too small"
-    assert " ".join(row(text, "/home/me/train.py")) == "/home/me/train.py:7 forward 2 48.0 MiB 100 %"
-    assert " ".join(row(text, "all")) == "all 2 96.0 MiB 48.0 MiB 48.0 MiB 24.0 MiB"
+    assert " ".join(row(text, "large, 20-100 MiB")) == "large, 20-100 MiB 2 48.00 MiB 24.00 MiB 16.00 MiB too small"
+    assert " ".join(row(text, "/home/me/train.py")) == "/home/me/train.py:7 forward 2 48.00 MiB 100 %"
+    assert " ".join(row(text, "all")) == "all 2 96.00 MiB 48.00 MiB 48.00 MiB 24.00 MiB"
 
 
 def test_a_card_of_another_size() -> None:
     text = report(out_of_memory(), "expandable_segments:True", capacity=120 * MIB)
-    assert "in 120.0 MiB" in text
+    assert "in 120.00 MiB" in text
     assert row(text, "as recorded (default)")[-4:] == ["out", "at", "event", "16"]
     assert row(text, "expandable_segments:True")[-1] == "fits"
     assert "fits" in report(out_of_memory(), capacity=140 * MIB)
@@ -61,9 +64,8 @@ def test_where_nothing_helps() -> None:
     data = out_of_memory()
     data["device_traces"][0][-1]["size"] = 60 * MIB
     text = " ".join(report(data).split())
-    assert "None of the 9 settings tried would have helped." in text
-    assert "exceed 100.0 MiB by 8.0 MiB: no setting can." in text
-    assert "The card lacked 56.0 MiB for this request." in text
+    assert "No setting can help: blocks in use and the request exceed 100.00 MiB by 8.00 MiB." in text
+    assert f"The card lacked 56.00 MiB for this request. Tried: {' '.join(REMEDIES)}" in text
 
 
 def test_a_card_that_is_not_known_and_a_process_held_to_less() -> None:
@@ -83,7 +85,7 @@ def test_without_history() -> None:
     assert "no history" in text
     assert "_record_memory_history" in text
     assert "Replayed" not in text
-    assert row(text, "all")[:5] == ["all", "2", "96.0", "MiB", "48.0"]
+    assert row(text, "all")[:5] == ["all", "2", "96.00", "MiB", "48.00"]
     assert "Who holds it at the end" in text
 
 
@@ -101,7 +103,7 @@ def test_differences_are_told_loudly_and_counted() -> None:
 def test_a_cached_start_is_told() -> None:
     trace = [*freed(A, 2 * MIB), event("segment_free", A, 20 * MIB)]
     text = " ".join(report({"segments": [], "device_traces": [trace]}, "expandable_segments:True").split())
-    assert "without the 18.0 MiB that were held besides" in text
+    assert "without the 18.00 MiB that were held besides" in text
 
 
 def test_top_and_the_rest_together() -> None:
@@ -110,7 +112,7 @@ def test_top_and_the_rest_together() -> None:
     rest = 2 * MIB - sum(row["size"] for row in live)
     data = {"segments": [segment(A, *live, block(rest))]}
     text = report(data, top=3)
-    assert " ".join(row(text, "f29.py")) == "f29.py:29 f 1 15.0 KiB 6 %"
+    assert " ".join(row(text, "f29.py")) == "f29.py:29 f 1 15.00 KiB 6 %"
     assert row(text, "... 27 more")[2:4] == ["more", "27"]
     assert "f0.py:0 f" in report(data, top=0)
 

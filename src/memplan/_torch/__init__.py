@@ -40,8 +40,10 @@ from memplan._torch.eager import (
     no_modes,
 )
 from memplan._torch.engine import (
+    Keeps,
     attribute_names,
     backward_pass,
+    backward_watched,
     call_of_module,
     call_with_hooks,
     has_gradient_hooks,
@@ -80,6 +82,7 @@ from memplan._torch.joint import (
     cast_in,
     effect_of,
     function_of_functions,
+    has_kept_fake,
     is_backward,
     is_op,
     joint_graph,
@@ -128,7 +131,9 @@ from memplan._torch.patches import (
     patched,
     random_states_seen,
     rejections_counted,
+    seeding_seen,
     sequences_padded_in_python,
+    without_checkpoints,
 )
 from memplan._torch.spectra import spectra_seen, without_vectors
 from memplan._torch.symbolic import Symbolic, is_symbol, symbolic_mode, with_symbols
@@ -191,6 +196,7 @@ __all__ = [
     "HistoryEvent",
     "HostValues",
     "Joint",
+    "Keeps",
     "MemoryEvent",
     "OwnState",
     "Profile",
@@ -207,6 +213,7 @@ __all__ = [
     "backward_node",
     "backward_pass",
     "backward_seen",
+    "backward_watched",
     "bare_step",
     "become",
     "call_of_module",
@@ -245,6 +252,7 @@ __all__ = [
     "graph_break",
     "has_gradient_hooks",
     "has_hooks",
+    "has_kept_fake",
     "has_shape",
     "here_alone",
     "histories_replaced",
@@ -302,6 +310,7 @@ __all__ = [
     "say_place",
     "scaling_seen",
     "schema_of",
+    "seeding_seen",
     "sequence_number",
     "sequence_of",
     "sequences_padded_in_python",
@@ -334,6 +343,7 @@ __all__ = [
     "with_symbols",
     "with_threads",
     "without_autocast",
+    "without_checkpoints",
     "without_vectors",
     "written_arguments",
 ]

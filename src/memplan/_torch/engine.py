@@ -5,18 +5,23 @@ Seen in torch 2.11, 2.13 and 2.15: ``torch._C._DisableAutocast``, ``torch._C._wi
 ``Tensor._version``, ``Tensor._post_accumulate_grad_hooks``, ``torch._C._current_graph_task_id``, and of ``nn.Module``
 ``_compiled_call_impl`` (what ``__call__`` calls instead of ``_call_impl``, and what copies and pickles leave out),
 ``_call_impl``, ``_modules``, ``_parameters``, ``_buffers`` and the hooks. What else `nn.Module` sets is looked up.
+Seen in 2.13: ``torch.autograd._engine_run_backward``, which `backward` and `grad` call.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from memplan._torch.patches import here_alone, patched
+
+Keeps = Literal["", "retain_graph", "create_graph"]
+"""The flag by which a backward pass keeps its graph; "" where it frees it."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ABOUT_HOOKS = (
     "_forward_pre_hooks_with_kwargs",
@@ -36,6 +41,22 @@ def without_autocast() -> AbstractContextManager[Any]:
 def keeps_graph() -> bool:
     """Return whether the running backward pass was asked to keep the graph (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def backward_watched(begins: Callable[[Keeps], Callable[[], None]]) -> Iterator[None]:
+    """Call ``begins`` before each backward pass of this thread, and what it returns after that."""
+    run: Callable[..., Any] = torch.autograd._engine_run_backward  # pyright: ignore[reportPrivateImportUsage]
+
+    def watched(outputs: Any, gradients: Any, keep: bool, create: bool, *args: Any, **kwargs: Any) -> Any:
+        ends = begins("create_graph" if create else "retain_graph" if keep else "")
+        try:
+            return run(outputs, gradients, keep, create, *args, **kwargs)
+        finally:
+            ends()
+
+    with patched(torch.autograd, _engine_run_backward=here_alone(watched, run)):
+        yield
 
 
 def will_run(node: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils import checkpoint as torch_checkpoint
 
 
 @contextlib.contextmanager
@@ -227,6 +228,56 @@ def random_states_seen(seen: Callable[[torch.Tensor], None]) -> Iterator[None]:
 
     here = here_alone(read_and_show, read)
     with patched(torch, get_rng_state=here), patched(torch.random, get_rng_state=here):
+        yield
+
+
+@contextlib.contextmanager
+def without_checkpoints(
+    around: Callable[[Callable[..., Any], bool], contextlib.AbstractContextManager[None]],
+    kept: Callable[[Callable[..., Any]], bool] = lambda function: False,
+) -> Iterator[None]:
+    """Run checkpointed functions as any others: their tensors are saved, nothing is recomputed.
+
+    Seen in torch 2.13: ``_checkpoint_without_reentrant_generator``, which `checkpoint` runs around the function.
+
+    Args:
+        around: makes the context in which such a function runs, of it and whether its checkpoint is reentrant.
+        kept: tells functions whose checkpoint stays.
+    """
+    checkpointed = torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if kept(function):
+            yield from checkpointed(function, *args, **kwargs)
+            return
+        with around(function, False):
+            yield
+
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        with around(function, True):
+            return function(*args)
+
+    with (
+        patched(torch_checkpoint, _checkpoint_without_reentrant_generator=generator),
+        patched(torch_checkpoint.CheckpointFunction, apply=apply),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def seeding_seen(seen: Callable[[], None]) -> Iterator[None]:
+    """Tell of each change of torch's own random state by this thread: `torch.manual_seed`, `torch.random.fork_rng` and
+    the like, which all go through one generator of `torch.random` (seen in torch 2.11 to 2.15)."""
+    generator: Any = torch.random.default_generator  # pyright: ignore[reportPrivateImportUsage]
+    here = threading.get_ident()
+
+    class Seen:
+        def __getattr__(self, name: str) -> Any:
+            if name in ("manual_seed", "seed", "set_state") and threading.get_ident() == here:
+                seen()
+            return getattr(generator, name)
+
+    with patched(torch.random, default_generator=Seen()):
         yield
 
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from memplan._bytes import format_bytes
-from memplan.checks.border_costs import Costs, costs
+from memplan.checks.borders.border_costs import Costs, costs
 from memplan.checks.fields.tensor_fields import Field, Loss
 from memplan.checks.fields.walk import Followed, Output, base_name, follow
 from memplan.checks.finding import Finding, Subject, number

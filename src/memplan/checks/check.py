@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from memplan.checks.changed_step import Remaker
 from memplan.checks.finding import SEVERITIES, Finding, Subject
 from memplan.checks.ignores import Ignore, kept, parse_ignore
-from memplan.checks.registry import CHECKS, IDS
+from memplan.checks.mended.changed_step import Remaker
+from memplan.checks.registry import CHECKS, COST_MORE_THAN_BYTES, IDS
 from memplan.devices import find
 from memplan.errors import DeviceError, InputError
 from memplan.explanation.explain import device_of
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Environment, choose_target
 from memplan.trace.records import HOST
@@ -27,12 +28,12 @@ def check(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     device: str | torch.device | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     context: int = 0,
     ignore: Sequence[str] = (),
     assume: Mapping[str, float] | None = None,
@@ -58,9 +59,9 @@ def check(
         StepError, DataDependentError: the step cannot be recorded.
 
     Example:
-        >>> stack = torch.nn.Sequential(*[torch.nn.Conv2d(1, 1, 3) for _ in range(50)])
+        >>> stack = torch.nn.Sequential(*[torch.nn.Conv2d(1, 1, 3) for _ in range(10)])
         >>> memplan.check(stack, "1x1x128x128")[0].details["lost"]
-        [(50, 50), (50, 50)]
+        [(10, 10), (10, 10)]
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     ignores = [parse_ignore(text, IDS) for text in ((ignore,) if isinstance(ignore, str) else ignore)]
@@ -106,4 +107,29 @@ def check_trace(
     subject = Subject(trace, card, remaker, context)
     found = [finding for one in CHECKS for finding in one.find(subject)]
     made = {layer.name: layer.made for layer in trace.layers}
-    return sorted(kept(found, ignores, made), key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
+    shown = _together([_graded(finding) for finding in kept(found, ignores, made)])
+    return sorted(shown, key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
+
+
+def _graded(finding: Finding) -> Finding:
+    """Return a finding that costs no bytes, and nothing else, as a note."""
+    costs = finding.bytes > 0 or finding.id in COST_MORE_THAN_BYTES
+    return finding if costs else replace(finding, severity="info")
+
+
+def _together(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings of one kind that cost no bytes as one finding about several layers."""
+    groups: dict[Any, list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        alike = (finding.id, finding.severity, finding.details.get("kind")) if finding.bytes == 0 else number
+        groups.setdefault(alike, []).append(finding)
+    return [group[0] if len(group) == 1 else _joined(group) for group in groups.values()]
+
+
+def _joined(group: list[Finding]) -> Finding:
+    first = group[0]
+    rows = [
+        {"layer": one.layer, "where": one.where, "message": one.message, "details": dict(one.details)} for one in group
+    ]
+    message = f"{first.message} (and so in {len(group) - 1} more place{'' if len(group) == 2 else 's'})"
+    return replace(first, message=message, details={**first.details, "layers": rows})

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from memplan._display import Displayed
-from memplan.checks.changed_step import Remaker
+from memplan.checks.mended.changed_step import Remaker
 from memplan.devices import Device
 from memplan.trace.trace import Trace
 
@@ -18,7 +18,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning")
 """From the least to the most: ``info`` is worth knowing, ``warning`` costs something that can be had back."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Finding(Displayed):
     """One place where a trap is.
 
@@ -26,9 +26,10 @@ class Finding(Displayed):
     cost is no memory. ``details`` are the numbers behind the message, by name; each check's page lists them.
 
     Example:
-        >>> finding = memplan.check(model, "1x1x128x128")[0]
+        >>> stack = nn.Sequential(*[nn.Conv2d(1, 1, 3) for _ in range(10)])
+        >>> finding = memplan.check(stack, "1x1x128x128")[0]
         >>> finding.id, finding.details["lost"]
-        ('border-erosion', [(50, 50), (50, 50)])
+        ('border-erosion', [(10, 10), (10, 10)])
     """
 
     id: str

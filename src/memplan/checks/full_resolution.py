@@ -11,11 +11,11 @@ import torch.nn.functional as F  # torch's own name for it
 from torch import nn
 
 from memplan._bytes import format_bytes
-from memplan.checks.changed_step import Change, Unmendable, module_at
 from memplan.checks.fields.tensor_fields import resolved, size_of
 from memplan.checks.fields.walk import Followed, base_name, follow
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.savings import peak_of
+from memplan.checks.mended.changed_step import Change, Unmendable, module_at
+from memplan.checks.mended.savings import peak_of
 from memplan.explanation.layers import fullest
 from memplan.simulation.simulate import live_at
 from memplan.trace.trace import Trace

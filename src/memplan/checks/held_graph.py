@@ -7,14 +7,13 @@ from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.savings import after_last_read, matters, rows_of, saving, without_saving
+from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, in_graph, part_of
+from memplan.checks.mended.savings import after_last_read, matters, rows_of, saving, without_saving
 from memplan.trace.records import Op, Storage
 from memplan.trace.trace import Trace
 
 ID = "held-graph"
 TITLE = "A graph is held that no backward pass will read"
-
-_OWN = ("weight", "buffer", "optimizer_state", "parameter_gradient", "workspace")
 
 
 def find(subject: Subject) -> list[Finding]:
@@ -23,65 +22,49 @@ def find(subject: Subject) -> list[Finding]:
     return [*_growing(trace), *_retained(trace), *_without_backward(trace)]
 
 
-def _bounds(trace: Trace, step: int) -> tuple[int, int]:
-    return trace.steps[step], trace.steps[step + 1] if step + 1 < len(trace.steps) else trace.end
-
-
 def _growing(trace: Trace) -> list[Finding]:
-    """Find tensors of the forward pass that each step leaves behind."""
-    if len(trace.steps) < 2:
+    """Find tensors of the forward pass whose graph each step leaves behind."""
+    found = growth(trace, graph=True)
+    size = found.bytes
+    if not matters(trace, size):
         return []
-    left: list[list[Storage]] = []
-    for step in range(len(trace.steps)):
-        begin, end = _bounds(trace, step)
-        born = [s for s in trace.counted if begin < s.born <= end and s.cause not in _OWN and s.op is not None]
-        left.append([s for s in born if (s.died is None or s.died > end) and trace.ops[s.op or 0].layer])
-    sizes = [sum(storage.bytes for storage in storages) for storages in left]
-    stays = [s for s in left[0] if s.died is None or s.died > _bounds(trace, 1)[1]]
-    size = sum(storage.bytes for storage in stays)
-    if not matters(trace, size) or 2 * min(sizes[1:]) < size:  # a cache is filled once
-        return []
-    blame = {storage.id: storage.op or 0 for storage in stays}
-    rows = rows_of(trace, stays, blame)
+    rows = rows_of(trace, found.storages, {storage.id: storage.op or 0 for storage in found.storages})
     message = (
         f"every step leaves {format_bytes(size)} of its forward pass behind: its graph is held by something that "
         "outlives it, as a loss that is added up with its graph (total += loss)"
     )
     advice = ("Add numbers up instead: total += loss.item(), or loss.detach(); evaluate under torch.no_grad()",)
-    return [_finding(rows, size, message, advice, kind="growing", bytes_per_step=sizes)]
+    return [_finding(rows, size, message, advice, kind="growing", bytes_per_step=list(found.bytes_per_step))]
 
 
 def _retained(trace: Trace) -> list[Finding]:
-    """Find saved tensors that outlive the backward pass of their step, as with retain_graph=True."""
+    """Find saved tensors that outlive the last backward pass of their step, which was told to keep its graph."""
     found: list[Storage] = []
     passed: list[Storage] = []
-    for step in range(len(trace.steps)):
-        begin, _ = _bounds(trace, step)
-        backward = [op for op in trace.ops if op.step == step and op.phase == "backward"]
-        if not backward:
+    by_step = {one.step: one for one in trace.passes if not one.nested}
+    for step, last in by_step.items():
+        if not last.keeps:
             continue
-        over = backward[-1].end
-        passed += [s for s in trace.counted if s.cause == "saved" and begin < s.born <= over]
-        found += [s for s in passed if begin < s.born <= over and _late(s, over)]
+        begin, _ = part_of(trace, step)
+        passed += [s for s in trace.counted if s.cause == "saved" and begin < s.born <= last.end]
+        found += [s for s in passed if begin < s.born <= last.end and (s.died is None or s.died > last.end)]
     held = [s for s in found if s.op is not None and trace.ops[s.op].layer]
-    # the tensors that the step itself holds by name (output, loss) stay, too: a graph is more than these
-    if len(held) < 4 or 2 * sum(s.bytes for s in held) < sum(s.bytes for s in passed):
+    # what the step itself holds by name (output, loss) stays, too: a graph is more than that
+    if 2 * sum(s.bytes for s in held) < sum(s.bytes for s in passed):
         return []
     size = saving(trace, after_last_read(trace, held))
     rows = rows_of(trace, held, {s.id: s.op or 0 for s in held})
     if not rows:
         return []
+    last = next(one for one in by_step.values() if one.keeps)
     kept = sum(row["bytes"] for row in rows)
     message = (
         f"the graph lives on when its backward pass is over ({format_bytes(kept)} of saved tensors, "
-        f"{format_bytes(size)} at the peak), and nothing reads it again: retain_graph=True, or create_graph=True"
+        f"{format_bytes(size)} at the peak), and nothing reads it again: {last.keeps}=True"
+        + (f" at {last.where}" if last.where else "")
     )
-    advice = ("Leave retain_graph out of the last backward(); add losses that share a graph, and call backward once",)
+    advice = (f"Leave {last.keeps} out of the last backward(); add losses that share a graph, and call backward once",)
     return [_finding(rows, size, message, advice, kind="retained", kept=kept)]
-
-
-def _late(storage: Storage, tick: int) -> bool:
-    return storage.died is None or storage.died > tick
 
 
 def _without_backward(trace: Trace) -> list[Finding]:
@@ -92,7 +75,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
     for returned in trace.returned:
         ops = [op for op in trace.ops[begin : returned.after] if op.phase == "forward" and op.step == 0 and op.layer]
         begin = returned.after
-        graded = [op for op in ops if _in_graph(trace, op)]
+        graded = [op for op in ops if in_graph(trace, op)]
         again = {op.layer for op in trace.ops if op.recomputed}
         if graded and not any(op.index in used for op in ops) and not any(op.layer in again for op in ops):
             idle += ops
@@ -104,7 +87,7 @@ def _without_backward(trace: Trace) -> list[Finding]:
     outputs = {view.storage for returned in trace.returned for view in returned.tensors}
     storages = [
         s for s in trace.counted
-        if s.op is not None and s.cause not in _OWN and s.id not in outputs and trace.ops[s.op].layer in layers
+        if s.op is not None and s.cause not in HELD_FOR_GOOD and s.id not in outputs and trace.ops[s.op].layer in layers
         and trace.ops[s.op].name in names and trace.ops[s.op].phase == "forward"
         and not any(sharer.op in used for sharer in s.sharers)
     ]  # fmt: skip
@@ -118,12 +101,6 @@ def _without_backward(trace: Trace) -> list[Finding]:
     )
     advice = ("Run it under torch.no_grad() (or torch.inference_mode()); model.eval() alone does not do that",)
     return [_finding(rows, size, message, advice, kind="no backward")]
-
-
-def _in_graph(trace: Trace, op: Op) -> bool:
-    """Return whether an op reads a result that requires a gradient: under no_grad only the weights themselves do."""
-    needed = [trace.storages[r.storage] for r in op.reads if r.name in op.needs_grad]
-    return any(storage.cause != "weight" and storage.op is not None for storage in needed)
 
 
 def _finding(rows: list[dict[str, Any]], size: int, message: str, advice: tuple[str, ...], **details: Any) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.savings import rows_of
+from memplan.checks.mended.savings import rows_of
 from memplan.trace.trace import Trace
 
 ID = "in-place-clone"

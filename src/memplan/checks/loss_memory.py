@@ -14,7 +14,7 @@ from torch import nn
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
-from memplan.checks.savings import matters, saving
+from memplan.checks.mended.savings import matters, saving
 from memplan.simulation.simulate import live_at, simulate
 from memplan.trace.record import record
 from memplan.trace.records import Op, Storage

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
-from memplan.checks.attention.fitted import heads_fitted
+from memplan.checks.attention.fitted import HALF, heads_fitted
 from memplan.checks.attention.fused import Fusing
+from memplan.checks.attention.layers import weights_for_nothing
 from memplan.checks.attention.written import INSIDE_OF_TORCH, Attention, attentions
-from memplan.checks.changed_step import Unmended
 from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Severity, Subject
-from memplan.checks.savings import live_at_peak, matters, peak_of, rows_of
+from memplan.checks.mended.changed_step import Unmended
+from memplan.checks.mended.savings import live_at_peak, matters, peak_of, rows_of
 from memplan.trace.records import HOST, Storage
 from memplan.trace.trace import Trace
 
@@ -43,6 +44,7 @@ def find(subject: Subject) -> list[Finding]:
     return [
         *_written_out(subject, [one for one in found if not one.inside_of_sdpa]),
         *_math_path(subject, [one for one in found if one.inside_of_sdpa]),
+        *weights_for_nothing(subject, ID),
     ]
 
 
@@ -77,13 +79,14 @@ def _math_path(subject: Subject, found: Sequence[Attention]) -> list[Finding]:
     if trace.device == HOST and "dropout" in because:
         severity, advice = "info", _FOR_A_CARD
     elif subject.remaker is not None and subject.card is not None:
-        with heads_fitted() as done:
+        with heads_fitted(half=subject.card.architecture < (8, 0)) as done:
             fitted = subject.remaker.record()
         saved = 0 if isinstance(fitted, Unmended) else peak_of(trace) - peak_of(fitted)
         if matters(trace, saved):
             size = saved
             how = ", and ".join(sorted(done))
-            advice = f"{how[:1].upper()}{how[1:]}: {format_bytes(saved)} less at the peak, and the result is the same"
+            advice = f"{how[:1].upper()}{how[1:]}: {format_bytes(saved)} less at the peak"
+            advice += "" if HALF in done else ", and the result is the same"
     return [_finding(trace, found, severity, size, message, advice, "math kernel", held)]
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from memplan.checks import (
+    accidental_broadcast,
     border_erosion,
+    expanded_cast,
     full_resolution,
     held_graph,
+    idle_checkpoint,
     idle_state,
     in_place_clone,
     kept_for_nothing,
+    left_behind,
     loss_memory,
     math_attention,
     uneven_arithmetic,
+    unread_gradients,
+    untrained_parameters,
     workspace_surprise,
 )
 from memplan.checks.finding import Check
@@ -19,14 +25,24 @@ from memplan.checks.finding import Check
 _FILES = (
     border_erosion,
     uneven_arithmetic,
+    untrained_parameters,
+    accidental_broadcast,
     kept_for_nothing,
     held_graph,
+    left_behind,
     idle_state,
+    unread_gradients,
+    idle_checkpoint,
     in_place_clone,
+    expanded_cast,
     math_attention,
     loss_memory,
     workspace_surprise,
     full_resolution,
 )
 CHECKS: tuple[Check, ...] = tuple(Check(file.ID, file.TITLE, file.find) for file in _FILES)
+COST_MORE_THAN_BYTES = frozenset(
+    file.ID for file in (border_erosion, uneven_arithmetic, untrained_parameters, accidental_broadcast)
+)
+"""Traps that cost pixels, training or the right loss: a warning also where they cost no memory."""
 IDS: tuple[str, ...] = tuple(check.id for check in CHECKS)

@@ -16,6 +16,7 @@ import click
 
 from memplan._text import printable
 from memplan._version import __version__
+from memplan.cli.files import GIVEN
 from memplan.errors import MemplanError
 
 COMMANDS: dict[str, str] = {
@@ -30,6 +31,8 @@ COMMANDS: dict[str, str] = {
     "export": "Write a training step as C for a small device, under a budget of bytes.",
     "measure": "Really run a step, here or on an emulated card, and say what it allocated.",
     "replay": "Replay a snapshot of torch's CUDA memory, and say what would have been.",
+    "why": "Say why memory ran out, from what torch said.",
+    "report": "Turn saved results into one page for any browser.",
     "devices": "List the cards that memplan knows, and where each figure is from.",
     "cache": "Show what memplan keeps on disk, or remove it.",
 }
@@ -65,9 +68,10 @@ class Commands(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command as click does; offer the nearest names where it is unknown."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from memplan.cli.parsing import offer
+            from memplan.trace.naming.parsing import offer
 
             raise click.UsageError(f"There is no command {args[0]!r}. {offer(args[0], COMMANDS)}", ctx)
+        ctx.meta[GIVEN] = list(args)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -87,12 +91,16 @@ class Commands(click.Group):
         """Run the command line and exit."""
         given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        extra.setdefault("obj", "--" in given)  # whether arguments of a target may follow
+        own = sys.argv
         sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # closed by `>&-`
         sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         try:
             code = super().main(given, *rest, **extra)
         except BaseException as error:  # whatever it is, it ends as one line and an exit code
             code = _answer(error, debug="--debug" in given)
+        finally:
+            sys.argv = own  # a target has had its own
         if isinstance(code, int):
             sys.exit(_flushed(code))
         sys.exit(_flushed(0))
@@ -115,13 +123,23 @@ def _answer(error: BaseException, *, debug: bool) -> int:
     elif isinstance(error, click.ClickException):
         _say(error.format_message())
     elif isinstance(error, MemplanError):
+        _say_last(error)
         _say(str(error))
+    elif isinstance(error, OSError) and error.strerror:  # a step's own are a StepError
+        place = f"{error.filename}: " if error.filename else ""
+        _say(f"{place}{error.strerror}. Expected a file or device that can be used. Check the path, and the room left.")
     else:
         _say(
             f"{type(error).__name__}: {error} ({_innermost(error)}). "
             "Expected no error inside of memplan. Run it again with --debug for the traceback, and report it."
         )
     return 2
+
+
+def _say_last(error: BaseException) -> None:
+    """Say what the user's code printed before it failed, where that was held back."""
+    for note in getattr(error, "__notes__", getattr(error.__cause__, "__notes__", ())):
+        click.echo("\n".join(printable(line) for line in note.split("\n")), err=True)
 
 
 def _say(text: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from memplan.cli.files import check_writable, write
-from memplan.cli.options import debug_option, json_option
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import debug_option, result_options
 
 HELP = """Show what memplan keeps on disk, or remove it.
 
@@ -25,19 +25,17 @@ Exit code: 0 done.
 
 @click.command("cache", help=HELP)
 @click.option("--clear", "cleared", is_flag=True, help="Remove all of it.")
-@json_option("the list")
+@result_options("the list")
 @debug_option
-def command(cleared: bool, json_file: str | None) -> int:
+def command(cleared: bool, results: ResultFiles) -> int:
     """Run the command and return its exit code."""
     from memplan.cudnn.answer_cache import clear, kept
     from memplan.reports.cache import dumps, print_cache
 
-    check_writable(json_file, "--json")
     if cleared:
         clear()
     found = kept()
-    if json_file is not None:
-        write(json_file, dumps(found))
-    if json_file != "-":
+    results.write(lambda: dumps(found))
+    if not results.takes_stdout:
         print_cache(found)
     return 0

@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.ci_options import CiOutputs, ci_options
-from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import StepArguments, advised, describe, json_option, recorded, step_options, top_option
+from memplan.cli.files import ResultFiles, is_trace
+from memplan.cli.options import (
+    StepArguments,
+    Whole,
+    advised,
+    describe,
+    recorded,
+    result_options,
+    step_options,
+    top_option,
+)
 from memplan.cli.progress import progress
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.cli.targets import contained
 from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
     from memplan.checks.finding import Finding
@@ -52,12 +61,12 @@ usage, or a step that cannot be recorded.
     help="Leave out the findings of a check, or those of these layers: border-erosion:encoder.*",
 )  # fmt: skip
 @click.option(
-    "--context", type=click.IntRange(min=0), default=0, metavar="N",
+    "--context", type=Whole(min=0), default=0, metavar="N",
     help="Pixels that the input brings along on each side: a border lost up to that is no finding.",
 )  # fmt: skip
 @click.option("--fix", is_flag=True, help="Print the change of the source that keeps the border, or a wrapper.")
 @top_option(12, "Layers")
-@json_option("the findings")
+@result_options("the findings")
 @ci_options
 def command(
     fail_on: str,
@@ -65,7 +74,7 @@ def command(
     context: int,
     fix: bool,
     top: int,
-    json_file: str | None,
+    results: ResultFiles,
     sarif: str | None,
     github: bool,
     junit: str | None,
@@ -75,24 +84,22 @@ def command(
     from memplan.checks.finding import SEVERITIES
     from memplan.checks.ignores import parse_ignore
     from memplan.checks.registry import IDS
-    from memplan.reports.annotations import of_findings
     from memplan.reports.check import dumps, print_findings
+    from memplan.reports.ci.annotations import of_findings
 
     request = target_or_script(given)
     arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
-    outputs.check(json_file)
-    check_writable(json_file, "--json")
+    outputs.check(results)
     ignores = [parse_ignore(text, IDS) for text in ignored]
-    if fix and (json_file == "-" or outputs.to_stdout or is_trace(arguments.target)):
+    if fix and (results.takes_stdout or outputs.to_stdout or is_trace(arguments.target)):
         raise InputError(
             "--fix for a trace, or with --json -",
             expected="a callable as the target, and stdout for the change",
             do="Leave one out",
         )
     trace, findings = _findings(arguments, request, context, ignores)
-    if json_file is not None:
-        write(json_file, dumps(arguments.target, findings))
-    if json_file != "-" and not outputs.to_stdout:
+    results.write(lambda: dumps(arguments.target, findings))
+    if not results.takes_stdout and not outputs.to_stdout:
         print_findings(arguments.target, findings, top=top)
     failing = SEVERITIES[SEVERITIES.index(fail_on) :] if fail_on in SEVERITIES else ()  # pyright: ignore[reportArgumentType]  # "never" is none
     outputs.write(arguments.target, IDS, of_findings(arguments.target, findings, failing))
@@ -106,8 +113,8 @@ def command(
 def _findings(
     given: StepArguments, request: Request | None, context: int, ignores: list[Ignore]
 ) -> tuple[Trace, list[Finding]]:
-    from memplan.checks.changed_step import Remaker
     from memplan.checks.check import check_trace, record_again
+    from memplan.checks.mended.changed_step import Remaker
     from memplan.trace.recording.session import choose_target
 
     if given.settings:

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, write
+from memplan.cli.files import OUTPUT, ResultFiles, write
 from memplan.errors import InputError
 
 if TYPE_CHECKING:
-    from memplan.reports.annotations import Annotation
+    from memplan.reports.ci.annotations import Annotation
 
 _OPTIONS = (
-    click.option("--sarif", metavar="FILE", help="Write SARIF 2.1.0, too, for code scanning."),
+    click.option("--sarif", type=OUTPUT, metavar="FILE", help="Write SARIF 2.1.0, too, for code scanning."),
     click.option("--github", is_flag=True, help="Print annotations of GitHub Actions, too."),
-    click.option("--junit", metavar="FILE", help="Write JUnit XML, too."),
+    click.option("--junit", type=OUTPUT, metavar="FILE", help="Write JUnit XML, too."),
 )
 
 
@@ -30,13 +30,13 @@ class CiOutputs:
     github: bool
     junit: str | None
 
-    def check(self, json_file: str | None) -> None:
+    def check(self, results: ResultFiles) -> None:
         """See that each output has a place of its own, before the work for it is done.
 
         Raises:
             InputError: a file that cannot be written, or two outputs that would mix.
         """
-        named = {"--json": json_file, "--sarif": self.sarif, "--junit": self.junit}
+        named = {"--json": results.json, "--html": results.html, "--sarif": self.sarif, "--junit": self.junit}
         files = [path for path in named.values() if path is not None]
         if len(set(files)) < len(files) or ("-" in files and self.github):
             raise InputError(
@@ -44,8 +44,6 @@ class CiOutputs:
                 expected="a place for each: --github prints to stdout",
                 do="Name another file",
             )
-        for option in ("--sarif", "--junit"):
-            check_writable(named[option], option)
 
     @property
     def to_stdout(self) -> bool:
@@ -60,7 +58,7 @@ class CiOutputs:
             rules: the rules that were looked at, each a case of JUnit.
             annotations: what was found.
         """
-        from memplan.reports import github, junit, sarif
+        from memplan.reports.ci import github, junit, sarif
 
         annotations = [_in_reach(one) for one in annotations]
         if self.sarif is not None:

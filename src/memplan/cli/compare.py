@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import StepArguments, describe, json_option, top_option
+from memplan.cli.files import ResultFiles, is_trace
+from memplan.cli.options import StepArguments, describe, result_options, top_option
 from memplan.cli.pair_options import for_one, pair_options
 from memplan.cli.progress import progress
-from memplan.cli.targets import contained
 from memplan.errors import InputError, TargetError
+from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
     from memplan.studies.comparisons.compare import Given
@@ -50,10 +50,9 @@ Exit code: 0 done; 2 bad usage, or a step that cannot be recorded.
 @pair_options
 @click.option("--measure", "really", is_flag=True, help="Really run both here, instead of predicting them.")
 @top_option(12, "Layers")
-@json_option("the comparison")
-def command(a: str, b: str | None, really: bool, top: int, json_file: str | None, **given: Any) -> int:
+@result_options("the comparison")
+def command(a: str, b: str | None, really: bool, top: int, results: ResultFiles, **given: Any) -> int:
     """Run the command and return its exit code."""
-    check_writable(json_file, "--json")
     sides = [for_one(a, given, "a"), for_one(b or a, given, "b")]
     if sides[0] == sides[1]:
         raise InputError(
@@ -67,9 +66,8 @@ def command(a: str, b: str | None, really: bool, top: int, json_file: str | None
     with progress(f"{'running' if really else 'recording'} {a} and {b or a}"):
         titles = _titles(sides)
         comparison = compare_given(*(_given(*pair) for pair in zip(sides, titles, strict=True)), measure=really)
-    if json_file is not None:
-        write(json_file, dumps(comparison))
-    if json_file != "-":
+    results.write(lambda: dumps(comparison))
+    if not results.takes_stdout:
         print_comparison(comparison, top=top)
     return 0
 

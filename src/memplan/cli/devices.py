@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from memplan.cli.files import check_writable, write
-from memplan.cli.options import debug_option, json_option
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import debug_option, result_options
 
 HELP = """List the cards that memplan knows, or show one with the source of each figure.
 
@@ -25,19 +25,17 @@ Exit code: 0 done; 2 no such card.
 
 @click.command("devices", help=HELP)
 @click.argument("name", required=False)
-@json_option("the figures")
+@result_options("the figures")
 @debug_option
-def command(name: str | None, json_file: str | None) -> int:
+def command(name: str | None, results: ResultFiles) -> int:
     """Run the command and return its exit code."""
     from memplan.devices import catalogue, find
 
-    check_writable(json_file, "--json")
     cards = catalogue() if name is None else (find(name),)
     from memplan.reports.devices import dumps, print_device, print_devices
 
-    if json_file is not None:
-        write(json_file, dumps(cards))
-    if json_file != "-":
+    results.write(lambda: dumps(cards))
+    if not results.takes_stdout:
         if name is None:
             print_devices(cards)
         else:

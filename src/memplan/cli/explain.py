@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, astuple
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import is_trace
+from memplan._json import Unreadable, parse, read_text
+from memplan.cli.files import ResultFiles, begins_as_trace, is_trace
 from memplan.cli.options import (
     Described,
     StepArguments,
     advised,
     describe,
-    json_option,
     recorded,
+    result_options,
     step_options,
     top_option,
 )
-from memplan.cli.outputs import Outputs, snapshot_option, trace_option
+from memplan.cli.outputs import Outputs, ViewerFiles, snapshot_option, trace_option, viewer_options
 from memplan.cli.progress import progress
-from memplan.cli.targets import contained
-from memplan.errors import DataDependentError, MemplanError, StepError
+from memplan.errors import DataDependentError, InputError, MemplanError, StepError
+from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
@@ -30,7 +32,7 @@ HELP = """Say where the memory of a step goes, before it runs.
 
 TARGET is path/to/file.py:callable or package.module:callable. The callable returns a module, or it is
 a build: it makes model, data and optimizer and returns the step, a function without arguments. Or TARGET
-is a trace that --trace wrote.
+is a file: a trace that --trace wrote, or an explanation that --json wrote.
 
 \b
   memplan explain examples/resnet18.py:make --input 32x3x224x224 \\
@@ -62,17 +64,19 @@ a recording does not have.
 @click.option(
     "--activations", type=click.Choice(("int8",)), help="With --weights: the inputs of quantized layers, too."
 )
-@json_option("the explanation")
+@result_options("the explanation")
 @trace_option
 @snapshot_option
+@viewer_options
 def command(
     really: bool,
     top: int,
     weights: str | None,
     activations: str | None,
-    json_file: str | None,
+    results: ResultFiles,
     trace_file: str | None,
     snapshot_file: str | None,
+    viewers: ViewerFiles,
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
@@ -80,8 +84,12 @@ def command(
     if weights is not None or activations is not None:
         from memplan.cli.quantize import quantize
 
-        return quantize(arguments, weights, activations, json_file, top, others=(trace_file, snapshot_file))
-    outputs = Outputs(json_file, trace_file, snapshot_file).checked()
+        return quantize(
+            arguments, weights, activations, results, top, others=(trace_file, snapshot_file, *astuple(viewers))
+        )
+    outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
+    if (saved := _saved(arguments, really, outputs)) is not None:
+        return _show(saved, outputs, top)
     trace, explanation = _explain(arguments, really)
     from memplan.reports.explain import dumps, print_explanation
 
@@ -91,13 +99,53 @@ def command(
     return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
-def _does_not_fit(explanation: Explanation) -> bool:
-    return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
-
-
 def does_not_fit(explanation: Explanation) -> bool:
     """Return whether a step does not fit on its card."""
     return explanation.card is not None and explanation.card.verdict.answer == "does not fit"
+
+
+def _saved(given: StepArguments, really: bool, outputs: Outputs) -> Explanation | None:
+    """Read the explanation that --json wrote into the file that a target names; None where it names something else.
+
+    Raises:
+        InputError: options were given, too, or the explanation is damaged.
+    """
+    from memplan.explanation.explanation_json import explanation_of, is_explanation
+
+    if not is_trace(given.target) or begins_as_trace(given.target):
+        return None
+    try:
+        data = parse(read_text(given.target))
+        if not is_explanation(data):
+            return None
+        explanation = explanation_of(data)
+    except OSError:
+        return None
+    except Unreadable as error:
+        raise InputError(f"{given.target}: {error}", expected=_FILES, do="Explain the step again") from None
+    asked = {"--measure": really, "--trace": outputs.trace, "--snapshot": outputs.snapshot}
+    asked |= {f"--{name}": path for name, path in asdict(outputs.viewers).items()}
+    surplus = [*given.given(), *(option for option, value in asked.items() if value)]
+    if surplus:
+        raise InputError(
+            f"{given.target} is an explanation, and {', '.join(surplus)} was given, too",
+            expected="an explanation alone: its step is no longer there",
+            do="Leave the options out, or name a callable",
+        )
+    return explanation
+
+
+_FILES = "what memplan explain --trace or --json wrote"
+
+
+def _show(explanation: Explanation, outputs: Outputs, top: int) -> int:
+    """Write and print an explanation that was read from a file."""
+    from memplan.reports.explain import dumps, print_explanation
+
+    outputs.results.write(lambda: dumps(explanation))
+    if not outputs.takes_stdout:
+        print_explanation(explanation, top=top)
+    return warn_of_branches(explanation) or int(does_not_fit(explanation))
 
 
 def _explain(given: StepArguments, really: bool) -> tuple[Trace, Explanation]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
 
-from memplan.cli.files import check_writable, write
+from memplan.cli.files import write
 from memplan.cli.options import StepArguments, advised, describe, json_option, step_options, without
 from memplan.cli.progress import progress
-from memplan.cli.targets import contained
 from memplan.errors import BudgetError, InputError, StepError, VerificationError
+from memplan.trace.naming.targets import contained
 
 HELP = """Write a training step as C99 for a small device, under a budget of bytes.
 
@@ -58,7 +59,7 @@ def command(
     from memplan.exporting.export import export
     from memplan.reports.exports.export import dumps, print_export, print_shortfall
 
-    check_writable(json_file, "--json")
+    out = os.path.abspath(out)  # what makes the model may change the directory
     arguments = StepArguments(**given)
     for option in ("--kwarg", "--precision"):
         if option in arguments.given():
@@ -66,10 +67,11 @@ def command(
     with progress(f"exporting {arguments.target}"), contained(arguments.target):
         described = describe(arguments)
         step = described.options
+        loss, optimizer = step.callables
         try:
             made = described.target.what(**described.arguments)
             done = export(
-                made, *step.inputs, targets=step.targets, loss=step.loss, optimizer=step.optimizer, budget=budget,
+                made, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
                 folder=out, name=name, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:

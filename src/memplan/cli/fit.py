@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, write
+from memplan.cli.files import OUTPUT, ResultFiles, write
 from memplan.cli.options import (
     Described,
     StepArguments,
+    Whole,
     advised,
     describe,
-    json_option,
+    result_options,
     step_options,
     top_option,
     without,
@@ -23,7 +24,6 @@ from memplan.cli.options import (
 from memplan.cli.progress import progress
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.cli.targets import contained, location
 from memplan.errors import (
     BudgetError,
     InputError,
@@ -32,6 +32,7 @@ from memplan.errors import (
     TargetError,
     VerificationError,
 )
+from memplan.trace.naming.targets import contained, location
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,19 +77,18 @@ class _Files:
 
     plan: str | None
     python: str | None
-    json: str | None
     frontier: str | None
+    results: ResultFiles
 
     def checked(self) -> _Files:
         """Check and return the files. Raises InputError, UsageError: one cannot be written, or drawn."""
-        options = {"--plan": self.plan, "--python": self.python, "--json": self.json, "--frontier": self.frontier}
+        options = {"--plan": self.plan, "--python": self.python, "--frontier": self.frontier}
+        options |= {"--json": self.results.json, "--html": self.results.html}
         given = {option: path for option, path in options.items() if path is not None}
         if self.frontier == "-":
             raise InputError("--frontier -", expected="a file: a picture is no text", do="Name one")
         if len(set(given.values())) < len(given):
             raise InputError("one file for several outputs", expected="a file for each", do="Name another")
-        for option, path in given.items():
-            check_writable(path, option)
         if self.frontier is not None:
             from memplan.reports.chart import check_drawable
 
@@ -98,12 +98,17 @@ class _Files:
     @property
     def takes_stdout(self) -> bool:
         """Return whether one of them is stdout, which then holds nothing else."""
-        return "-" in (self.plan, self.python, self.json)
+        return "-" in (self.plan, self.python, self.results.json)
 
 
 @click.command("fit", help=HELP)
 @step_options
-@click.option("--budget", metavar="SIZE", help="400MiB, 8GB, or a card's name: what it has, less its context.")
+@click.option(
+    "--budget",
+    metavar="SIZE",
+    help="400MiB, 8GB, a share of the step without a plan (70%), that less some bytes "
+    "(-2GiB), or a card's name: what it has, less its context.",
+)
 @click.option(
     "--engine", type=click.Choice(["graph", "inductor"]), default="graph", show_default=True,
     help="What runs the plan: torch's own kernels, or fused ones, made first by a C++ compiler (on a card, by Triton).",
@@ -114,7 +119,7 @@ class _Files:
 )  # fmt: skip
 @click.option("--early", is_flag=True, help="Let the optimizer update each parameter in the backward pass.")
 @click.option(
-    "--accumulate", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+    "--accumulate", type=Whole(min=1), default=1, show_default=True, metavar="N",
     help="Backward passes to one update: gradients are held in between.",
 )  # fmt: skip
 @click.option("--predict", is_flag=True, help="Plan only: run nothing, allocate nothing.")
@@ -124,19 +129,19 @@ class _Files:
 )  # fmt: skip
 @click.option("--use-plan", "use_plan", metavar="FILE", help="Take the plan that --plan wrote, instead of a search.")
 @top_option(12, "Values of the plan")
-@click.option("--plan", "plan_file", metavar="FILE", help="Write the plan as JSON, for --use-plan.")
-@click.option("--python", "python_file", metavar="FILE", help="Write the planned step as Python, to read.")
-@click.option("--frontier", "frontier_file", metavar="FILE", help="Draw peak against time of plans.")
+@click.option("--plan", "plan_file", type=OUTPUT, metavar="FILE", help="Write the plan as JSON, for --use-plan.")
+@click.option("--python", "python_file", type=OUTPUT, metavar="FILE", help="Write the planned step as Python, to read.")
+@click.option("--frontier", "frontier_file", type=OUTPUT, metavar="FILE", help="Draw peak against time of plans.")
 @click.option(
     "--peers", is_flag=True,
     help="With --frontier: run checkpoints per block, torch.compile and its memory budgets here, with --allow lossy "
     "autocast, too, and draw them beside.",
 )  # fmt: skip
-@json_option("everything")
+@result_options("everything")
 def command(
     budget: str | None, engine: str, allow: str, early: bool, accumulate: int, predict: bool, costs: str,
     use_plan: str | None, top: int,
-    plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, json_file: str | None,
+    plan_file: str | None, python_file: str | None, frontier_file: str | None, peers: bool, results: ResultFiles,
     **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
@@ -145,7 +150,7 @@ def command(
     _check_options(arguments, budget, use_plan)
     _check_costs(costs, predict or request is not None)
     _check_peers(peers, frontier_file, predict)
-    files = _Files(plan_file, python_file, json_file, frontier_file).checked()
+    files = _Files(plan_file, python_file, frontier_file, results).checked()
     options: dict[str, Any] = {"engine": engine} if engine != "graph" else {}
     options |= {"allow": allow} if allow != "exact" else {}
     options |= {"early": True} if early else {}
@@ -197,8 +202,7 @@ def _script(request: Request, budget: str | None, options: dict[str, Any], files
     room = room_of(request.device, budget, assume=dict(request.assume))
     found = run(replace(request, device=request.device or room.device, room=room, plan=tuple(options.items()))).fitting
     assert found is not None, "it was asked for"
-    if files.json is not None:
-        write(files.json, dumps_script(found))
+    files.results.write(lambda: dumps_script(found))
     if found.plan is not None and files.plan is not None:
         write(files.plan, found.plan.to_json())
     if not files.takes_stdout:
@@ -214,9 +218,9 @@ def _check_options(given: StepArguments, budget: str | None, use_plan: str | Non
     if budget is None and use_plan is None:
         raise InputError("no budget", expected="one: --budget 400MiB, or a plan's own with --use-plan", do="Give it")
     if budget is not None:
-        from memplan.devices import read_budget
+        from memplan.planning.relative_budget import read_any_budget
 
-        read_budget(budget)
+        read_any_budget(budget)
 
 
 def _check_costs(costs: str, predict: bool) -> None:
@@ -237,8 +241,8 @@ def _check_peers(peers: bool, frontier: str | None, predict: bool) -> None:
 
 def _read_plan(path: str, budget: str | None) -> Plan:
     from memplan._bytes import format_bytes
-    from memplan.devices import read_budget
     from memplan.planning.plan.plan import load_plan
+    from memplan.planning.relative_budget import read_any_budget
 
     try:
         plan = load_plan(path)
@@ -248,7 +252,7 @@ def _read_plan(path: str, budget: str | None) -> Plan:
             expected="a plan that --plan wrote",
             do="Check the path",
         ) from error
-    size = None if budget is None else read_budget(budget)
+    size = None if budget is None else read_any_budget(budget)
     if isinstance(size, int) and plan.peak > size:  # of a card, `fit` says what it has
         raise InputError(
             f"the plan of {path} has a peak of {format_bytes(plan.peak)}, and the budget is {format_bytes(size)}",
@@ -350,17 +354,17 @@ def _frontier(
         study = planner.study(asked.call, asked.settings, key=0)
         found = planner.frontier(asked.call, asked.settings, _POINTS, key=0)
         eager = study.eager_peak(asked.settings)
+    budget = asked.bounded(eager).bytes
     points = tuple(Point(one.peak, one.seconds, str(one.precision) if one.precision.lossy else "") for one in found)
     seconds = step_seconds(study.captured.graph) or None
     beside = measure_peers(asked, eager) if peers else ()
-    return Frontier(given.target, points, eager, seconds, asked.budget, beside)
+    return Frontier(given.target, points, eager, seconds, budget, beside)
 
 
 def _write(outcome: Outcome, files: _Files) -> None:
     from memplan.reports.fit import dumps
 
-    if files.json is not None:
-        write(files.json, dumps(outcome))
+    files.results.write(lambda: dumps(outcome))
     if outcome.plan is not None and files.plan is not None:
         write(files.plan, outcome.plan.to_json())
     if outcome.plan is not None and files.python is not None:

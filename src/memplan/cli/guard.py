@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memplan.cli.ci_options import CiOutputs, ci_options
-from memplan.cli.files import check_writable, is_trace, write
+from memplan.cli.files import ResultFiles, is_trace, writable, write
 from memplan.cli.options import (
     StepArguments,
     advised,
     describe,
-    json_option,
     recorded,
+    result_options,
     step_options,
     top_option,
     without,
@@ -23,8 +23,8 @@ from memplan.cli.options import (
 from memplan.cli.progress import progress
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
-from memplan.cli.targets import contained, short
 from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained, short
 
 if TYPE_CHECKING:
     from memplan.integrations.scripts.request import Request
@@ -64,7 +64,7 @@ step that cannot be recorded, no baseline of it, or one of another torch.
 )  # fmt: skip
 @click.option("--update", is_flag=True, help="Write what the step takes now into the baseline.")
 @top_option(12, "Changes")
-@json_option("the outcome")
+@result_options("the outcome")
 @ci_options
 def command(
     baseline_file: str,
@@ -72,7 +72,7 @@ def command(
     named_cudnn: str | None,
     update: bool,
     top: int,
-    json_file: str | None,
+    results: ResultFiles,
     sarif: str | None,
     github: bool,
     junit: str | None,
@@ -82,24 +82,22 @@ def command(
     given["cudnn"] = named_cudnn
     request = target_or_script(given)
     arguments, outputs = StepArguments(**given), CiOutputs(sarif, github, junit)
-    outputs.check(json_file)
-    check_writable(json_file, "--json")
-    from memplan.reports.annotations import GROWTH, of_outcome
+    outputs.check(results)
+    from memplan.reports.ci.annotations import GROWTH, of_outcome
     from memplan.reports.guard import dumps, print_outcome
     from memplan.studies.guarding.baseline_file import read
     from memplan.studies.guarding.outcome import allowance, baseline_of, compare_with
 
     allowance(tolerance, 0)
     if update:
-        _check_update(baseline_file, json_file, outputs)
+        _check_update(baseline_file, results, outputs)
         return _update(arguments, request, baseline_file)
     baseline = read(baseline_file)
     now = _taken(arguments, request)
     before = baseline_of(baseline, now.figures, baseline_file)
     outcome = compare_with(before, now, tolerance)
-    if json_file is not None:
-        write(json_file, dumps(outcome))
-    if json_file != "-" and not outputs.to_stdout:
+    results.write(lambda: dumps(outcome))
+    if not results.takes_stdout and not outputs.to_stdout:
         print_outcome(outcome, top=top)
     outputs.write(f"{now.figures.title} on {now.figures.device}", [GROWTH], of_outcome(outcome))
     return int(outcome.grew)
@@ -109,16 +107,15 @@ without(command, "cudnn")
 script_option(command)
 
 
-def _check_update(path: str, json_file: str | None, outputs: CiOutputs) -> None:
+def _check_update(path: str, results: ResultFiles, outputs: CiOutputs) -> None:
     if path == "-":
         raise InputError("--baseline -", expected="a file to update", do="Name one")
-    if json_file is not None or outputs != CiOutputs(None, False, None):
+    if results != ResultFiles() or outputs != CiOutputs(None, False, None):
         raise InputError(
             "--update with --json, --sarif, --github or --junit",
             expected="it alone: nothing is compared",
             do="Run once with --update, and once without",
         )
-    check_writable(path, "--baseline")
 
 
 def _update(given: StepArguments, request: Request | None, path: str) -> int:
@@ -128,10 +125,11 @@ def _update(given: StepArguments, request: Request | None, path: str) -> int:
     from memplan.studies.guarding.baseline import Baseline
     from memplan.studies.guarding.baseline_file import dumps, read
 
+    file = writable(path, "--baseline")
     old = read(path) if os.path.exists(path) else Baseline()
     now = _taken(given, request).figures
     before = old.find(now.target, now.options, now.device)
-    write(path, dumps(old.updated(now)))
+    write(file, dumps(old.updated(now)))
     said = f"{now.title} on {now.device}: {format_bytes(now.peak)} peak"
     said += f", was {format_bytes(before.peak)} ({changed(before.peak, now.peak)})" if before is not None else ", new"
     click.echo(printable(f"{path}: {said}"))

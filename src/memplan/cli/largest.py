@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, write
-from memplan.cli.options import StepArguments, advised, json_option, step_options
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import StepArguments, Whole, advised, result_options, step_options
 from memplan.cli.progress import line
 from memplan.cli.run import run
 from memplan.cli.script_options import script_option, target_or_script
@@ -58,11 +58,11 @@ can be recorded.
 )
 @click.option("--budget", metavar="SIZE", help="400MiB, 8GB: instead of what the card has, or for the CPU.")
 @click.option(
-    "--divisible", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Multiples of it alone."
+    "--divisible", type=Whole(min=1), default=1, show_default=True, metavar="N", help="Multiples of it alone."
 )
 @click.option("--aspect", metavar="SHARES", help="What a size is multiplied by in each dimension: 1,1,0.5.")
 @click.option("--margin", default="0", show_default=True, metavar="SHARE", help="Of the budget, to be left free: 5%.")
-@click.option("--most", type=click.IntRange(min=1), metavar="N", help="The largest value to try.")
+@click.option("--most", type=Whole(min=1), metavar="N", help="The largest value to try.")
 @click.option(
     "--workspace", type=click.Choice(("high", "low")), default="high", show_default=True,
     help="Of cuDNN's workspaces, known as an interval: count the upper or the lower bound.",
@@ -70,20 +70,17 @@ can be recorded.
 @click.option("--fit", "planned", is_flag=True, help="Also the largest after planning, with its time.")
 @click.option("--window", metavar="SIZES", help="Infer a volume of these sizes in patches: 512x512x320.")
 @click.option("--overlap", type=float, default=0.25, show_default=True, metavar="SHARE", help="Of two patches.")
-@click.option(
-    "--window-batch", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Patches at a time."
-)
-@json_option("everything")
+@click.option("--window-batch", type=Whole(min=1), default=1, show_default=True, metavar="N", help="Patches at a time.")
+@result_options("everything")
 def command(
     axis: str, budget: str | None, divisible: int, aspect: str | None, margin: str, most: int | None, workspace: str,
-    planned: bool, window: str | None, overlap: float, window_batch: int, json_file: str | None, **given: Any,
+    planned: bool, window: str | None, overlap: float, window_batch: int, results: ResultFiles, **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.studies.capacity.limit import room_of
 
     request = target_or_script(given)
     arguments = StepArguments(**given)
-    check_writable(json_file, "--json")
     volume = _window(window, overlap, window_batch)
     room = room_of(arguments.device, budget, margin, workspace, arguments.assumed, arguments.environment)  # pyright: ignore[reportArgumentType]
     if request is not None:
@@ -98,19 +95,18 @@ def command(
         )
         found = ran.largest
         assert found is not None, "it was asked for"
-        return _shown(found, json_file)
+        return _shown(found, results)
     options = {"divisible": divisible, "aspect": _shares(aspect), "most": most, "fit": planned}
     found = _found(arguments, axis, room, volume, options)
-    return _shown(found, json_file)
+    return _shown(found, results)
 
 
-def _shown(found: Largest, json_file: str | None) -> int:
+def _shown(found: Largest, results: ResultFiles) -> int:
     """Write and print what was found; return the exit code."""
     from memplan.reports.largest import dumps, print_largest
 
-    if json_file is not None:
-        write(json_file, dumps(found))
-    if json_file != "-":
+    results.write(lambda: dumps(found))
+    if not results.takes_stdout:
         print_largest(found)
     best = found.planned or found
     return int(best.value == 0)

@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, write
+from memplan.cli.files import OUTPUT, ResultFiles, write
 from memplan.cli.options import (
     StepArguments,
+    Whole,
     advised,
     describe,
-    json_option,
+    result_options,
     step_options,
     top_option,
     without,
 )
-from memplan.cli.outputs import check_contribute, contribute_option
+from memplan.cli.outputs import ViewerFiles, check_contribute, contribute_option, viewer_options
 from memplan.cli.progress import progress
-from memplan.cli.targets import contained
 from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained
 
 if TYPE_CHECKING:
     from memplan.explanation.model import Explanation
@@ -64,16 +65,20 @@ Exit code: 0 done; 2 bad usage, a step that does not run, no GPU, no CUDA build 
     metavar="PATH",
     help="With --dry: environment with the CUDA build of torch. Default: this.",
 )
+@click.option("--steps", type=Whole(min=1), default=2, show_default=True, metavar="N", help="How often it runs.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="How often it runs."
-)
-@click.option(
-    "--snapshot", metavar="FILE", help="On a card: write torch's own snapshot of its memory history, a pickle."
+    "--snapshot",
+    type=OUTPUT,
+    metavar="FILE",
+    help="On a card: write torch's own snapshot of its memory history, a pickle.",
 )
 @contribute_option
 @top_option(12, "Layers")
-@json_option("the explanation")
-@click.option("--trace", "trace_file", metavar="FILE", help="Write the measured step, to explain it again later.")
+@result_options("the explanation")
+@click.option(
+    "--trace", "trace_file", type=OUTPUT, metavar="FILE", help="Write the measured step, to explain it again later."
+)
+@viewer_options
 def command(
     place: str | None,
     dry: str | None,
@@ -82,8 +87,9 @@ def command(
     snapshot: str | None,
     contribute: str | None,
     top: int,
-    json_file: str | None,
+    results: ResultFiles,
     trace_file: str | None,
+    viewers: ViewerFiles,
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
@@ -96,10 +102,8 @@ def command(
     check_contribute(contribute, place)
     if snapshot is not None and dry is None and place is None:
         raise InputError("--snapshot without a card", expected="--device cuda, or --dry h100", do="Add one of them")
-    if json_file == trace_file == "-":
+    if results.json == trace_file == "-":
         raise InputError("--json - and --trace -", expected="stdout for one of them", do="Name a file for the other")
-    for option, path in (("--json", json_file), ("--trace", trace_file), ("--snapshot", snapshot)):
-        check_writable(path, option)
     arguments = StepArguments(**given)
     asked = _Asked(place, dry, environment, steps, snapshot, contribute)
     trace, explanation = _measured(arguments, asked)
@@ -109,9 +113,9 @@ def command(
 
     if trace_file is not None:
         write(trace_file, trace.to_json())
-    if json_file is not None:
-        write(json_file, dumps(explanation) if beside is None else dumps_beside(dumps(explanation), beside))
-    if "-" not in (json_file, trace_file):
+    results.write(lambda: dumps(explanation) if beside is None else dumps_beside(dumps(explanation), beside))
+    viewers.write(trace, explanation, _settings(trace))
+    if "-" not in (results.json, trace_file):
         print_explanation(explanation, top=top)
         if beside is not None:
             print_beside(beside, top=top)
@@ -153,7 +157,6 @@ class _Asked:
 def _measured(given: StepArguments, asked: _Asked) -> tuple[Trace, Explanation]:
     from memplan.devices import find
     from memplan.explanation.explain import explain_trace
-    from memplan.trace.dry_run.process import allocator_settings
 
     card = None if asked.dry is None else find(asked.dry)
     with progress(f"running {given.target}"), contained(given.target):
@@ -162,8 +165,14 @@ def _measured(given: StepArguments, asked: _Asked) -> tuple[Trace, Explanation]:
         except StepError as error:
             raise advised(error, given) from error.__cause__
     trains = False if given.infer else None
-    settings = None if trace.device == HOST else allocator_settings()
-    return trace, explain_trace(trace, title=given.target, train=trains, card=card, settings=settings)
+    return trace, explain_trace(trace, title=given.target, train=trains, card=card, settings=_settings(trace))
+
+
+def _settings(trace: Trace) -> str | None:
+    """Return the allocator's settings of this process, under which a step for a card ran."""
+    from memplan.trace.dry_run.process import allocator_settings
+
+    return None if trace.device == HOST else allocator_settings()
 
 
 def _beside(given: StepArguments, measured: Trace, steps: int) -> Beside:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.parsing import check_arguments, keywords, named, offer, parameters
-from memplan.cli.targets import Target, contained, resolve
+from memplan.cli.files import OUTPUT, ResultFiles
 from memplan.errors import InputError, MemplanError, StepError, TargetError, UsageError
-from memplan.studies.axes.ranges import literal
+from memplan.trace.naming.parsing import check_arguments, literal, named, parameters
+from memplan.trace.naming.targets import Target, contained, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -28,25 +28,70 @@ _BATCH_NAMES = ("batch", "batch_size")
 
 Decorated = Callable[..., Any]
 
+
+class Whole(click.IntRange):
+    """A whole number, which is what a message calls it."""
+
+    name = "whole number"
+
+
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 """For every command; `memplan.cli.Commands` looks for it itself."""
 
 
 def json_option(what: str) -> Callable[[Decorated], Decorated]:
     """Return the option ``--json``; ``what`` is what it writes."""
-    return click.option("--json", "json_file", metavar="FILE", help=f"Write {what} as JSON, too; - for stdout alone.")
+    text = f"Write {what} as JSON, too; - for stdout alone."
+    return click.option("--json", "json_file", type=OUTPUT, metavar="FILE", help=text)
+
+
+def result_options(what: str) -> Callable[[Decorated], Decorated]:
+    """Return the options ``--json`` and ``--html``, checked and given as ``results``; ``what`` is what they write."""
+
+    def decorate(function: Decorated) -> Decorated:
+        @functools.wraps(function)
+        def with_files(*, json_file: str | None, html_file: str | None, **given: Any) -> Any:
+            return function(results=ResultFiles(json_file, html_file).checked(), **given)
+
+        text = "Write it as a page for any browser, too."
+        page = click.option("--html", "html_file", type=OUTPUT, metavar="FILE", help=text)
+        return json_option(what)(page(with_files))
+
+    return decorate
 
 
 def top_option(default: int, what: str) -> Callable[[Decorated], Decorated]:
     """Return the option ``--top``; ``what`` is what it lists."""
     return click.option(
-        "--top", type=click.IntRange(min=0), default=default, show_default=True, metavar="N",
+        "--top", type=Whole(min=0), default=default, show_default=True, metavar="N",
         help=f"{what} to list; 0 for all.",
     )  # fmt: skip
 
 
+def _behind_dashes(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the arguments behind ``--``; without one, they are a mistake: `memplan.cli.Commands` says whether."""
+    if value and not ctx.find_root().obj:
+        raise click.UsageError(
+            f"Got {' '.join(value)!r} besides the target. Arguments of its own come last, behind --", ctx
+        )
+    return value
+
+
+def _show_output(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from memplan.trace.held_output import output_shown
+
+        ctx.with_resource(output_shown())
+
+
+show_output_option = click.option(
+    "--show-output", is_flag=True, expose_value=False, callback=_show_output,
+    help="Show what the target prints, with stand-in values, while it is recorded.",
+)  # fmt: skip
+
 _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     click.argument("target"),
+    click.argument("argv", nargs=-1, type=click.UNPROCESSED, callback=_behind_dashes, metavar="[-- ARGUMENTS]"),
     click.option("--arg", "args", multiple=True, metavar="NAME=VALUE", help="Argument of the target."),
     click.option(
         "--input", "inputs", multiple=True, metavar="SPEC",
@@ -69,7 +114,7 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
     ),
     click.option("--infer", is_flag=True, help="Forward only: evaluation mode under no_grad."),
     click.option(
-        "--batch", type=click.IntRange(min=1), metavar="N",
+        "--batch", type=Whole(min=1), metavar="N",
         help="Leading dimension of the inputs, or the target's argument batch or batch_size.",
     ),
     click.option("--device", metavar="NAME", help="cpu, or a card such as h100 (memplan devices lists them)."),
@@ -86,6 +131,7 @@ _OPTIONS: tuple[Callable[[Decorated], Decorated], ...] = (
         help="Environment whose cuDNN is asked for workspaces on a card, or a version, as 9.19.0: memplan's stored "
         "answers; off: give intervals. Default: this one.",
     ),
+    show_output_option,
     debug_option,
 )  # fmt: skip
 
@@ -121,6 +167,8 @@ class StepArguments:
     settings: str | None = None
     assume: tuple[str, ...] = ()
     cudnn: str | None = None
+    argv: tuple[str, ...] = ()
+    """Arguments that the target reads from ``sys.argv``."""
 
     @property
     def environment(self) -> str | bool | None:
@@ -200,13 +248,14 @@ def _assumed(text: str) -> tuple[str, float]:
 
 
 def describe(given: StepArguments) -> Described:
-    """Find the target and read every option.
+    """Find the target and read every option. From now on ``sys.argv`` is the target's: its file, and what is behind --.
 
     Raises:
         TargetError: no such target.
         InputError: an option that does not describe what it should, or does not suit the others.
     """
     arguments = {name: literal(text) for name, text in named(given.args, "--arg").items()}
+    sys.argv = [given.target.rpartition(":")[0], *given.argv]
     target = resolve(given.target)
     known = parameters(target.what) or {}
     batch_name = next((name for name in _BATCH_NAMES if name in known), None)
@@ -232,6 +281,7 @@ def describe(given: StepArguments) -> Described:
 
 
 def _read(given: StepArguments) -> StepOptions:
+    from memplan.trace.naming.step_parts import loss_of, optimizer_of
     from memplan.trace.step import StepOptions
 
     kind, _, is_true = given.precision.partition("-")
@@ -247,8 +297,8 @@ def _read(given: StepArguments) -> StepOptions:
         inputs=tuple(_spec(text, dtype) for text in given.inputs),
         kwargs={name: _value(text, dtype) for name, text in named(given.kwargs, "--kwarg").items()},
         targets=tuple(_spec(text, dtype) for text in given.targets) if train else (),
-        loss=loss_of(given.loss) if train and given.loss else None,
-        optimizer=optimizer_of(given.optimizer) if train and given.optimizer else None,
+        loss=loss_of(given.loss, "--loss") if train and given.loss else None,
+        optimizer=optimizer_of(given.optimizer, "--optimizer") if train and given.optimizer else None,
         autocast=_DTYPES[kind] if kind in _DTYPES and not is_true else None,
         train=train,
         dtype=dtype,
@@ -270,69 +320,6 @@ def _spec(text: str, dtype: torch.dtype | None) -> Any:
 def _value(text: str, dtype: torch.dtype | None) -> Any:
     word = literal(text)
     return word if word is None or isinstance(word, bool) else _spec(text, dtype)
-
-
-def loss_of(name: str) -> Callable[..., Any]:
-    """Return the loss of ``cross_entropy``, ``CrossEntropyLoss`` or ``module:callable``.
-
-    Raises:
-        InputError: no such loss.
-        TargetError: no such ``module:callable``.
-    """
-    from torch import nn
-    from torch.nn import functional
-
-    if ":" in name:
-        found: Any = resolve(name).what
-    else:
-        found = getattr(functional, name, None) or getattr(nn, name, None)
-        if not callable(found) or name.startswith("_") or inspect.ismodule(found):
-            losses = [other for other in dir(functional) if other.endswith(("_loss", "entropy", "_logits", "_div"))]
-            raise InputError(
-                f"there is no loss {name!r} in torch.nn.functional",
-                expected="the name of one, such as cross_entropy, or module:callable",
-                do=offer(name, losses),
-            )
-    if inspect.isclass(found):
-        check_arguments(found, {}, title=name, option="--loss")
-        found = found()
-    return found
-
-
-def optimizer_of(text: str) -> Callable[[Any], Any] | None:
-    """Return the optimizer of ``adamw``, ``sgd:lr=0.1,momentum=0.9`` or ``module:callable``; None for ``none``.
-
-    Raises:
-        InputError: no such optimizer, or none with such options.
-        TargetError: no such ``module:callable``.
-    """
-    known = _optimizers()
-    name, _, options = text.partition(":")
-    if name.lower() not in known and ":" in text:  # module:callable, with options behind another colon
-        name, _, options = text.rpartition(":") if "=" in text.rpartition(":")[2] else (text, "", "")
-    if name.lower() == "none":
-        return None
-    given = keywords(options, "--optimizer") if options else {}
-    if ":" in name:
-        found = resolve(name).what
-    elif name.lower() in known:
-        found = known[name.lower()]
-    else:
-        raise InputError(
-            f"there is no optimizer {name!r} in torch.optim",
-            expected="the name of one, such as adamw, or module:callable",
-            do=offer(name.lower(), known),
-        )
-    check_arguments(found, given, title=f"the optimizer {name}", option="--optimizer", first=1)
-    return functools.partial(found, **given)
-
-
-def _optimizers() -> dict[str, Any]:
-    import torch
-
-    classes = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
-    base = torch.optim.Optimizer
-    return {name: value for name, value in classes.items() if issubclass(value, base) and value is not base}
 
 
 def _maker(target: Target, arguments: Mapping[str, Any], options: StepOptions) -> Callable[[], Any]:
@@ -375,14 +362,21 @@ def _contained_step(step: Callable[[], Any], target: Target) -> Callable[[], Any
 
 def advised(error: StepError, given: StepArguments) -> MemplanError:
     """Return the same error, with the inputs named where it came out of the model: a common cause."""
+    from memplan.trace.step import WHOLE
+
     specs = [*(f"--input {text}" for text in given.inputs), *(f"--kwarg {text}" for text in given.kwargs)]
     if not specs or error.layer is None:
         return error
-    return InputError(
+    found = InputError(
         error.found,
         expected=f"inputs that the model takes (it was given {' '.join(specs)})",
-        do="Change them, or mend the model; it should raise the same outside of memplan",
+        do="Describe indices as whole numbers below their end, as in 8x1024:int64<50257"
+        if WHOLE.search(error.found) and any(":" not in text for text in specs)
+        else "Change them, or mend the model; it should raise the same outside of memplan",
     )
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def recorded(given: StepArguments, *more: str) -> Trace:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, write
+from memplan.cli.files import OUTPUT, ResultFiles, write
 from memplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,23 +18,83 @@ if TYPE_CHECKING:
     from memplan.trace.trace import Trace
 
 trace_option = click.option(
-    "--trace", "trace_file", metavar="FILE", help="Write the recorded step, to explain it again later."
+    "--trace", "trace_file", type=OUTPUT, metavar="FILE", help="Write the recorded step, to explain it again later."
 )
 snapshot_option = click.option(
-    "--snapshot", "snapshot_file", metavar="FILE",
+    "--snapshot", "snapshot_file", type=OUTPUT, metavar="FILE",
     help="Write what the allocator does, too, as a snapshot that pytorch.org/memory_viz opens.",
 )  # fmt: skip
 contribute_option = click.option(
-    "--contribute", metavar="FILE",
+    "--contribute", type=OUTPUT, metavar="FILE",
     help="With --device cuda: write what the card's allocator did, with shapes and sizes, without names.",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ViewerFiles:
+    """Files for other people's viewers as typed; None for those not asked for."""
+
+    perfetto: str | None = None
+    csv: str | None = None
+    tensorboard: str | None = None
+
+    def checked(self) -> ViewerFiles:
+        """Return the same.
+
+        Raises:
+            InputError: stdout, or a file in the place of a folder.
+            UsageError: tensorboard is not installed.
+        """
+        for option, path in (("--perfetto", self.perfetto), ("--csv", self.csv), ("--tensorboard", self.tensorboard)):
+            if path == "-":
+                raise InputError(f"{option} -", expected="a file or a folder for a viewer", do="Name one")
+        if self.tensorboard is not None:
+            from memplan.reports.viewers.tensorboard import check_installed
+
+            check_installed("--tensorboard")
+            if os.path.exists(self.tensorboard) and not os.path.isdir(self.tensorboard):
+                found = f"--tensorboard {self.tensorboard} is a file"
+                raise InputError(found, expected="a folder, as TensorBoard's --logdir", do="Name another")
+        return self
+
+    def write(self, trace: Trace, explanation: Explanation, settings: str | None = None) -> None:
+        """Write the step for each viewer that was asked for."""
+        from memplan.reports.viewers import over_time_csv, perfetto, tensorboard
+
+        if self.perfetto is not None:
+            write(self.perfetto, perfetto.dumps(trace, explanation, settings))
+        if self.csv is not None:
+            write(self.csv, over_time_csv.dumps(trace, explanation, settings))
+        if self.tensorboard is not None:
+            tensorboard.write_scalars(self.tensorboard, explanation)
+
+
+def viewer_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add ``--perfetto``, ``--csv`` and ``--tensorboard``, checked and given as ``viewers``."""
+
+    @functools.wraps(function)
+    def with_files(*, perfetto: str | None, csv: str | None, tensorboard: str | None, **given: Any) -> Any:
+        return function(viewers=ViewerFiles(perfetto, csv, tensorboard).checked(), **given)
+
+    for name, kind, metavar, what in (
+        ("--tensorboard", click.STRING, "FOLDER", "Write memory over time as scalars for TensorBoard."),
+        ("--csv", OUTPUT, "FILE", "Write memory over time as a table, a row for each allocation or free."),
+        (
+            "--perfetto",
+            OUTPUT,
+            "FILE",
+            "Write ops and memory as a trace that ui.perfetto.dev and chrome://tracing open.",
+        ),
+    ):
+        with_files = click.option(name, type=kind, metavar=metavar, help=what)(with_files)
+    return with_files
 
 
 def check_contribute(path: str | None, device: str | None) -> None:
     """Check the file of a contribution.
 
     Raises:
-        InputError: it is of no GPU, or cannot be written.
+        InputError: it is of no GPU, or stdout.
     """
     if path is None:
         return
@@ -42,40 +104,35 @@ def check_contribute(path: str | None, device: str | None) -> None:
         )
     if path == "-":
         raise InputError("--contribute -", expected="a file: it is packed, and no text", do="Name one: step.json.gz")
-    check_writable(path, "--contribute")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files as typed; None for those not asked for."""
+    """Paths, or ``-``; None for those not asked for."""
 
-    json: str | None
+    results: ResultFiles
     trace: str | None
     snapshot: str | None
+    viewers: ViewerFiles = ViewerFiles()
 
     def checked(self) -> Outputs:
         """Return the same.
 
         Raises:
-            InputError: two of them are one, or one is not to be written to stdout, or cannot be written.
+            InputError: two of them are stdout, or one is no text.
         """
-        if self.json == self.trace == "-":
+        if self.results.json == self.trace == "-":
             raise InputError(
                 "--json - and --trace -", expected="stdout for one of them", do="Name a file for the other"
             )
         if self.snapshot == "-":
             raise InputError("--snapshot -", expected="a file: a snapshot is no text", do="Name one")
-        written = [path for path in (self.json, self.trace, self.snapshot) if path not in (None, "-")]
-        if len(set(written)) < len(written):
-            raise InputError("one file for several outputs", expected="a file for each", do="Name another")
-        for option, path in (("--json", self.json), ("--trace", self.trace), ("--snapshot", self.snapshot)):
-            check_writable(path, option)
         return self
 
     @property
     def takes_stdout(self) -> bool:
         """Return whether one of them is stdout, which then holds nothing else."""
-        return "-" in (self.json, self.trace)
+        return "-" in (self.results.json, self.trace)
 
     def write(
         self, trace: Trace, explanation: Explanation, dumps: Callable[[Any], str], settings: str | None = None
@@ -90,8 +147,8 @@ class Outputs:
         """
         if self.trace is not None:
             write(self.trace, trace.to_json())
-        if self.json is not None:
-            write(self.json, dumps(explanation))
+        self.results.write(lambda: dumps(explanation))
+        self.viewers.write(trace, explanation, settings)
         if self.snapshot is not None:
             from memplan.simulation.allocator.settings import parse_settings
             from memplan.simulation.snapshots.write import frames_of, write_snapshot

@@ -45,7 +45,7 @@ def for_one(target: str, given: Mapping[str, Any], side: str) -> StepArguments:
     """Return the options of one side: its own where it has them, else those of both."""
     values: dict[str, Any] = {}
     for field in fields(StepArguments):
-        if field.name == "target":
+        if field.name in ("target", "argv"):
             continue
         common, own = given[field.name], given[f"{side}_{field.name}"]
         if field.name in _BY_NAME:

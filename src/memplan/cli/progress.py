@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
+from memplan._text import printable
+
 AFTER = 1.0
 """Seconds before the line appears: what is quicker needs none."""
 
@@ -26,7 +28,7 @@ def progress(text: str) -> Iterator[None]:
 def line(text: str) -> Iterator[Callable[[str], None]]:
     """Show a line as `progress` does at once; yield a function that takes what is being done now."""
     with _shown(text) as update:
-        yield lambda now: update(description=f"{text}: {now}")
+        yield lambda now: update(description=printable(f"{text}: {now}"))
 
 
 @contextmanager
@@ -50,7 +52,7 @@ def _shown(text: str, after: float = 0.0, *, count: bool = False) -> Iterator[Ca
         bar_columns = (text_column, rich.BarColumn(), rich.MofNCompleteColumn(), elapsed)
         columns = bar_columns if count else (rich.SpinnerColumn(), text_column, elapsed)
         shown = rich.Progress(*columns, console=Console(stderr=True), transient=True)
-        task = shown.add_task(text, total=None)
+        task = shown.add_task(printable(text), total=None)
         timer = threading.Timer(after, shown.start)  # at once where it is 0
         timer.daemon = True
         timer.start()

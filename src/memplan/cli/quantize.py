@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from memplan.cli.files import check_writable, is_trace, write
+from memplan.cli.files import ResultFiles, is_trace
 from memplan.cli.options import StepArguments, advised, describe
 from memplan.cli.progress import progress
-from memplan.cli.targets import contained
 from memplan.errors import InputError, StepError
+from memplan.trace.naming.targets import contained
 
 
 def quantize(
     given: StepArguments,
     weights: str | None,
     activations: str | None,
-    json_file: str | None,
+    results: ResultFiles,
     top: int,
     others: tuple[str | None, ...] = (),
 ) -> int:
@@ -22,7 +22,7 @@ def quantize(
     Args:
         given: the step.
         weights, activations: what they are to be held in.
-        json_file: where to write the result as JSON, too.
+        results: where to write the result, too.
         top: how many layers to list; 0 for all.
         others: files of other outputs that were asked for.
 
@@ -30,7 +30,6 @@ def quantize(
         InputError: options that do not go with it.
     """
     _check(given, weights, activations, others)
-    check_writable(json_file, "--json")
     from memplan.reports.quantize import dumps, print_quantized
     from memplan.studies.quantization.quantize import quantize_step
 
@@ -40,9 +39,8 @@ def quantize(
             found = quantize_step(described.what, described.options, weights, activations)
         except StepError as error:
             raise advised(error, given) from error.__cause__
-    if json_file is not None:
-        write(json_file, dumps(given.target, found))
-    if json_file != "-":
+    results.write(lambda: dumps(given.target, found))
+    if not results.takes_stdout:
         print_quantized(given.target, found, top=top)
     return 0
 
@@ -72,5 +70,6 @@ def _check(given: StepArguments, weights: str | None, activations: str | None, o
         )
     if any(path is not None for path in others):
         raise InputError(
-            f"{asked} with --trace or --snapshot", expected="--json for its result", do="Leave these out"
+            f"{asked} with --trace or --snapshot, or a file for a viewer", expected="--json for its result",
+            do="Leave these out",
         )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from memplan.cli.files import check_writable, write
-from memplan.cli.options import debug_option, json_option, top_option
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import Whole, debug_option, result_options, top_option
 from memplan.cli.progress import progress
 from memplan.errors import InputError
 
@@ -38,12 +38,12 @@ replay differs from the recording; 2 bad usage, or a file that is no snapshot.
     help="Try these, as in PYTORCH_ALLOC_CONF: name:value,name:value. One option for each set.",
 )
 @click.option("--capacity", metavar="SIZE", help="What the card gives to torch: 24GiB. Default: as recorded.")
-@click.option("--gpu", type=click.IntRange(min=0), metavar="N", help="Whose history, where there are several.")
+@click.option("--gpu", type=Whole(min=0), metavar="N", help="Whose history, where there are several.")
 @top_option(10, "Rows")
-@json_option("everything")
+@result_options("everything")
 @debug_option
 def command(
-    file: str, settings: tuple[str, ...], capacity: str | None, gpu: int | None, top: int, json_file: str | None
+    file: str, settings: tuple[str, ...], capacity: str | None, gpu: int | None, top: int, results: ResultFiles
 ) -> int:
     """Run the command and return its exit code."""
     from memplan._bytes import parse_bytes
@@ -51,7 +51,6 @@ def command(
     from memplan.simulation.replays.replay import replay
     from memplan.simulation.replays.side_by_side import cases
 
-    check_writable(json_file, "--json")
     others = [parse_settings(text) for text in settings]
     size = None if capacity is None else parse_bytes(capacity)
     if size == 0:
@@ -60,8 +59,7 @@ def command(
         found = cases(replay(file, gpu=gpu), others, size)
     from memplan.reports.replay import dumps, print_replay
 
-    if json_file is not None:
-        write(json_file, dumps(found))
-    if json_file != "-":
+    results.write(lambda: dumps(found))
+    if not results.takes_stdout:
         print_replay(found, top=top)
     return 0 if found.all_fit and not found.replay.mismatches else 1

@@ -11,8 +11,17 @@ import click
 
 from memplan._text import printable
 from memplan.cli.explain import does_not_fit, warn_of_branches
-from memplan.cli.options import StepArguments, debug_option, json_option, top_option
-from memplan.cli.outputs import Outputs, check_contribute, contribute_option, snapshot_option, trace_option
+from memplan.cli.files import ResultFiles
+from memplan.cli.options import StepArguments, Whole, debug_option, result_options, top_option
+from memplan.cli.outputs import (
+    Outputs,
+    ViewerFiles,
+    check_contribute,
+    contribute_option,
+    snapshot_option,
+    trace_option,
+    viewer_options,
+)
 from memplan.cli.progress import progress
 from memplan.errors import InputError
 
@@ -52,12 +61,12 @@ a value that a recording does not have.
     "--device", metavar="NAME",
     help="cpu, or a card such as h100 (memplan devices lists them); with --measure, cuda for this machine's GPU.",
 )  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), default=2, show_default=True, metavar="N", help="Updates to see.")
+@click.option("--steps", type=Whole(min=1), default=2, show_default=True, metavar="N", help="Updates to see.")
 @click.option(
     "--input", "inputs", multiple=True, metavar="SPEC", help="A tensor of the batch, instead of the loader's."
 )
 @click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="The same of a batch that is a dict.")
-@click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Samples in a batch, instead of the loader's.")
+@click.option("--batch", type=Whole(min=1), metavar="N", help="Samples in a batch, instead of the loader's.")
 @click.option("--measure", "really", is_flag=True, help="Run it for real, here, instead of recording it.")
 @click.option("--allow-writes", "writes", is_flag=True, help="Let it write files, connect and start programs.")
 @click.option("--show-output", "shows", is_flag=True, help="Show what it prints.")
@@ -75,17 +84,19 @@ a value that a recording does not have.
 )  # fmt: skip
 @debug_option
 @top_option(12, "Layers")
-@json_option("the explanation")
+@result_options("the explanation")
 @trace_option
 @snapshot_option
+@viewer_options
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
     top: int,
     settings: str | None,
-    json_file: str | None,
+    results: ResultFiles,
     trace_file: str | None,
     snapshot_file: str | None,
+    viewers: ViewerFiles,
     **given: Any,
 ) -> int:
     """Run the command and return its exit code."""
@@ -93,7 +104,7 @@ def command(
     from memplan.integrations.line_profiles.places import not_run
     from memplan.reports.run import dumps, print_run
 
-    outputs = Outputs(json_file, trace_file, snapshot_file).checked()
+    outputs = Outputs(results, trace_file, snapshot_file, viewers).checked()
     check_contribute(given["contribute"], given["device"] if given["really"] else None)
     request = request_of(given)
     ran = run(request)
@@ -121,11 +132,11 @@ def request_of(given: dict[str, Any]) -> Request:
     Raises:
         InputError: an option that does not describe what it should.
     """
-    from memplan.cli.parsing import named
     from memplan.integrations.line_profiles.places import followed
     from memplan.integrations.scripts.command import Command
     from memplan.integrations.scripts.loaders import Rules
     from memplan.integrations.scripts.request import Request
+    from memplan.trace.naming.parsing import named
     from memplan.trace.spec import spec
 
     typed = StepArguments("", assume=given["assume"], cudnn=given["cudnn"])

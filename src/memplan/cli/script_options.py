@@ -29,7 +29,6 @@ def script_option(command: click.Command) -> click.Command:
             ["--script"], metavar="FILE",
             help="A script as it is, instead of TARGET; its own arguments come last, behind --.",
         ),
-        click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
     ]  # fmt: skip
     return command
 
@@ -40,16 +39,16 @@ def target_or_script(given: dict[str, Any]) -> Request | None:
     Raises:
         InputError: both or neither are given, or options that only a target has.
     """
-    script, arguments = given.pop("script"), given.pop("arguments")
+    script = given.pop("script")
     if script is None:
-        if given["target"] is None or arguments:
+        if given["target"] is None:
             raise InputError(
-                f"{len(arguments) + 1} targets" if arguments else "no TARGET",
+                "no TARGET",
                 expected="one: path/to/file.py:callable or package.module:callable; or --script train.py",
                 do="Name one",
             )
         return None
-    arguments = arguments if given["target"] is None else (given["target"], *arguments)
+    arguments = given["argv"] if given["target"] is None else (given["target"], *given["argv"])
     given["target"] = script
     typed = StepArguments(**given)
     wrong = [option for name, option in _OF_A_TARGET.items() if getattr(typed, name)]

@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memplan.cli.files import check_writable, is_trace, write
-from memplan.cli.options import Described, StepArguments, advised, describe, json_option, step_options, without
-from memplan.cli.parsing import named, parameters
+from memplan.cli.files import OUTPUT, ResultFiles, is_trace
+from memplan.cli.options import (
+    Described,
+    StepArguments,
+    Whole,
+    advised,
+    describe,
+    result_options,
+    step_options,
+    without,
+)
 from memplan.cli.progress import bar
-from memplan.cli.targets import ByName, resolve
 from memplan.errors import InputError, StepError
+from memplan.trace.naming.parsing import named, parameters
+from memplan.trace.naming.targets import ByName, resolve
 
 if TYPE_CHECKING:
     from memplan.studies.axes.axes import Axis
@@ -57,20 +66,20 @@ usage, or no point could be recorded; 130 interrupted.
     help="An attribute of the layers that a pattern names, as named_modules() does: encoder.*.kernel_size=3,5,7; "
     ".NAME=VALUES is one of the model itself.",
 )  # fmt: skip
-@click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes. Default: as many as save time.")
-@json_option("every point")
-@click.option("--chart", "chart_file", metavar="FILE", help="Draw the parts of every point: .png, .svg or .pdf.")
+@click.option("--jobs", type=Whole(min=1), metavar="N", help="Processes. Default: as many as save time.")
+@result_options("every point")
+@click.option(
+    "--chart", "chart_file", type=OUTPUT, metavar="FILE", help="Draw the parts of every point: .png, .svg or .pdf."
+)
 def command(
     batches: str | None, sizes: str | None, lengths: str | None, precisions: str | None, varied: tuple[str, ...],
-    changed: tuple[str, ...], jobs: int | None, json_file: str | None, chart_file: str | None, **given: Any,
+    changed: tuple[str, ...], jobs: int | None, results: ResultFiles, chart_file: str | None, **given: Any,
 ) -> int:  # fmt: skip
     """Run the command and return its exit code."""
     from memplan.reports.chart import check_drawable, picture
     from memplan.reports.sweep import draw, print_sweep
     from memplan.studies.axes.ranges import values_of
 
-    check_writable(json_file, "--json")
-    check_writable(chart_file, "--chart")
     if chart_file is not None:
         check_drawable(chart_file, "--chart")
     plain = {"batch": batches, "size": sizes, "sequence": lengths, "precision": precisions}
@@ -78,13 +87,12 @@ def command(
     vary = {name: values_of(text, f"--vary {name}") for name, text in named(varied, "--vary").items()}
     layers = [_layers(text) for text in changed]
     done = _sweep(StepArguments(**given), own, vary, layers, jobs)
-    if json_file is not None:
-        write(json_file, done.to_json())
+    results.write(lambda: done.to_json())
     if chart_file is not None:
         from memplan._text import write_whole
 
         write_whole(chart_file, picture(partial(draw, done), chart_file))
-    if json_file != "-":
+    if not results.takes_stdout:
         print_sweep(done)
     if done.interrupted:
         click.echo(f"memplan: interrupted after {len(done.rows)} of {done.points} points, which were kept", err=True)
@@ -143,7 +151,7 @@ def subject_of(described: Described, given: StepArguments) -> Subject:
     """Return the subject whose parts axes change."""
     from memplan.studies.axes.subject import Subject
 
-    return Subject(ByName(given.target), described.options, described.arguments)
+    return Subject(ByName(given.target, given.argv), described.options, described.arguments)
 
 
 def _layers(text: str) -> tuple[str, Values]:

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 
 DTYPES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8", "int8")
 """What `Device.flops` may have, in the order in which it is shown. ``tf32`` is a float32 product with TF32 allowed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Device(Printed):
     """A card. Sizes in bytes, rates per second.
 
     ``capacity`` is what torch calls the total memory: less than nvidia-smi's total, which is less than what the name

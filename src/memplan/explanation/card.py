@@ -5,7 +5,7 @@ from __future__ import annotations
 from memplan.cudnn.questions import Plans
 from memplan.devices import Device, catalogue
 from memplan.explanation.layers import origin_word
-from memplan.explanation.model import Answer, CardUse, Charge, SmallerPlan, Verdict
+from memplan.explanation.model import Answer, CardUse, Charge, ChargeName, SmallerPlan, Verdict
 from memplan.simulation.allocator.settings import parse_settings
 from memplan.simulation.on_card import fits, room_for
 from memplan.simulation.simulate import live_at, simulate
@@ -19,7 +19,7 @@ _NOT_MODELLED = (
 )
 
 
-_ORDER = ("context", "workspace", "tensors", "rounding", "fragmentation")
+_ORDER: tuple[ChargeName, ...] = ("context", "workspace", "tensors", "rounding", "fragmentation")
 """In which terms take what the high case adds."""
 
 
@@ -46,14 +46,14 @@ def card_use(trace: Trace, low: Timeline, card: Device, settings: str | None = N
     )  # fmt: skip
 
 
-def _charges(low: dict[str, int], high: dict[str, int]) -> tuple[Charge, ...]:
+def _charges(low: dict[ChargeName, int], high: dict[ChargeName, int]) -> tuple[Charge, ...]:
     """Return the terms of both cases, none lower in the high one: that is the low one and what is added to it.
 
     With large workspaces the peak can be another moment, with fewer tensors: then part of the workspaces takes the
     place of tensors, and only the rest is added.
     """
     added = sum(high.values()) - sum(low.values())
-    found: dict[str, int] = {}
+    found: dict[ChargeName, int] = {}
     for name in sorted(high, key=_ORDER.index):
         more = min(added, max(0, high[name] - low[name]))
         found[name] = low[name] + more
@@ -72,7 +72,8 @@ class Case:
         self._trace = trace
         self._settings = parse_settings(settings or "")
         self._is_high = is_high
-        self.terms = _terms(trace, timeline, reserved) | {"context": card.context[is_high]}
+        terms: dict[ChargeName, int] = {"context": card.context[is_high]}
+        self.terms = _terms(trace, timeline, reserved) | terms
 
     def needs(self, card: Device) -> int:
         """Return the bytes that are taken from a card, its context included."""
@@ -110,7 +111,7 @@ def _verdict(cases: tuple[Case, Case], card: Device) -> Verdict:
     return Verdict(card.name, card.title, card.capacity, low.needs(card), high.needs(card), answer)
 
 
-def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[str, int]:
+def _terms(trace: Trace, timeline: Timeline, reserved: int) -> dict[ChargeName, int]:
     """Return what is in blocks at the allocated peak, and how much more than that is ever held from the card."""
     live = live_at(trace, timeline.peak_tick)
     workspace = sum(s.bytes for s in live if s.cause == "workspace")

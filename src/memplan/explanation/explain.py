@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,14 @@ from memplan.explanation.grad import beside_training
 from memplan.explanation.holders import holders_at
 from memplan.explanation.layers import fullest, layer_rows, origin_word, saved_rows
 from memplan.explanation.model import Explanation, PeakRow, headline
+from memplan.explanation.over_time import course_of
 from memplan.explanation.scaling import scaled
 from memplan.simulation.simulate import live_at, simulate
 from memplan.simulation.timeline import Timeline
+from memplan.trace.held_output import output_shown
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
-from memplan.trace.recording.session import Environment, choose_target
+from memplan.trace.recording.session import Environment, Target, choose_target
 from memplan.trace.records import CAUSES, HOST, Op
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace, at_least
@@ -37,15 +41,16 @@ def explain(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: tuple[Any, ...] = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     device: str | torch.device | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    show_output: bool = False,
 ) -> Explanation:
     """Explain where the memory of a step goes, before it runs.
 
@@ -65,7 +70,8 @@ def explain(
         settings: of a card's caching allocator, as in ``PYTORCH_ALLOC_CONF`` (not read); torch's defaults where None.
         assume: of ops that select by value (``x[mask]``, `nonzero`, `unique`), ``"train.py:31"`` to the share of what
             there can be that is selected there, from 0 to 1; without one, all of it, and the result says so.
-        cudnn: whose cuDNN is asked for the workspaces of convolutions on a card, as for `memplan.record`.
+        cudnn, show_output: whose cuDNN is asked for the workspaces of convolutions on a card; whether prints of the
+            step are shown: as for `memplan.record`.
 
     Returns:
         An Explanation; printing it gives a paragraph, ``memplan.reports`` make tables of it.
@@ -75,14 +81,19 @@ def explain(
         StepError, DataDependentError: the step cannot be recorded.
 
     Example:
-        >>> print(memplan.explain(resnet18, "32x3x224x224", optimizer=torch.optim.AdamW))
-        44.7 MiB of weights -> 1.1 GiB peak: ...
+        >>> print(memplan.explain(resnet18, "32x3x224x224", optimizer=torch.optim.AdamW, device="h100"))
+        44.6 MiB of weights -> 901.9 MiB peak: ...
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     if isinstance(what, Trace):
         _refuse_options(options)
         return explain_trace(what, settings=settings)
     target = choose_target(device_of(what) if device is None else device, assume, cudnn)
+    with output_shown() if show_output else nullcontext():
+        return _recorded(what, options, target, settings)
+
+
+def _recorded(what: Any, options: StepOptions, target: Target, settings: str | None) -> Explanation:
     on_card = target.card is not None
     trace = record_for(build_of(what, options, on_card=on_card), target)
     explanation = explain_trace(trace, title=_title(what), card=target.card, settings=settings)
@@ -146,6 +157,7 @@ def explain_trace(
         trace.assumptions,
         card_use(recorded, timeline, card, settings) if card is not None else None,
         line_profiles(trace, timeline),
+        course_of(trace, timeline, settings),
     )
 
 

@@ -71,7 +71,8 @@ def saved_rows(trace: Trace, tick: int) -> list[SavedRow]:
     for storage in live_at(trace, tick):
         if storage.cause != "saved":
             continue
-        keepers = keepers_of(storage)
+        if not (keepers := keepers_of(storage)):  # in a file that is not as it was written
+            continue
         maker = _maker_title(trace, storage, [sharer for keeper in keepers for sharer in keeper], overwritten)
         for position, keeper in enumerate(keepers):
             row = _saved_row(trace, storage, keeper, keepers, maker, position == 0, storage.id in masks)

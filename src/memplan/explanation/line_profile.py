@@ -40,7 +40,16 @@ class LineProfile(Displayed):
     ``rows`` are its lines in order, those that never ran with 0 ``hits``. ``origin`` is that of the Trace.
 
     Example:
-        >>> print(memplan.explain(build).lines[0])
+        >>> def build():
+        ...     layer, data = nn.Linear(256, 256), torch.randn(64, 256)
+        ...
+        ...     @memplan.profile
+        ...     def step():
+        ...         layer(data).sum().backward()
+        ...
+        ...     return step
+        >>> memplan.explain(build, device="h100").lines[0].function
+        'build.step'
     """
 
     function: str

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
-from memplan._display import Displayed
+from memplan._display import Displayed, Printed
+from memplan._json import Signed, SignedInt
 from memplan.cudnn.questions import ExecutionPlan
+from memplan.explanation.course import Course
 from memplan.explanation.line_profile import LineProfile
 from memplan.simulation.timeline import Timeline
 from memplan.trace.records import Assumption
+
+FORMAT = "memplan.explanation"
+SCHEMA = 1
+"""Version of the JSON form. Raised whenever a reader of the old form would misread the new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class PeakRow:
     layer: str
     where: str | None
     phase: str
-    step: int
+    step: SignedInt
     bytes: int
 
 
@@ -83,7 +90,7 @@ class HolderRow:
     where: str | None
     cause: str
     phase: str
-    step: int
+    step: SignedInt
     shape: tuple[int, ...]
     dtype: str
     count: int
@@ -94,9 +101,9 @@ class HolderRow:
 class Line:
     """From ``batch`` on (up to the next line's), the peak is ``fixed + per_sample * batch`` bytes."""
 
-    batch: float
-    fixed: float
-    per_sample: float
+    batch: Signed
+    fixed: Signed
+    per_sample: Signed
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +120,16 @@ class Scaling:
 
     batches: tuple[int, ...]
     peaks: tuple[int, ...]
-    fixed: float
-    per_sample: float
+    fixed: Signed
+    per_sample: Signed
     lines: tuple[Line, ...]
 
     def peak(self, batch: int) -> int:
         """Return the peak at any batch, in bytes."""
         return round(max(line.fixed + line.per_sample * batch for line in self.lines))
+
+
+ChargeName = Literal["tensors", "workspace", "rounding", "fragmentation", "context"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +139,7 @@ class Charge:
     ``high`` is ``low`` and what the high case adds to it.
     """
 
-    name: str
-    """``tensors``, ``workspace``, ``rounding``, ``fragmentation`` or ``context``."""
+    name: ChargeName
     low: int
     high: int
 
@@ -151,7 +160,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class SmallerPlan:
+class SmallerPlan(Printed):
     """A convolution for whose first plan of cuDNN a card has no room: the plan that runs instead is slower."""
 
     layer: str
@@ -202,9 +211,9 @@ class Explanation(Displayed):
     device: str
     train: bool
     timeline: Timeline
-    by_cause: dict[str, int]
-    by_cause_reserved: dict[str, int]
-    by_cause_most: dict[str, int]
+    by_cause: Mapping[str, int]
+    by_cause_reserved: Mapping[str, int]
+    by_cause_most: Mapping[str, int]
     layers: tuple[LayerRow, ...]
     saved: tuple[SavedRow, ...]
     """What is saved at the moment of the step at which the most is."""
@@ -221,23 +230,30 @@ class Explanation(Displayed):
     """Of a step for a card: what it takes from it."""
     lines: tuple[LineProfile, ...] = ()
     """The functions that were followed line by line, as `memplan.profile` asks for."""
+    course: Course | None = None
+    """Memory over time by cause, and what is alive at the peak."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON: every number and text of the explanation, without the events of the timeline."""
-        data = {
-            field.name: _plain(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if field.name != "timeline"
-        }
+        """Return plain data for JSON: every number and text of the explanation, without the events of the timeline.
+        Rows of ``course`` are lists."""
+        apart = ("timeline", "course")
+        names = [field.name for field in dataclasses.fields(self) if field.name not in apart]
         timeline = self.timeline
-        data["timeline"] = {
-            "device": timeline.device,
-            "peak_allocated": timeline.peak_allocated,
-            "peak_reserved": timeline.peak_reserved,
-            "build": _plain(timeline.build),
-            "steps": _plain(timeline.steps),
+        return {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            **{name: _plain(getattr(self, name)) for name in names},
+            "timeline": {
+                "device": timeline.device,
+                "peak_allocated": timeline.peak_allocated,
+                "peak_reserved": timeline.peak_reserved,
+                "peak_tick": timeline.peak_tick,
+                "reserved_tick": timeline.reserved_tick,
+                "build": _plain(timeline.build),
+                "steps": _plain(timeline.steps),
+            },
+            "course": None if self.course is None else self.course.to_dict(),
         }
-        return data
 
     def __str__(self) -> str:
         return summary(self)

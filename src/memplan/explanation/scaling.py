@@ -16,6 +16,8 @@ from memplan.trace.recording.session import Target
 
 _LARGE = 20_000
 """Events from which on the second recording runs one step, to halve its time."""
+_NEAR = 0.02
+"""How far off, in shares of the peak, a third batch may be from the line through two."""
 
 
 def scaled(
@@ -24,25 +26,41 @@ def scaled(
     """Return the explanation with its fixed part and its part per sample, from one more recording at twice the batch.
 
     Unchanged where there is no batch; with a note where the step cannot be recorded at twice the batch, or takes other
-    kernels there, so that the line through the two would have fewer bytes for a larger batch, or for none.
+    kernels there, so that the line through the two would have fewer bytes for a larger batch, or for none; or where a
+    third batch does not lie on the line through 1 and 2.
     """
     if batch is None or batch < 1:
         return explanation
+    steps = 1 if len(explanation.timeline.events) > _LARGE else 2
+
+    def at(more: int) -> Timeline:
+        return simulate(record_for(build_at(more), target, steps), workspace="low")
+
     try:
-        steps = 1 if len(explanation.timeline.events) > _LARGE else 2
-        doubled = simulate(record_for(build_at(2 * batch), target, steps), workspace="low")
+        doubled = at(2 * batch)
+        scaling = scaling_of(explanation.timeline, doubled, batch)
+        # many ops treat a batch of one apart: a line through it is believed where a third batch lies on it
+        third = at(3) if batch == 1 else None
     except MemplanError as error:
         note = f"how the peak grows with the batch is not known: at batch {2 * batch}, {error.found}"
         return replace(explanation, notes=(*explanation.notes, note))
-    scaling = scaling_of(explanation.timeline, doubled, batch)
+    low, high = map(format_bytes, scaling.peaks)
     if any(line.fixed < 0 or line.per_sample < 0 for line in scaling.lines):
-        low, high = map(format_bytes, scaling.peaks)
-        note = (
-            f"how the peak grows with the batch is not known: at batch {2 * batch} other kernels run "
-            f"({low} at batch {batch}, {high} at {2 * batch})"
+        why = f"at batch {2 * batch} other kernels run ({low} at batch {batch}, {high} at {2 * batch})"
+    elif third is not None and not _is_near(third.peak_allocated, scaling, doubled):
+        why = (
+            f"a batch of 1 is treated apart ({low} at batch 1, {high} at 2, {format_bytes(third.peak_allocated)} at 3)"
         )
-        return replace(explanation, notes=(*explanation.notes, note))
-    return replace(explanation, scaling=scaling)
+    else:
+        return replace(explanation, scaling=scaling)
+    note = f"how the peak grows with the batch is not known: {why}"
+    return replace(explanation, notes=(*explanation.notes, note))
+
+
+def _is_near(third: int, scaling: Scaling, doubled: Timeline) -> bool:
+    """Return whether the peak at batch 3 is that of the lines."""
+    expected = scaling.peak(3)
+    return abs(third + scaling.peaks[1] - doubled.peak_allocated - expected) <= _NEAR * expected
 
 
 def scaling_of(once: Timeline, twice: Timeline, batch: int) -> Scaling:

@@ -68,7 +68,7 @@ def planned_step(name: str, asked: Request, captured: Captured, infer: Captured,
     around = Surroundings(state=4 * memory.floats("trained") * rules.floats + numbers)
     fused = with_fused(device, worthwhile(device.graph))
     search = Search(fused.graph, around, gradients=EARLY)
-    step = _within(fused, search, asked.budget, inputs)
+    step = _within(fused, search, asked.bytes, inputs)
     output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
     layout = StepLayout(name, memory, rules, step, infer_pass, output)
     outside = _outside(fused, around)

@@ -80,9 +80,13 @@ def export(
     step = StepOptions(inputs, {}, targets, loss, optimizer, None)
     with undisturbed():
         asked = request(own, step, PlanOptions(budget=budget), fake=False)
+        if not isinstance(asked.budget, int):
+            raise UsageError(
+                f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
+            )
         plan = _planned(asked, title, optimizer)
         recorded = reference(asked, plan.layout, STEPS)
-    result = Exported.of(plan, place, asked.budget)
+    result = Exported.of(plan, place, asked.bytes)
     _write(place, plan.layout, recorded)
     verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
     core = None if device is None else run_on_core(device, place.resolve(), title, recorded)

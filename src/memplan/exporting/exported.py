@@ -18,7 +18,7 @@ from memplan.simulation.timeline import Timeline
 _OF_CORE = ("core", "text", "rodata", "data", "stack", "instructions")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Exported(Displayed):
     """What was written."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from memplan.planning.planner import Planner
 from memplan.planning.request import request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import undisturbed
 from memplan.trace.step import StepOptions
 
@@ -23,9 +24,9 @@ def plan(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
+    loss: Loss | None = None,
     budget: Any = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer | None = None,
     autocast: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     allow: Allow = "exact",
@@ -42,7 +43,8 @@ def plan(
     Args:
         model: a module, or a callable that makes one; then nothing of it is ever allocated.
         inputs, kwargs, targets, loss, autocast: as for `memplan.explain`.
-        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
+        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), a card's name, or
+            what is relative to the step without a plan ("70%", "-2 GiB").
         optimizer: a callable of the parameters. Its state and its update are part of the step then.
         device: a card to estimate seconds for, instead of this machine. Values may then wait for the backward pass in
             host memory, where that is cheaper than recomputing them.
@@ -62,8 +64,8 @@ def plan(
         UsageError, RecordingError: an argument is wrong, or the step cannot be captured.
 
     Example:
-        >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB"))
-        A step on cpu in the budget of 6.0 GiB: predicted peak 9.1 GiB -> 6.0 GiB, 41 ms added (3.1 %), ...
+        >>> print(memplan.plan(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB"))
+        A step on cpu in the budget of 1.5 MiB: predicted peak ...
     """
     options = PlanOptions(
         budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
@@ -73,4 +75,6 @@ def plan(
     with undisturbed(cuda=is_on_card(model)):
         asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=True)
         with asked.under_autocast():
-            return Planner(asked.step).planned(asked.call, asked.settings, asked.budget).plan
+            planner = Planner(asked.step)
+            asked = planner.bounded(asked, key=0)
+            return planner.planned(asked.call, asked.settings, asked.bytes, key=0).plan

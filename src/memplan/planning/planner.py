@@ -14,6 +14,8 @@ from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import with_forms
 from memplan.planning.precision_search import Reached, fastest, frontier, with_graph_way, with_lossy_way
+from memplan.planning.relative_budget import Relative
+from memplan.planning.request import Request
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study, _with_costs
 
@@ -64,6 +66,12 @@ class Planner:
         if settings.allow == "lossy":
             return error
         return with_lossy_way(error, lambda one: self.study(call, one, key), self._model, settings, budget)
+
+    def bounded(self, asked: Request, key: Hashable) -> Request:
+        """Return a request with its budget in bytes: of one that is relative, the step without a plan is recorded."""
+        if not isinstance(asked.budget, Relative):
+            return asked
+        return asked.bounded(self.study(asked.call, asked.settings, key).eager_peak(asked.settings))
 
     def frontier(self, call: Call, settings: Settings, points: int, key: Hashable) -> tuple[Reached, ...]:
         """Return plans from all kept to the floor, in each allowed precision. ``key``: as for `planned`."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from memplan import _torch
-from memplan.devices import Device, find, read_budget
+from memplan._bytes import format_bytes
+from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError, TargetError, UsageError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.capture.side_effects import is_fake
 from memplan.planning.graph.placement import Home, home_of
 from memplan.planning.graph.precision import UNSCALED
+from memplan.planning.relative_budget import Relative, read_any_budget
 from memplan.planning.settings import Allow, Engine, PlanOptions, Settings
 from memplan.trace.records import HOST
 from memplan.trace.spec import Spec
@@ -36,9 +38,23 @@ class Request:
     autocast: torch.dtype | None
     """The one that was asked for, or the caller's own."""
     settings: Settings
-    budget: int
-    """Bytes: bound on everything on the device at any moment of the step."""
+    budget: int | Relative
+    """Bound on everything on the device at any moment of the step: bytes, or what `bounded` makes bytes."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Budget in bytes."""
+        assert isinstance(self.budget, int), "it is bounded"
+        return self.budget
+
+    def bounded(self, eager: int) -> Request:
+        """Return the request with its budget in bytes. ``eager``: bytes that the step takes without a plan."""
+        if not isinstance(self.budget, Relative):
+            return self
+        budget = self.budget.of(eager)
+        note = f"the budget is {format_bytes(budget)}: {self.budget.said(eager)}"
+        return replace(self, budget=budget, notes=(*self.notes, note))
 
     @contextmanager
     def under_autocast(self) -> Iterator[None]:
@@ -75,7 +91,7 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
     home = home_of(module, call.tensors)
     _check_compiler(options.engine, home)
     settings = Settings(
-        optimizer=step.optimizer, gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
+        optimizer=step.callables[1], gradients=options.gradients.held(options.accumulate > 1), home=home, device=card,
         costs=options.costs, heuristics=options.heuristics, plan=options.plan, engine=options.engine,
         host_memory=options.host_memory or home.card is not None, allow=options.allow,
     )  # fmt: skip
@@ -89,8 +105,9 @@ def request(model: Any, step: StepOptions, options: PlanOptions, *, fake: bool) 
 
 def _with_loss(model: nn.Module, step: StepOptions) -> nn.Module:
     """Return the module that is captured: the model with its loss, or the model alone."""
-    if step.loss is not None:
-        return WithLoss(model, step.loss, len(step.targets))
+    loss, _ = step.callables
+    if loss is not None:
+        return WithLoss(model, loss, len(step.targets))
     if step.targets:
         count = len(step.targets)
         raise InputError(f"{count} target(s) and no loss", expected="a loss that takes them", do="Give the loss")
@@ -221,10 +238,11 @@ def _of_card(card: Device, home: Home) -> str:
     return f"the budget is what {card.title} has, less its context; planned with {kernels}"
 
 
-def _budget(budget: Any) -> tuple[int, Device | None]:
+def _budget(budget: Any) -> tuple[int | Relative, Device | None]:
     if budget is None:
-        raise UsageError("No budget", expected="bytes, such as '6 GiB', or a card's name", do="Give budget")
-    size = read_budget(budget)
+        expected = "bytes, such as '6 GiB', a share of the step without a plan, such as '70%', or a card's name"
+        raise UsageError("No budget", expected=expected, do="Give budget")
+    size = read_any_budget(budget)
     return (size.usable("high"), size) if isinstance(size, Device) else (size, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -74,6 +75,8 @@ class Settings:
     """Precisions that are not to be chosen."""
     relaid: bool = True
     """Fused kernels may convolve in channels last."""
+    outside: Fraction = Fraction(0)
+    """Bytes that a loss outside of the step holds for a moment, for each byte of the gradients of its outputs."""
 
     @property
     def undecided(self) -> bool:

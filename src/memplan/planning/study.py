@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from memplan.errors import BudgetError, CompileError, MemplanError
+from memplan.explanation.course import Course
+from memplan.explanation.over_time import course_of
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.opaque_calls import foreign
@@ -36,7 +38,7 @@ from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.codegen import program
 from memplan.planning.schedule.scheduler import Schedule, schedule, taken, with_fewest_pieces
-from memplan.planning.schedule.to_trace import timeline_of
+from memplan.planning.schedule.to_trace import timeline_of, trace_of
 from memplan.planning.search.search import Found, Infeasible, Search
 from memplan.planning.settings import Engine, Settings
 from memplan.planning.validation.validate import validate
@@ -58,6 +60,8 @@ class Planned:
 _Kind = tuple[int, GradientUse, Engine]
 
 
+_MOMENTS = 800
+"""Moments of a plan's courses, about."""
 SLOWER = 1.1
 """A step in channels last that takes more than so many times what it takes as written, op by op, is for budgets that
 the latter does not keep: much of what this layout is for (norms and activations that fuse with less traffic) is not in
@@ -84,7 +88,7 @@ class Study:
         self.model, self.call, self.captured, self.plain = model, call, captured, plain
         self._searches: dict[_Kind, Search] = {}
         self._fusings: dict[_Kind, Fusing] = {}
-        self._eager: dict[_Kind, int] = {}
+        self._eager: dict[_Kind, tuple[int, Course]] = {}
         self._relaid: Study | None = None
         self._looked = captured.relaid
 
@@ -97,7 +101,7 @@ class Study:
         if settings.plan is not None:
             made, bound = schedule(graph, settings.plan.choices), settings.plan.lower_bound_seconds
             self._check(settings.plan, settings, budget, timeline_of(made, around).peak_reserved)
-            made = with_fewest_pieces(made, lambda one: _fits(one, around, budget))
+            made = with_fewest_pieces(made, lambda one: fits(one, around, budget))
         else:
             made, bound = self._within(settings, budget)
         validate(graph, made, budget=budget, surroundings=around)
@@ -119,7 +123,7 @@ class Study:
                 if timeline_of(made, around).peak_reserved <= budget:
                     return made, 0.0
                 raise budget_error(made, around, budget)
-            made = with_fewest_pieces(made, partial(_fits, around=around, budget=target))
+            made = with_fewest_pieces(made, partial(fits, around=around, budget=target))
             over = timeline_of(made, around).peak_reserved - budget
             if over <= 0:
                 return made, found.lower_bound_seconds
@@ -213,7 +217,9 @@ class Study:
             graph, steady = self.captured.graph, _steady(self.captured.graph, settings)
             if settings.engine == "inductor":
                 graph, steady = as_fusible(graph), steady and as_fusible(steady)
-            around = surroundings(self.model, graph, settings.optimizer, settings.gradients, home=settings.home)
+            around = surroundings(
+                self.model, graph, settings.optimizer, settings.gradients, home=settings.home, outside=settings.outside
+            )
             self._searches[kind] = Search(
                 graph, around, gradients=settings.gradients, heuristics=settings.heuristics,
                 steady=steady,
@@ -228,22 +234,29 @@ class Study:
 
     def eager_peak(self, settings: Settings) -> int:
         """Return the predicted bytes of the step without a plan."""
+        return self._without_plan(settings)[0]
+
+    def _without_plan(self, settings: Settings) -> tuple[int, Course]:
+        """Return the predicted bytes of the step without a plan, and its course."""
         if self.plain is not None:
-            return self.plain.eager_peak(settings)
+            return self.plain._without_plan(settings)
         kind = _kind(settings)
         if kind not in self._eager:
             known = partial(cpu_workspace.known, limit=cpu_workspace.LIMIT) if _measures(settings) else AS_MODELLED
-            timeline = baseline(
+            trace, timeline = baseline(
                 self.model, self.call, settings.optimizer, held=settings.gradients.adds, home=settings.home, known=known
             )
             others = self.search(settings).around.others
-            beside = sum(size for cause, size in others.items() if cause != "workspace")  # the recording has workspaces
-            self._eager[kind] = timeline.steps[-1].peak_reserved + beside
+            beside = {cause: size for cause, size in others.items() if cause != "workspace"}  # the recording has these
+            course = course_of(trace, timeline, moments=_MOMENTS).step(len(timeline.steps) - 1).beside(beside)
+            self._eager[kind] = timeline.steps[-1].peak_reserved + sum(beside.values()), course
         return self._eager[kind]
 
     def _plan(self, settings: Settings, budget: int, made: Schedule, around: Surroundings, bounds: _Bounds) -> Plan:
         graph, precision = self.captured.graph, settings.settled
         plain = graph if self.plain is None else self.plain.captured.graph
+        eager_peak, eager_course = self._without_plan(settings)
+        course = None if made.choices.fused else course_of(trace_of(made, around), bounds.predicted, moments=_MOMENTS)
         return Plan(
             fingerprint=graph.fingerprint,
             torch=torch.__version__,
@@ -253,7 +266,7 @@ class Study:
             choices=made.choices,
             names=names_of(graph),
             predicted=bounds.predicted,
-            eager_peak=self.eager_peak(settings),
+            eager_peak=eager_peak,
             floor=bounds.floor,
             lower_bound=bounds.lower,
             seconds=made.seconds,
@@ -267,6 +280,8 @@ class Study:
             precision=precision,
             base_seconds=(step_seconds(graph) or None) if precision.compute or _is_slower(graph, plain) else None,
             cast_copies=cast_copies(made) if precision.compute else 0,
+            course=None if course is None else replace(course, alive=(), segments=()),
+            eager_course=replace(eager_course, alive=(), segments=()),
         )
 
     def _notes(self, settings: Settings) -> tuple[str, ...]:
@@ -325,7 +340,8 @@ def _steady(graph: JointGraph, settings: Settings) -> JointGraph | None:
     return with_costs(graph, device=settings.home.card, how="roofline")
 
 
-def _fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:
+def fits(made: Schedule, around: Surroundings, budget: int) -> list[bool]:
+    """Return for each action, forward and backward, whether its bytes are within a budget."""
     found = levels(made, around)
     return [level <= budget for level in (*found.forward, *found.backward)]
 

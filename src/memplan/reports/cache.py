@@ -20,9 +20,9 @@ _FIELDS = [
 
 
 def dumps(found: Sequence[Kept]) -> str:
-    """Write ``{"kept": [...]}`` as JSON text, indented."""
+    """Write ``{"kept": [...], ...}`` as JSON text, indented."""
     rows = [{"what": one.what, "number": one.number, "bytes": one.bytes, "path": str(one.path)} for one in found]
-    return json.dumps({"kept": rows}, indent=1) + "\n"
+    return json.dumps({"format": "memplan.cache", "schema": 1, "kept": rows}, indent=1) + "\n"
 
 
 def print_cache(found: Sequence[Kept], file: TextIO | None = None) -> None:

@@ -25,8 +25,9 @@ def check_drawable(path: str, option: str) -> None:
         InputError: the name ends in none of `FORMATS`.
         UsageError: matplotlib is not installed.
     """
-    if PurePath(path).suffix.lower() not in FORMATS:
-        raise InputError(f"{option} {path}", expected=f"a name that ends in {', '.join(FORMATS)}", do="Rename it")
+    name = PurePath(path)
+    if name.suffix.lower() not in FORMATS:
+        raise InputError(f"{option} {name.name}", expected=f"a name that ends in {', '.join(FORMATS)}", do="Rename it")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             f"{option} draws with matplotlib, which is not installed",

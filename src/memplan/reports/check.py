@@ -20,12 +20,19 @@ from memplan.checks.finding import Finding
 from memplan.reports.output import Field, Page, name_field, print_parts
 from memplan.trace.trace import Trace
 
+FORMAT = "memplan.findings"
+SCHEMA = 1
 _COLOURS = {"warning": "bold yellow", "info": "bold"}
 
 
 def dumps(title: str, findings: Sequence[Finding]) -> str:
     """Return the findings as JSON text: the same text for the same findings. All sizes are bytes."""
-    data = {"target": title, "findings": [finding.to_dict() for finding in findings]}
+    data = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "target": title,
+        "findings": [finding.to_dict() for finding in findings],
+    }
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 

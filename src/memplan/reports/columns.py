@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rich.cells import cell_len, chop_cells
@@ -61,10 +61,43 @@ def fit(columns: Sequence[Column], width: int, ellipsis: str = "…") -> tuple[l
         cut.append(
             replace(
                 column,
-                cells=tuple(shortened(text, size, column.from_left, ellipsis) for text in column.cells),
+                cells=shortened_apart(column.cells, size, column.from_left, ellipsis),
             )
         )
     return cut, gap
+
+
+def shortened_apart(texts: Sequence[str], width: int, from_left: bool, ellipsis: str = "…") -> tuple[str, ...]:
+    """Return texts cut to a width, so that those that differ still do: where they are alike once cut, the cut goes to
+    where they are alike, and where no cut helps they are numbered.
+
+    Example:
+        >>> shortened_apart(["down.block.attention.out", "up.block.attention.out"], 16, from_left=True)
+        ('d….attention.out', 'u….attention.out')
+    """
+    cut = {text: shortened(text, width, from_left, ellipsis) for text in texts}
+    groups: dict[str, list[str]] = {}
+    for text, short in cut.items():
+        groups.setdefault(short, []).append(text)
+    for alike in [group for group in groups.values() if len(group) > 1]:
+        taken = {short for text, short in cut.items() if text not in alike}
+        cut |= dict(zip(alike, _apart(alike, width, taken, ellipsis), strict=True))
+    return tuple(cut[text] for text in texts)
+
+
+def _apart(texts: Sequence[str], width: int, taken: Collection[str], ellipsis: str) -> list[str]:
+    """Return different texts cut so that they differ from each other and from those taken."""
+    room = max(1, width - cell_len(ellipsis))
+    for begin in (*range(1, room), room):
+        tail = room - begin
+        found = [
+            chop_cells(text, begin)[0] + ellipsis + (chop_cells(text[::-1], tail)[0][::-1] if tail else "")
+            for text in texts
+        ]
+        if len(set(found)) == len(found) and not set(found) & set(taken):
+            return found
+    marks = [f"{ellipsis}{number}" for number in range(1, len(texts) + 1)]
+    return [chop_cells(text, max(1, width - cell_len(mark)))[0] + mark for text, mark in zip(texts, marks, strict=True)]
 
 
 def shortened(text: str, width: int, from_left: bool, ellipsis: str = "…") -> str:

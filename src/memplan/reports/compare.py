@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._json import text_of
 from memplan._text import format_seconds, printable
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
 from memplan.studies.comparisons.comparison import (
@@ -192,9 +193,8 @@ def _share(a: int, b: int) -> str:
 
 
 def dumps_beside(explanation: str, beside: Beside) -> str:
-    """Return the JSON of an explanation with both beside it, indented. All sizes are bytes."""
-    data = {**json.loads(explanation), "beside": beside_to_dict(beside)}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+    """Return the JSON of an explanation with both beside it. All sizes are bytes."""
+    return text_of({**json.loads(explanation), "beside": beside_to_dict(beside)})
 
 
 def beside_to_dict(beside: Beside) -> dict[str, Any]:

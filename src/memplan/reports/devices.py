@@ -23,12 +23,13 @@ _LEGEND = (
 
 
 def dumps(devices: Sequence[Device]) -> str:
-    """Write ``{"devices": [...]}`` as JSON text, indented; sizes in bytes, rates per second.
+    """Write ``{"devices": [...], ...}`` as JSON text, indented; sizes in bytes, rates per second.
 
     Example:
         >>> [device["name"] for device in json.loads(dumps(catalogue()))["devices"]]
     """
-    return json.dumps({"devices": [device.to_dict() for device in devices]}, indent=1, allow_nan=False) + "\n"
+    rows = [device.to_dict() for device in devices]
+    return json.dumps({"format": "memplan.devices", "schema": 1, "devices": rows}, indent=1, allow_nan=False) + "\n"
 
 
 def print_devices(devices: Sequence[Device], file: TextIO | None = None) -> None:

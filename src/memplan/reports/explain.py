@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._json import text_of
 from memplan._text import printable
 from memplan.explanation.model import (
     LABELS,
@@ -36,13 +36,13 @@ _NEEDS = {"weight_gradient": "weight", "input_gradient": "input"}
 
 
 def dumps(explanation: Explanation) -> str:
-    """Write ``explanation.to_dict()`` as indented JSON, in the order of its fields. All sizes are bytes.
+    """Write ``explanation.to_dict()`` as JSON, in the order of its fields. All sizes are bytes.
 
     Example:
         >>> json.loads(dumps(explanation)) == explanation.to_dict()
         True
     """
-    return json.dumps(explanation.to_dict(), indent=1, allow_nan=False) + "\n"
+    return text_of(explanation.to_dict())
 
 
 def print_explanation(explanation: Explanation, file: TextIO | None = None, top: int = 12) -> None:

@@ -16,13 +16,16 @@ from memplan._text import format_seconds, printable
 from memplan.reports.output import Field, Page, print_parts
 from memplan.studies.capacity.largest import Largest, Tried
 
+FORMAT = "memplan.largest"
+SCHEMA = 1
 _REASONS = 3
 """Reasons of failures that are listed; the rest is in the JSON file."""
 
 
 def dumps(found: Largest) -> str:
     """Write the search and its answer as JSON text. All sizes are bytes."""
-    return json.dumps(to_dict(found), indent=1, allow_nan=False) + "\n"
+    data = {"format": FORMAT, "schema": SCHEMA, **to_dict(found)}
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def to_dict(found: Largest) -> dict[str, Any]:

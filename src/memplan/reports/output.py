@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
+from memplan._text import printable, printable_lines
 from memplan.reports.columns import Column, fit
 
 PIPE_WIDTH = 80
@@ -95,6 +97,10 @@ class Page:
 
     def table(self, columns: Sequence[Column], sums_from: int | None = None) -> Table:
         """Return a table of the columns that fit, with a rule above the rows that add others up."""
+        columns = [
+            replace(one, header=printable_lines(one.header), cells=tuple(map(printable_lines, one.cells)))
+            for one in columns
+        ]
         kept, gap = fit(columns, self.width, "..." if self.ascii_only else "…")
         table = Table(box=_BOX, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="bold")
         for column in kept:
@@ -119,8 +125,20 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     """Draw labels and their values, a line each."""
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, value in facts.items():
-        table.add_row(Text(label), Text(value))
+        table.add_row(Text(printable(label)), Text(printable(value)))
     return table
+
+
+class _SafeConsole(Console):
+    """Prints texts without what would steer a terminal: they can come from a file, or from another library's error."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, str):
+            renderable = printable_lines(renderable)
+        elif isinstance(renderable, Text) and not renderable.plain.isprintable():
+            renderable = renderable.copy()
+            renderable.plain = printable_lines(renderable.plain)
+        return super().render(renderable, options)
 
 
 def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO | None = None) -> None:
@@ -130,13 +148,13 @@ def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO 
         parts: makes them for a page.
         file: where to; stdout by default.
     """
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console = _SafeConsole(file=file, highlight=False, markup=False, emoji=False)
     ascii_only = not console.encoding.lower().startswith("utf")
     if console.is_terminal:
         for part in parts(Page(console.width, ascii_only)):
             console.print(part)
         return
-    console = Console(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
+    console = _SafeConsole(file=file, highlight=False, markup=False, emoji=False, width=PIPE_WIDTH, color_system=None)
     with console.capture() as capture:
         for part in parts(Page(PIPE_WIDTH, ascii_only)):
             console.print(part)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TextIO
 
+import numpy as np
 from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes_as_torch
+from memplan.explanation.over_time import MOMENTS, thinned
 from memplan.reports.output import Field, Page, name_field, number_field, print_parts
-from memplan.simulation.allocator.settings import AllocatorSettings
+from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.replays.exact import OutOfMemoryEvent
 from memplan.simulation.replays.out_of_memory import FreeBlocks, Holder, OomExplanation, holders
 from memplan.simulation.replays.replayed import Replay
 from memplan.simulation.replays.side_by_side import Cases, grouped
 from memplan.simulation.snapshots.read import Frame
 from memplan.simulation.snapshots.safe_pickle import shown
-from memplan.simulation.timeline import DEFAULT_POOL, Pool
+from memplan.simulation.timeline import DEFAULT_POOL, Pool, Segment, Timeline
 
 _DIFFERENCES = 3
+_size_field = partial(number_field, shown=format_bytes_as_torch)
 _CLASSES = {0: "up to 1 MiB", 1: "1-2 MiB", 2: "2-10 MiB", 10: "10-20 MiB", 20: "20-100 MiB", 100: "100-500 MiB"}
 
 
@@ -43,7 +47,7 @@ def render(cases: Cases, page: Page, top: int = 10) -> Iterator[RenderableType]:
         yield from _explained(cases, cases.explanation, page, top)
     yield ""
     yield _table_of_segments(cases, page)
-    held = holders(replay, replay.timeline.segments)
+    held = holders(cases.base, cases.base.timeline.segments)
     if cases.explanation is None and any(row.frame is not None for row in held):
         yield ""
         yield _table_of_holders("Who holds it at the end", held, page, top)
@@ -76,7 +80,7 @@ def _head(replay: Replay) -> Iterator[RenderableType]:
 
 def _table_of_cases(cases: Cases, page: Page) -> Table:
     recorded = "recorded" if cases.base.compared else "as recorded"
-    outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes(cases.base.capacity)}"
+    outcome = "out of memory" if cases.base.capacity is None else f"in {format_bytes_as_torch(cases.base.capacity)}"
 
     def name(case: Replay) -> str:
         settings = _named(case.settings)
@@ -84,10 +88,10 @@ def _table_of_cases(cases: Cases, page: Page) -> Table:
 
     fields = [
         name_field("Settings", name, 24, from_left=False),
-        number_field("peak\nreserved", lambda case: case.peak_reserved),
-        number_field("peak\nallocated", lambda case: case.peak_allocated, drop=3),
-        number_field("fragmentation\nat the peak", lambda case: case.fragmentation),
-        number_field("share", lambda case: case.fragmentation_share, lambda share: f"{100 * share:.1f} %", drop=2),
+        _size_field("peak\nreserved", lambda case: case.peak_reserved),
+        _size_field("peak\nallocated", lambda case: case.peak_allocated, drop=2),
+        _size_field("fragmentation\nat the peak", lambda case: case.fragmentation),
+        number_field("share", lambda case: case.fragmentation_share, lambda share: f"{100 * share:.1f} %", drop=3),
         Field(outcome, lambda case: _outcome(case, cases)),
     ]
     return page.rows([cases.base, *cases.others], fields)
@@ -111,7 +115,7 @@ def _remarks(cases: Cases) -> Iterator[RenderableType]:
         if reserved:
             yield Text(
                 "Other settings, and a card too small for the start, begin with the blocks that were in use then, "
-                f"allocated anew; without the {format_bytes(reserved - allocated)} that were held besides."
+                f"allocated anew; without the {format_bytes_as_torch(reserved - allocated)} that were held besides."
             )
     for note in replay.snapshot.notes:
         yield Text(f"note: {shown(note)}")
@@ -137,34 +141,34 @@ def _sums(why: OomExplanation) -> Iterator[str]:
     kind = ", ".join(part for part in (_pool_name(oom.pool), f"stream {oom.stream}" if oom.stream else "") if part)
     frame = why.frame
     yield (
-        f"asked for: {format_bytes(oom.requested)}"
+        f"asked for: {format_bytes_as_torch(oom.requested)}"
         + (f" ({kind})" if kind else "")
         + (f", {_line(frame)}" if frame is not None else "")
     )
-    left = "" if oom.free is None else f"; the card had {format_bytes(oom.free)} left"
+    left = "" if oom.free is None else f"; the card had {format_bytes_as_torch(oom.free)} left"
     if why.capacity is not None and not why.capacity.is_card:
         left += ", but the process was held to less (a memory fraction)"
     elif why.capacity is not None:
-        left += f" of {format_bytes(why.capacity.bytes)}"
-    yield f"needed from the card: {format_bytes(why.needed)}{left}"
+        left += f" of {format_bytes_as_torch(why.capacity.bytes)}"
+    yield f"needed from the card: {format_bytes_as_torch(why.needed)}{left}"
     free = sum(row.bytes for row in why.free)
-    waiting = f", {format_bytes(why.waiting)} waiting for other streams" if why.waiting else ""
+    waiting = f", {format_bytes_as_torch(why.waiting)} waiting for other streams" if why.waiting else ""
     yield (
-        f"held: {format_bytes(oom.reserved)}, of it {format_bytes(oom.allocated)} in blocks in use, "
-        f"{format_bytes(free)} in free blocks{waiting}"
+        f"held: {format_bytes_as_torch(oom.reserved)}, of it {format_bytes_as_torch(oom.allocated)} in blocks in use, "
+        f"{format_bytes_as_torch(free)} in free blocks{waiting}"
     )
     if why.largest_free:
-        yield f"largest free block: {format_bytes(why.largest_free)}, {why.largest_why}"
+        yield f"largest free block: {format_bytes_as_torch(why.largest_free)}, {why.largest_why}"
 
 
 def _table_of_free(rows: Sequence[FreeBlocks], page: Page, top: int) -> Table:
-    largest = lambda rows: format_bytes(max(row.largest for row in rows))  # noqa: E731
+    largest = lambda rows: format_bytes_as_torch(max(row.largest for row in rows))  # noqa: E731
     fields = [
         name_field(
             "Free blocks", lambda row: _kind(row.small, row.stream, row.pool, _class(row.least)), from_left=False
         ),
         number_field("count", lambda row: row.count, str),
-        number_field("bytes", lambda row: row.bytes),
+        _size_field("bytes", lambda row: row.bytes),
         Field("largest", lambda row: largest([row]), largest, right=True, drop=1),
         Field("did not serve", lambda row: row.why, shrinks_to=12),
     ]
@@ -176,7 +180,7 @@ def _table_of_holders(title: str, rows: Sequence[Holder], page: Page, top: int) 
     fields = [
         name_field(title, lambda row: _line(row.frame)),
         number_field("blocks", lambda row: row.count, str),
-        number_field("bytes", lambda row: row.bytes),
+        _size_field("bytes", lambda row: row.bytes),
         number_field("share", lambda row: row.bytes, lambda size: f"{100 * size / max(total, 1):.0f} %"),
     ]
     return page.rows(rows, fields, top)
@@ -186,33 +190,39 @@ def _helps(cases: Cases, why: OomExplanation) -> Iterator[RenderableType]:
     if not why.tried or why.capacity is None:
         yield Text("What the card could give is not recorded, so no setting can be tried: give --capacity.")
         return
-    card = format_bytes(why.capacity.bytes)
+    card = format_bytes_as_torch(why.capacity.bytes)
     if why.remedies:
         yield Text(f"Would have helped, each replayed from the start on a card that gives {card}:")
         for remedy in why.remedies:
-            line = f"{remedy.settings}: peak {format_bytes(remedy.peak_reserved)} reserved"
+            line = f"{remedy.settings}: peak {format_bytes_as_torch(remedy.peak_reserved)} reserved"
             yield Padding(Text(line), (0, 0, 0, 2))
+        helpful = {parse_settings(text) for text in why.tried} & {remedy.settings for remedy in why.remedies}
+        others = [text for text in why.tried if parse_settings(text) not in helpful]
+        if others:
+            yield Text("Tried, and of no help:")
+            yield from (Padding(Text(text), (0, 0, 0, 2)) for text in others)
         return
-    text = f"None of the {len(why.tried)} settings tried would have helped."
+    text = "No setting can help" if why.beyond else "None of these settings would have helped"
     if why.beyond:
-        text += f" Blocks in use and the request exceed {card} by {format_bytes(why.beyond)}: no setting can."
-    yield Text(f"{text} The card lacked {format_bytes(why.shortfall)} for this request.")
+        text += f": blocks in use and the request exceed {card} by {format_bytes_as_torch(why.beyond)}"
+    yield Text(f"{text}. The card lacked {format_bytes_as_torch(why.shortfall)} for this request. Tried:")
+    yield from (Padding(Text(tried), (0, 0, 0, 2)) for tried in why.tried)
 
 
 def _table_of_segments(cases: Cases, page: Page) -> Table:
-    largest = lambda rows: format_bytes(max((row.largest_free for row in rows), default=0))  # noqa: E731
+    largest = lambda rows: format_bytes_as_torch(max((row.largest_free for row in rows), default=0))  # noqa: E731
     fields = [
         name_field(
             "Segments at the end",
             lambda row: _kind(row.small, row.stream, row.pool, "expandable" if row.expandable else ""), from_left=False,
         ),
         number_field("count", lambda row: row.count, str),
-        number_field("reserved", lambda row: row.reserved),
-        number_field("allocated", lambda row: row.allocated),
-        number_field("free", lambda row: row.free),
+        _size_field("reserved", lambda row: row.reserved),
+        _size_field("allocated", lambda row: row.allocated),
+        _size_field("free", lambda row: row.free),
         Field("largest\nfree block", lambda row: largest([row]), largest, right=True, drop=1),
     ]  # fmt: skip
-    return page.rows(grouped(cases.replay.timeline.segments), fields, total="all")
+    return page.rows(grouped(cases.base.timeline.segments), fields, total="all")
 
 
 def _kind(small: bool, stream: int, pool: Pool, more: str) -> str:
@@ -250,6 +260,7 @@ def dumps(cases: Cases) -> str:
     replay = cases.replay
     data = {
         "format": "memplan.replay",
+        "schema": 1,
         "source": replay.snapshot.source,
         "device": replay.timeline.device,
         "events": len(replay.snapshot.entries),
@@ -257,11 +268,29 @@ def dumps(cases: Cases) -> str:
         "recorded": _case_dict(replay),
         "cases": [_case_dict(case) for case in (cases.base, *cases.others) if case is not replay],
         "fits": cases.all_fit,
-        "segments": [asdict(group) | {"free": group.free} for group in grouped(replay.timeline.segments)],
+        "segments": [asdict(group) | {"free": group.free} for group in grouped(cases.base.timeline.segments)],
+        "over_time": _over_time(cases.base.timeline),
+        "blocks": [_blocks(segment) for segment in cases.base.timeline.segments],
         "out_of_memory": None if cases.explanation is None else _oom_dict(cases.explanation),
         "notes": list(replay.snapshot.notes),
     }
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def _over_time(timeline: Timeline) -> dict[str, list[int]]:
+    """Return bytes after events, thinned without losing a peak."""
+    columns = np.array(timeline.events, np.int64).reshape(-1, 3).T
+    kept = thinned(columns[1], [columns[2]], [], MOMENTS)
+    return dict(zip(("events", "allocated", "reserved"), columns[:, kept].tolist(), strict=True))
+
+
+def _blocks(segment: Segment) -> dict[str, Any]:
+    """Return a segment at the end and its blocks: offset, bytes, "in use" or "", and the bytes asked for."""
+    rows = [
+        [block.address - segment.address, block.size, "" if block.state == "inactive" else "in use", block.requested]
+        for block in segment.blocks
+    ]
+    return {"address": segment.address, "bytes": segment.size, "stream": segment.stream, "blocks": rows}
 
 
 def _case_dict(case: Replay) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from typing import TextIO
@@ -11,6 +10,7 @@ from typing import TextIO
 from rich.console import RenderableType
 from rich.text import Text
 
+from memplan._json import text_of
 from memplan._text import printable
 from memplan.explanation.model import Explanation
 from memplan.reports import compare, explain
@@ -23,11 +23,11 @@ _ROWS = 8
 
 
 def dumps(command: str, facts: Facts, explanation: Explanation, beside: Beside | None = None) -> str:
-    """Write the explanation with the script's own facts as indented JSON, and what was measured beside what was
+    """Write the explanation with the script's own facts as JSON, and what was measured beside what was
     predicted. All sizes are bytes."""
-    data = {"script": {"command": command, **dataclasses.asdict(facts)}, **explanation.to_dict()}
+    data = {**explanation.to_dict(), "script": {"command": command, **dataclasses.asdict(facts)}}
     data |= {} if beside is None else {"beside": compare.beside_to_dict(beside)}
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+    return text_of(data)
 
 
 def print_run(

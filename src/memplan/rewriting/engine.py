@@ -7,7 +7,6 @@ kernels of both halves (memplan.rewriting.compiled).
 from __future__ import annotations
 
 import linecache
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -40,6 +39,10 @@ class Functions(Protocol):
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
         """Yield lists of gradients."""
         ...
+
+
+class GuardedError(Exception):
+    """Raised for a call for which the model raises instead of going on; the text says which flag says so."""
 
 
 class Engine:
@@ -78,11 +81,12 @@ class Engine:
     def run(self, model: nn.Module, call: Call) -> Any:
         """Return what ``model(...)`` returns for this call, with the planned backward pass behind it.
 
-        Where a guard says so, the model runs as it is written, and raises its own exception.
-
         Args:
             model: the captured one, or one with the same parameters and buffers.
             call: of the captured shapes.
+
+        Raises:
+            GuardedError: for this call the model is to run as it is written, to raise its own exception.
         """
         inputs = self._inputs(model, call)
         receivers = {value: inputs[at] for value, at in self._receivers.items()}
@@ -91,8 +95,9 @@ class Engine:
             outputs, saved = self._forward(inputs)
         guard = self._fired(outputs)
         if guard is not None:
-            del outputs, saved, read, receivers
-            return _as_written(model, call, guard)
+            raise GuardedError(
+                f"the flag at {guard.where} was {not guard.answer}, for which the model raised when the plan was made"
+            )
         return self._captured.returned.rebuild(self._chain.attach(read, saved, outputs, receivers))
 
     def _fired(self, outputs: Sequence[torch.Tensor]) -> Guard | None:
@@ -113,19 +118,6 @@ class Engine:
             else:
                 found.append(self._captured.constants[value.id])
         return found
-
-
-def _as_written(model: nn.Module, call: Call, guard: Guard) -> Any:
-    """Run the model without its plan, to raise what a guard of it raises."""
-    args, kwargs = call.rebuild(call.tensors)
-    output = model.forward(*args, **kwargs)
-    # e.g. what it checks was drawn at random, and is drawn anew
-    warnings.warn(
-        f"memplan: a call ran unplanned: the flag at {guard.where} was {not guard.answer}, for which the model raised "
-        "when the plan was made, and did not now",
-        stacklevel=6,
-    )
-    return output
 
 
 class _Owners:

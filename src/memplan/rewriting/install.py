@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,8 +20,9 @@ from memplan.planning.capture.capture import Captured, is_capturing
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.inductor.partition import Fused, fused
 from memplan.planning.schedule.scheduler import Schedule
+from memplan.rewriting.calls import Calls
 from memplan.rewriting.compiled import compiled
-from memplan.rewriting.engine import Engine
+from memplan.rewriting.engine import Engine, GuardedError
 from memplan.rewriting.keys import Key, Keys, UnkeyedError, argument_of
 from memplan.trace.recording.session import one_at_a_time
 from memplan.trace.structure import take_apart
@@ -159,6 +161,8 @@ class Installed:
             )
         self._model = weakref.ref(model, lambda _: self._forget())
         self._planner = planner
+        self.calls = Calls()
+        """Counts of its calls."""
         self._keys = Keys(model)
         self._table = _Table()
         self._told: set[str] = set()
@@ -185,8 +189,14 @@ class Installed:
         captured = getattr(_planning, "modules", ())
         if model in captured:
             return model.forward(*args, **kwargs)
-        unplanned = captured or is_capturing() or not torch.is_grad_enabled()
-        if unplanned or torch.compiler.is_compiling() or _torch.is_transformed():
+        if captured or is_capturing() or torch.compiler.is_compiling():
+            return _torch.original_call(model)(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self.calls.without_grad()
+            return _torch.original_call(model)(*args, **kwargs)
+        if _torch.is_transformed():
+            needed = any(one.requires_grad for one in model.parameters())  # wrapped outputs do not say it
+            self._aside("it is under a transform of torch.func, such as vmap or grad", needed)
             return _torch.original_call(model)(*args, **kwargs)
         if _torch.has_hooks(model):
             return _torch.call_with_hooks(model, self._run, args, kwargs)
@@ -200,16 +210,50 @@ class Installed:
             variant = self._variant(model, call)
         except UnkeyedError as error:
             variant = _Variant(unplanned=str(error))
+        why = variant.unplanned
         if variant.engine is not None:
-            return variant.engine.run(model, call)
+            try:
+                output = variant.engine.run(model, call)
+            except GuardedError as error:  # e.g. what it checks is drawn at random, and is drawn anew
+                why = f"{error}, and did not now"
+            else:
+                self.calls.planned()
+                return output
         try:
             output = model.forward(*args, **kwargs)
         except BaseException:
-            self._table.drop(variant)  # such a call may yet be planned, with values for which the model runs
+            if variant.engine is None:  # such a call may yet be planned, with values for which the model runs
+                self._table.drop(variant)
             raise
-        if variant.unplanned and any(tensor.requires_grad for tensor in take_apart(output)[0]):
-            self._tell(f"a call runs unplanned: {variant.unplanned}")
+        self._aside(why, bool(why) and any(tensor.requires_grad for tensor in take_apart(output)[0]), above=1)
         return output
+
+    def _aside(self, why: str, needed: bool, *, above: int = 0) -> None:
+        """Count a call that runs as the model is written; the first one for this reason warns.
+
+        Args:
+            why: the reason.
+            needed: whether a gradient is.
+            above: functions between the caller and `_call`.
+        """
+        if needed:
+            self.calls.unplanned(why)
+            self._tell(f"a call runs unplanned: {why}", above=above)
+        else:
+            self.calls.without_grad()
+
+    def prepare(self, call: Call, held: bool) -> None:
+        """Plan such a call now instead of when it first comes. Raises BudgetError: no plan fits.
+
+        Args:
+            call: of the module.
+            held: whether gradients are held when it begins.
+        """
+        model = self._model()
+        assert model is not None, "it is prepared for its module"
+        with suppress(UnkeyedError), one_at_a_time:  # it says why when such a call comes
+            kind = self._keys.key(model, call), held
+            self._table.add(kind, self._planned(model, call, kind))
 
     def _variant(self, model: nn.Module, call: Call) -> _Variant:
         parameters = list(self._keys.parameters())

@@ -22,8 +22,9 @@ def drive(
     apart: bool = False,
     capacity: int | None = None,
     smaller: dict[int, int] | None = None,
+    until: int | None = None,
 ) -> tuple[CachingAllocator, list[Level]]:
-    """Return the allocator after all events of a trace, and the levels after each.
+    """Return the allocator after all events of a trace, or those up to a tick, and the levels after each.
 
     ``low``: of what is known as an interval, the least; else the most. ``apart``: in segments of its own, so that it
     neither finds nor leaves free blocks that would make the case cheaper. A block that another stream used
@@ -39,6 +40,8 @@ def drive(
     addresses: dict[int, int] = {}
     levels: list[Level] = []
     for tick, kind, what in _events(trace):
+        if until is not None and tick > until:
+            break
         if isinstance(what, Call):
             if what.kind == "empty_cache":
                 allocator.empty_cache(tick=tick)

@@ -32,10 +32,10 @@ def simulate(trace: Trace, *, settings: str | None = None, workspace: Workspace 
         UsageError: unknown ``settings``, or any for the CPU; no such ``workspace``; "measured" where one was not.
 
     Example:
-        >>> memplan.simulate(memplan.record(build)).peak_allocated
-        1932735283
+        >>> memplan.simulate(memplan.record(build, device="h100")).peak_allocated
+        70521856
         >>> memplan.simulate(memplan.record(build, device="h100"), settings="expandable_segments:True").peak_reserved
-        2145386496
+        88080384
     """
     if settings is not None and not isinstance(settings, str):
         raise UsageError(

@@ -103,6 +103,3 @@ class Timeline(Displayed):
         steps = ", ".join(f"step {k + 1}: {format_bytes(s.peak_allocated)}" for k, s in enumerate(self.steps))
         reserved = f", {format_bytes(self.peak_reserved)} reserved" if self.log else ""
         return f"peak {format_bytes(self.peak_allocated)}{reserved} on {self.device}" + (f" ({steps})" if steps else "")
-
-    def __repr__(self) -> str:
-        return f"<Timeline: {self}>"

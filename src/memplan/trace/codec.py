@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable
 from typing import Any, TypeVar, get_type_hints
 
-from memplan._json import Unreadable, compact, from_plain, row_of
+from memplan._json import Unreadable, compact, from_plain, parse, row_of
 from memplan.errors import TraceFormatError
 from memplan.trace.records import SCHEMA
 
@@ -15,7 +14,7 @@ FORMAT = "memplan.trace"
 _HEAD = (
     "schema", "origin", "device", "torch", "steps", "end", "notes", "other_kernels", "calls", "assumptions",
 )  # fmt: skip
-_OPTIONAL = ("counters", "engines", "measured", "lines")
+_OPTIONAL = ("counters", "engines", "measured", "lines", "passes", "collected", "optimized", "ungraded")
 """Sections that most traces have not."""
 _Trace = TypeVar("_Trace")
 
@@ -47,18 +46,20 @@ def loads(text: str, kind: type[_Trace], source: str) -> _Trace:
         TraceFormatError: not JSON, not a trace, of another schema version, or inconsistent in itself.
     """
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data = parse(text)
+    except Unreadable as error:
         raise TraceFormatError(
-            f"{source} is not JSON ({error})", expected="a trace written by memplan", do="Record the step again."
+            f"{source} cannot be read: {error}", expected="a trace written by memplan", do="Record the step again."
         ) from None
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise TraceFormatError(
-            f"{source} is JSON, but not a trace", expected=f'"format": "{FORMAT}"', do="Record the step again."
+            f"{source} is JSON, but not a trace",
+            expected=f'a trace, which begins with "format": "{FORMAT}"',
+            do="Name one: memplan explain TARGET --trace FILE writes it, as memplan.save_trace does",
         )
     if data.get("schema") != SCHEMA:
         raise TraceFormatError(
-            f"{source} has trace schema version {data.get('schema')!r}",
+            f"{source} has trace schema version {data.get('schema')!r:.40}",
             expected=f"version {SCHEMA}",
             do="Record the step again with this memplan, or read the file with the memplan that wrote it.",
         )
@@ -96,6 +97,7 @@ def _check(trace: Any) -> None:
     """Check that every reference has a target, and that every life has a beginning before its end."""
     ops, storages, end = len(trace.ops), len(trace.storages), trace.end
     _within("steps", trace.steps, end + 1)
+    _within("steps of ops", (op.step for op in trace.ops), len(trace.steps))
     for op in trace.ops:
         if "." not in op.name or not op.start <= op.end <= end:
             raise Unreadable(f"op {op.index}, {op.name!r:.40}, spans the ticks {op.start} to {op.end}")
@@ -122,6 +124,9 @@ def _check(trace: Any) -> None:
     if not all(one.plans for one in trace.engines):
         raise Unreadable("a workspace has engines, and none is named")
     _within("ticks of lines", (tick for one in trace.lines for s in one.spans for tick in (s.start, s.end)), end + 1)
+    _within("ticks of backward passes", (tick for one in trace.passes for tick in (one.start, one.end)), end + 1)
+    _within("ticks of the collector", trace.collected, end + 1)
+    _within("optimized storages", (*trace.optimized, *trace.ungraded), storages)
     _within("ops of forms", (form.op for form in trace.forms), ops)
     views = (view for form in trace.forms for view in (*(view for _, view in form.reads), *form.writes))
     for view in itertools.chain(views, *(returned.tensors for returned in trace.returned)):

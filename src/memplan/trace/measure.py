@@ -73,8 +73,10 @@ def measure(
         UsageError: options of a card without one; a ``build`` that cannot be sent to another process.
 
     Example:
-        >>> memplan.simulate(memplan.measure(build)).peak_allocated
-        >>> memplan.simulate(memplan.measure(build, device="h100", dry=True)).peak_reserved
+        >>> measured = memplan.simulate(memplan.measure(build)).peak_allocated
+        >>> measured == memplan.simulate(memplan.record(build)).peak_allocated
+        True
+        >>> memplan.measure(build, device="h100", dry=True, environment="~/cuda-env")  # doctest: +SKIP
     """
     check_steps(steps)
     if dry:
@@ -186,6 +188,7 @@ def _target(device: str | None) -> tuple[str, tuple[str, ...]]:
         raise DeviceError(
             f"device {device!r} to measure on",
             expected="'cpu', or 'cuda' where a GPU is",
-            do="Leave device out, name this machine's GPU (device='cuda'), or add dry=True (--dry): an emulated card",
+            do="Leave it out, name this machine's GPU (device='cuda'), or emulate the card: memplan measure --dry h100 "
+            "TARGET (dry=True)",
         )
     return HOST, (CUDA_DIFFERS,) if device is None else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from memplan.trace.recording.join_events import STEP
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place
 from memplan.trace.recording.put_back import Outside
-from memplan.trace.recording.session import run_steps
+from memplan.trace.recording.session import collect_cycles, run_steps
 from memplan.trace.records import HOST
 
 _COMPILED = (
@@ -94,7 +93,7 @@ class StepMarks:
         self._end_part()
 
     def _end_part(self) -> None:
-        gc.collect()
+        collect_cycles()
         self.after()
         self._observer.place.step += 1
         with _torch.marker(f"{STEP}{self._observer.place.step}"):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -15,7 +14,8 @@ from memplan.errors import DataDependentError, RecordingError, StepError
 from memplan.trace import fake_cuda
 from memplan.trace.both_ways import with_both_ways
 from memplan.trace.fake_cuda.residence import Card, OnCard
-from memplan.trace.recording.boundaries import Runs
+from memplan.trace.held_output import Printed, output_shown
+from memplan.trace.recording.boundaries import Program, Runs
 from memplan.trace.recording.causes import Finished, finish
 from memplan.trace.recording.followed.line_watch import LineWatch, watching
 from memplan.trace.recording.observer import Observer
@@ -25,6 +25,7 @@ from memplan.trace.recording.session import (
     Target,
     check_steps,
     choose_target,
+    collect_cycles,
     of_outside,
     run_steps,
     undisturbed,
@@ -51,6 +52,7 @@ def record(
     steps: int = 2,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
+    show_output: bool = False,
 ) -> Trace:
     """Run a step on fake tensors and return what it would allocate. Nothing is allocated, no GPU is needed.
 
@@ -69,6 +71,8 @@ def record(
             the answers count that memplan has stored, of its examples and zoo. None: of this environment, if it has
             one; False, and where there is none: workspaces are intervals. What a real card of that name took with that
             version comes before what cuDNN says.
+        show_output: whether what ``build`` and step print is shown. By default it is held back and counted, as values
+            are stand-ins; an error brings the last lines along.
 
     ``build`` and step run once more for each branch that a value decides, both ways, and where the way taken first
     ends in an exception.
@@ -85,9 +89,11 @@ def record(
         ...     data = torch.randn(64, 512)
         ...     return lambda: model(data).sum().backward()
         >>> print(memplan.record(build))
+        recorded on cpu: 2 steps, 29 ops, 15 storages ...
     """
     check_steps(steps)
-    return record_for(build, choose_target(device, assume, cudnn), steps)
+    with output_shown() if show_output else nullcontext():
+        return record_for(build, choose_target(device, assume, cudnn), steps)
 
 
 def record_for(build: Runs, target: Target, steps: int = 2, known: Known = lambda semantics: semantics) -> Trace:
@@ -237,6 +243,7 @@ class _Recording:
         """Lines at which a value decides for the other way, and what is read that is not taken at its largest."""
         self._target = target
         self._place = Place()
+        self._printed = Printed()
         self._observer = Observer(self._place, real=False, semantics=known(cpu.SEMANTICS))
         self._mode = _torch.FakeMode(self._observer.dispatch)
         self._standins = Standins(self._observer, self._mode, other)
@@ -251,6 +258,7 @@ class _Recording:
         self._differing: set[tuple[int, int]] = set()
         self._bounds_of_steps: list[int] = []
         """Ticks at which the first step began and each step ended."""
+        self._collected: list[int] = []
         self._parts: Finished | None = None
         self._lines: LineWatch | None = None
         if target.card is not None:
@@ -302,7 +310,7 @@ class _Recording:
     @contextmanager
     def _in_thread(self) -> Iterator[None]:
         """Record what a thread of the step does: modes are of one thread each."""
-        with self._mode.in_thread(), self._standins.calls.in_thread():
+        with self._mode.in_thread(), self._standins.calls.in_thread(), self._printed.in_thread():
             yield
 
     def run(self, build: Runs, steps: int) -> Trace | None:
@@ -314,6 +322,8 @@ class _Recording:
         """
         place, observer = self._place, self._observer
         with undisturbed(cuda=self._card is not None), ExitStack() as stack:
+            if not isinstance(build, Program):  # a script's process holds back its own
+                stack.enter_context(self._printed.held())
             stack.enter_context(self._standins.installed())
             if self._card is not None and self._target.card is not None:
                 composites = stack.enter_context(
@@ -333,13 +343,14 @@ class _Recording:
         parts, bounds = self._parts, self._bounds_of_steps
         assert parts is not None, "the run has ended"
         calls = tuple(self._card.calls) if self._card is not None else ()
-        notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused
+        notes = self._target.notes + of_outside(observer.ledger.before) + self._bounds.unused + self._printed.note()
         notes += (*_environment(), *benchmark) if self._card is not None else ()
         trace = Trace(
             "recorded", self._target.name, torch.__version__, tuple(parts.ops), tuple(parts.storages),
             tuple(parts.layers), tuple(bounds[:-1]), bounds[-1], self._standins.assumed.rows(), notes,
             calls, tuple(other.name for other in catalogue() if other.architecture in self._differing),
             forms=parts.forms, returned=parts.returned, lines=self._lines.rows() if self._lines else (),
+            passes=parts.passes, collected=tuple(self._collected), optimized=parts.optimized, ungraded=parts.ungraded,
         )  # fmt: skip
         asked = {entry.id: entry.asked for entry in observer.ledger.entries if entry.asked is not None}
         if not asked or self._target.cudnn is None or self._target.card is None:
@@ -367,7 +378,8 @@ class _Recording:
         self._end_part()
 
     def _end_part(self) -> None:
-        gc.collect()
+        self._collected.append(self._observer.ledger.clock)
+        collect_cycles()
         self._bounds_of_steps.append(self._observer.ledger.clock)
         self._place.step += 1
 

@@ -135,6 +135,21 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class BackwardPass:
+    """A call of autograd's engine, with the ticks at which it began and was over."""
+
+    step: SignedInt
+    start: int
+    end: int
+    keeps: Literal["", "retain_graph", "create_graph"]
+    """The flag of the call that keeps its graph; "" where it is freed."""
+    nested: bool
+    """Whether it ran within another one, as reentrant checkpointing does."""
+    where: str | None
+    """``file:line``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """What torch's own counters of a card said: the peaks in bytes since they were reset."""
 

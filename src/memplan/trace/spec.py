@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memplan.errors import InputError
+from memplan.trace.naming.parsing import offer
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -86,26 +87,33 @@ def spec(
     """
     match = _TEXT.fullmatch(str(text).strip())
     if match is None:
+        sizes = re.findall(r"\d+", str(text))
+        joined = re.fullmatch(r"[\[(]?\s*\d+(\s*[,*× ]\s*\d+)*\s*,?\s*[\])]?", str(text).strip()) is not None
         raise InputError(
             f"input {text!r} does not describe a tensor",
             expected="sizes joined by x, then :dtype and <end if needed, as in 8x3x224x224 or 8x1024:int64<50257",
-            do="Write it so",
+            do=f"Write {'x'.join(sizes)}" if joined else "Write it so",
         )
     sizes = match["shape"]
     shape = () if sizes == "scalar" else tuple(int(size) for size in sizes.split("x"))
-    chosen = _dtype(match["dtype"] or dtype or "float32")
+    chosen = dtype_of(match["dtype"] or dtype or "float32")
     if match["high"] is not None:
         high = int(match["high"])
     _check_range(text, chosen, low, high)
     return Spec(shape, chosen, low, high, seed)
 
 
-def _dtype(name: str | torch.dtype) -> torch.dtype:
+def dtype_of(name: str | torch.dtype) -> torch.dtype:
+    """Return the dtype of a name, such as "bfloat16" or "bf16"; a dtype unchanged.
+
+    Raises:
+        InputError: no such dtype.
+    """
     if isinstance(name, torch.dtype):
         return name
     found = _DTYPES.get(_SHORT.get(name, name))
     if found is None:
-        raise InputError(f"dtype {name!r}", expected=f"one of {', '.join(_DTYPES)}", do="Choose one of these")
+        raise InputError(f"dtype {name!r}", expected=f"one of {', '.join(_DTYPES)}", do=offer(str(name), _DTYPES))
     return found
 
 
@@ -120,9 +128,19 @@ def _check_range(text: str, dtype: torch.dtype, low: float | None, high: float |
         )
 
 
-def as_spec(value: Any) -> Any:
-    """Return text as a Spec, everything else unchanged."""
+def as_spec(value: Any, *, shapes: bool = True) -> Any:
+    """Return a text as a Spec, and a shape, a tuple of sizes; everything else unchanged.
+
+    ``shapes``: whether tuples of sizes are shapes: by keyword, models take sizes themselves.
+    """
+    if shapes and is_shape(value):
+        return Spec(tuple(value))
     return spec(value) if isinstance(value, str) else value
+
+
+def is_shape(value: Any) -> bool:
+    """Return whether a value is a shape: a tuple of whole numbers."""
+    return isinstance(value, tuple) and bool(value) and all(type(size) is int and size >= 0 for size in value)
 
 
 def realize(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,10 @@ from torch import nn
 
 from memplan import _torch
 from memplan.errors import DeviceError, InputError, MemplanError, TargetError
+from memplan.trace.naming.step_parts import Loss, Optimizer, loss_of, optimizer_of
 from memplan.trace.recording.boundaries import Build, Step
 from memplan.trace.records import HOST
-from memplan.trace.spec import as_spec, batch_of, like, realize, with_batch
+from memplan.trace.spec import as_spec, batch_of, dtype_of, is_shape, like, realize, with_batch
 
 CUDA = "cuda"
 
@@ -37,18 +39,18 @@ class StepOptions:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     targets: Any = ()
     """One target, or a list or tuple of them; a tuple once checked."""
-    loss: Callable[..., Any] | None = None
-    optimizer: Callable[[Any], Any] | None = None
+    loss: Loss | None = None
+    optimizer: Optimizer | None = None
     autocast: torch.dtype | str | None = None
     train: bool = True
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | str | None = None
     """Of the model's floating-point parameters, where it is not to stay as made."""
 
     def checked(self) -> StepOptions:
-        """Return the same with text turned into specs.
+        """Return the same with texts and shapes turned into what they name.
 
         Raises:
-            InputError: an input that does not describe a tensor, an unknown autocast.
+            InputError: an input that does not describe a tensor; no such loss, optimizer or dtype.
         """
         autocast = self.autocast
         if isinstance(autocast, str):
@@ -58,10 +60,21 @@ class StepOptions:
         return replace(
             self,
             inputs=tuple(as_spec(value) for value in self.inputs),
-            kwargs={name: as_spec(value) for name, value in self.kwargs.items()},
-            targets=tuple(map(as_spec, self.targets if isinstance(self.targets, (list, tuple)) else (self.targets,))),
+            kwargs={name: as_spec(value, shapes=False) for name, value in self.kwargs.items()},
+            targets=tuple(as_spec(value) for value in _targets(self.targets)),
+            loss=None if self.loss is None else loss_of(self.loss),
+            optimizer=None if self.optimizer is None else optimizer_of(self.optimizer),
             autocast=autocast,
+            dtype=None if self.dtype is None else dtype_of(self.dtype),
         )
+
+    @property
+    def callables(self) -> tuple[Callable[..., Any] | None, Callable[[Any], Any] | None]:
+        """Loss and optimizer of options that are checked."""
+        loss, optimizer = self.loss, self.optimizer
+        assert not isinstance(loss, str), "options were checked"
+        assert not isinstance(optimizer, str), "options were checked"
+        return loss, optimizer
 
     @property
     def batch(self) -> int | None:
@@ -79,6 +92,11 @@ class StepOptions:
             kwargs=with_batch(dict(self.kwargs), old, new),
             targets=with_batch(self.targets, old, new),
         )
+
+
+def _targets(given: Any) -> Any:
+    """Return the targets, of which one may stand alone."""
+    return given if isinstance(given, (list, tuple)) and not is_shape(given) else (given,)
 
 
 def build_of(what: Any, options: StepOptions, *, on_card: bool = False) -> Build:
@@ -165,6 +183,7 @@ def _step(model: nn.Module, options: StepOptions, device: str) -> Step:
     if device != HOST:
         model.to(device)
     if options.dtype is not None:
+        assert isinstance(options.dtype, torch.dtype), "options were checked"
         model.to(options.dtype)
     if model.training != options.train:  # a model in training keeps the layers that its owner put into evaluation
         model.train(options.train)
@@ -232,6 +251,7 @@ def _autocast(options: StepOptions, device: str) -> AbstractContextManager[Any]:
 def _optimizer(model: nn.Module, options: StepOptions) -> Any:
     if options.optimizer is None:
         return None
+    assert not isinstance(options.optimizer, str), "options were checked"
     try:
         return options.optimizer(model.parameters())
     except Exception as error:  # an optimizer can refuse its parameters in any way
@@ -244,6 +264,7 @@ def _optimizer(model: nn.Module, options: StepOptions) -> Any:
 
 def _loss(output: Any, targets: Any, options: StepOptions) -> torch.Tensor:
     if options.loss is not None:
+        assert not isinstance(options.loss, str), "options were checked"
         value = _given_loss(options.loss, output, targets)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise InputError(
@@ -298,8 +319,21 @@ def _given_loss(loss: Callable[..., Any], output: Any, targets: Any) -> Any:
         raise InputError(
             f"the loss raised {type(error).__name__}: {text}",
             expected=f"a loss that fits the model's output, {_describe(output)}, and {len(targets)} target(s)",
-            do="Check the loss and the targets",
+            do=_of_targets(text, targets),
         ) from error
+
+
+WHOLE = re.compile(r"\b(Long|int64)\b")
+"""What torch says where it wants class numbers or indices, and was given other values."""
+
+
+def _of_targets(text: str, targets: Any) -> str:
+    """Return what to do about the error of a loss."""
+    if not targets:
+        return "Give the targets that it takes: targets (--target)"
+    if WHOLE.search(text) and any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in targets):
+        return "Describe class numbers as whole numbers below the number of classes, as in 8:int64<10"
+    return "Check the loss and the targets"
 
 
 def _float_tensors(output: Any) -> list[torch.Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from memplan._display import Displayed
+from memplan._json import Unreadable, read_text
 from memplan._text import counted, write_whole
 from memplan.errors import TraceFormatError
 from memplan.trace import codec
@@ -16,6 +16,7 @@ from memplan.trace.records import (
     HOST,
     SCHEMA,
     Assumption,
+    BackwardPass,
     Call,
     Counters,
     Engines,
@@ -39,8 +40,9 @@ class Trace(Displayed):
     the building of model, data and optimizer. Bytes are as the tensors' storages request them.
 
     Example:
-        >>> trace = memplan.record(build)
+        >>> trace = memplan.record(build, device="h100")
         >>> memplan.simulate(trace).peak_allocated
+        70521856
     """
 
     origin: Literal["recorded", "measured", "dry"]
@@ -69,6 +71,14 @@ class Trace(Displayed):
     """Storages of these whose bytes are not cuDNN's answer but what a real card took with it."""
     lines: tuple[FunctionLines, ...] = ()
     """Of the functions that were followed line by line (`memplan.profile`), in the order in which they ran first."""
+    passes: tuple[BackwardPass, ...] = ()
+    """Of a recording: in the order in which they were over."""
+    collected: tuple[int, ...] = ()
+    """Of a recording: ticks at which Python's collector began, after building and after each step."""
+    optimized: tuple[int, ...] = ()
+    """Of a recording: storages of the parameters that optimizers update and that require a gradient."""
+    ungraded: tuple[int, ...] = ()
+    """Those of ``optimized`` that had no gradient at any update."""
 
     @property
     def counted(self) -> tuple[Storage, ...]:
@@ -102,9 +112,6 @@ class Trace(Displayed):
         lines += [f"assumed: {a.text}" + (f" at {a.where}" if a.where else "") for a in self.assumptions]
         return "\n".join(lines + list(self.notes))
 
-    def __repr__(self) -> str:
-        return f"<Trace: {str(self).splitlines()[0]}>"
-
 
 def at_least(trace: Trace) -> Trace:
     """Return the same trace where everything that is known as an interval takes the least of it."""
@@ -125,9 +132,9 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 def load_trace(path: str | os.PathLike[str]) -> Trace:
     """Read a trace from a file that `save_trace` wrote. Raises TraceFormatError, OSError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
+        text = read_text(path)
+    except Unreadable as error:
         raise TraceFormatError(
-            f"{path} is not a text file", expected="a trace written by memplan", do="Record the step again."
+            f"{path} cannot be read: {error}", expected="a trace written by memplan", do="Record the step again"
         ) from None
     return Trace.from_json(text, str(path))

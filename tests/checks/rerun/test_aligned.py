@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.checks.changed_step import Unmended
+from memplan.checks.mended.changed_step import Unmended
 from memplan.checks.rerun.aligned import changed
 from memplan.trace.step import StepOptions, build_of
 from memplan.trace.trace import Trace

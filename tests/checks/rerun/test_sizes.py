@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.checks.changed_step import Unmendable
+from memplan.checks.mended.changed_step import Unmendable
 from memplan.checks.rerun.sizes import viewed_size
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)

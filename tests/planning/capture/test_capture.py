@@ -574,6 +574,16 @@ def draws_from_numpy(model: Any, x: Tensor) -> Tensor:
     return x * factor
 
 
+def seeds(model: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return x
+
+
+def forks(model: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return F.dropout(x, 0.5)
+
+
 def shapes_by_values(model: Any, x: Tensor) -> Tensor:
     return x[x > 0]
 
@@ -587,6 +597,8 @@ def shapes_by_values(model: Any, x: Tensor) -> Tensor:
         (keeps, RecordingError, "changes the attribute kept", "model.kept"),
         (draws, RecordingError, "draws from Python's random", "random.random()"),
         (draws_from_numpy, RecordingError, "draws from numpy.random", "np.random"),
+        (seeds, RecordingError, "sets torch's random state", "torch.manual_seed"),
+        (forks, RecordingError, "sets torch's random state", "fork_rng"),
     ],
 )
 def test_what_a_graph_would_not_do_again_is_refused_with_its_line(
@@ -597,6 +609,36 @@ def test_what_a_graph_would_not_do_again_is_refused_with_its_line(
         capture(model, call_of((torch.randn(3, 4),), {}))
     assert line_with(function, line) in str(raised.value)
     assert (model.seen, model.kept, random.getstate()) == (0, [], state)
+
+
+class Lazy(nn.Module):
+    """Makes a tensor when it is first called: as an attribute, as a buffer, or in a dict."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = linear(), how
+        self.mask: Any = None
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "attribute":
+            self.mask = torch.ones(4) if self.mask is None else self.mask
+            return self.inner(x) * self.mask
+        if self.how == "buffer" and not hasattr(self, "made"):
+            self.register_buffer("made", torch.ones(4))
+        if self.how == "dict" and 4 not in self.masks:
+            self.masks[4] = torch.ones(4)
+        return self.inner(x) * (self.made if self.how == "buffer" else self.masks[4])  # pyright: ignore[reportOperatorIssue]
+
+
+@pytest.mark.parametrize(("how", "said"), [("attribute", "mask"), ("buffer", "_buffers"), ("dict", "masks")])
+def test_what_the_first_call_makes_is_refused_and_is_no_matter_after_it(how: str, said: str) -> None:
+    model, call = Lazy(how), call_of((torch.randn(3, 4),), {})
+    with pytest.raises(RecordingError, match=f"the attribute {said}"):
+        capture(model, call)
+    with torch.no_grad():
+        model(torch.randn(3, 4))
+    capture(model, call)
 
 
 def test_hooks_of_layers_are_refused_and_those_of_the_model_are_not_run() -> None:

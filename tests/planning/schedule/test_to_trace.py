@@ -13,6 +13,7 @@ from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import schedule, with_fewest_pieces
 from memplan.planning.schedule.to_trace import timeline_of
+from memplan.trace.records import Cause
 
 
 @settings(deadline=None, max_examples=150)
@@ -22,7 +23,9 @@ def test_the_simulator_counts_what_the_plain_account_does(seed: int, early: bool
     drop = frozenset(value for value in sorted(recomputable(graph)) if draw.random() < 0.5)
     kept = frozenset((form.lever, form.value) for form in graph.forms if draw.random() < 0.5)
     made = schedule(graph, Choices(drop, kept, GradientUse(early, held and not early)))
-    around = Surroundings(1000, 500, {of: 70 for of, _ in graph.gradients}, {"weight": 30, "parameter_gradient": 20})
+    others: dict[Cause, int] = {"weight": 30, "parameter_gradient": 20}
+    outside = draw.choice([0, 800])
+    around = Surroundings(1000, 500, {of: 70 for of, _ in graph.gradients}, others, outside)
     assert timeline_of(made, around).peak_allocated == levels(made, around).peak
 
 

@@ -21,7 +21,7 @@ from memplan.planning.search.batch_evaluator import Evaluator
 def agrees(graph: JointGraph, draw: random.Random, count: int, *, early: bool, held: bool) -> bool:
     """Whether both say the same of some random choices; returns whether the batch did it by itself."""
     updates = {of: draw.choice([0, 100, 1000]) for of, _ in graph.gradients}
-    around = Surroundings(draw.choice([0, 1000]), draw.choice([0, 2000]), updates)
+    around = Surroundings(draw.choice([0, 1000]), draw.choice([0, 2000]), updates, outside=draw.choice([0, 3000]))
     evaluator = Evaluator(graph, around, gradients=GradientUse(early, held))
     flat = evaluator.flat
     share = np.array([draw.random() for _ in range(count)])

@@ -19,7 +19,8 @@ from memplan.planning.search.search import Found, search
 
 
 def below(graph: JointGraph, draw: random.Random, *, early: bool, held: bool, count: int = 40) -> None:
-    around = Surroundings(draw.choice([0, 500]), draw.choice([0, 700]), {of: 50 for of, _ in graph.gradients})
+    each, outside = {of: 50 for of, _ in graph.gradients}, draw.choice([0, 900])
+    around = Surroundings(draw.choice([0, 500]), draw.choice([0, 700]), each, outside=outside)
     evaluator = Evaluator(graph, around, gradients=GradientUse(early, held))
     share = np.array([draw.random() for _ in range(count)])
     columns = np.array([[draw.random() < p for p in share] for _ in range(evaluator.rows)], dtype=bool)

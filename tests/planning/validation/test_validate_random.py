@@ -37,7 +37,7 @@ def drawn(seed: int) -> tuple[JointGraph, Schedule, Surroundings]:
         in_place=draw.random() < 0.8,
     )
     update_of = {v.id: 70 for v in graph.values if v.kind == "parameter"}
-    return graph, schedule(graph, choices), Surroundings(1000, 500, update_of)
+    return graph, schedule(graph, choices), Surroundings(1000, 500, update_of, outside=draw.choice([0, 800]))
 
 
 @settings(max_examples=300, deadline=None)

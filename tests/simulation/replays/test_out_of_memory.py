@@ -19,8 +19,8 @@ def test_by_hand() -> None:
     assert (why.oom.index, why.oom.requested, why.needed) == (16, 40 * MIB, 40 * MIB)
     assert why.capacity == Capacity(100 * MIB, True)
     assert why.frame == LINE
-    assert why.free == (FreeBlocks((0, 0), 0, False, 20 * MIB, 2, 48 * MIB, 24 * MIB, "16.0 MiB too small"),)
-    assert (why.largest_free, why.largest_why) == (24 * MIB, "16.0 MiB too small")
+    assert why.free == (FreeBlocks((0, 0), 0, False, 20 * MIB, 2, 48 * MIB, 24 * MIB, "16.00 MiB too small"),)
+    assert (why.largest_free, why.largest_why) == (24 * MIB, "16.00 MiB too small")
     assert why.holders == (Holder(LINE, 2, 48 * MIB),)
     assert (why.shortfall, why.beyond, why.waiting) == (36 * MIB, 0, 0)
     assert [(str(remedy.settings), remedy.peak_reserved) for remedy in why.remedies] == [
@@ -59,8 +59,8 @@ def test_every_reason_that_a_free_block_does_not_serve() -> None:
     trace = [{"action": "oom", "device_free": 0, "size": 20 * MIB, "stream": 0}]
     why = explain_oom(replay({"segments": segments, "device_traces": [trace]}))
     assert [(row.bytes, row.why) for row in why.free] == [
-        (12 * MIB, "8.0 MiB too small"),  # what could nearly have served stands first
-        (4 * MIB, "16.0 MiB too small"),
+        (12 * MIB, "8.00 MiB too small"),  # what could nearly have served stands first
+        (4 * MIB, "16.00 MiB too small"),
         (30 * MIB, "of another stream"),
         (30 * MIB, "of a private memory pool"),
         (MIB, "kept for requests up to 1 MiB"),

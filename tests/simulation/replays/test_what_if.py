@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from simulation.histories import MIB, A, B, Program, block, event, frame, out_of
 from simulation.reference_allocator import ReferenceAllocator
 
 from memplan.simulation.allocator.allocator import OutOfMemory
+from memplan.simulation.allocator.device_memory import FIRST_ADDRESS
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.replays.replay import replay
+from memplan.simulation.replays.side_by_side import cases
 from memplan.simulation.replays.what_if import Capacity, recorded_capacity, what_if
 from memplan.simulation.timeline import AllocatorEvent
 
@@ -198,3 +201,28 @@ def test_recorded_settings_can_be_named() -> None:
     base = replay(written(allocator.log, allocator.segments(), recorded(settings)))
     assert what_if(base, settings).from_recorded_start
     assert what_if(base, AllocatorSettings()).settings == AllocatorSettings()
+
+
+def test_sizes_up_to_two_to_the_63_are_replayed() -> None:
+    """Addresses of what stands behind them have more than 64 bits."""
+    sizes = ((A, 513), (A + 70 * MIB, (1 << 63) - 1), (A + 200 * MIB, 3 * MIB))
+    events = [event("alloc", address, size) for address, size in sizes]
+    events.append({"action": "oom", "device_free": 100 * MIB, "size": 1 << 30})
+    found = cases(replay({"segments": [], "device_traces": [events]}))
+    assert found.explanation is not None
+    assert found.explanation.oom.requested == 1 << 30
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_new_segments_lie_beside_those_of_the_start(expandable: bool) -> None:
+    """The recorded ones lie where new ones would be put first: no two pieces of memory may share an address."""
+    first = FIRST_ADDRESS
+    held = [segment(first + at * 64 * MIB, block(20 * MIB, "active_allocated")) | {"is_expandable": expandable}
+            for at in range(3)]  # fmt: skip
+    trace = [event("segment_alloc", first + 512 * MIB, 40 * MIB), event("alloc", first + 512 * MIB, 40 * MIB)]
+    held.append(segment(first + 512 * MIB, block(40 * MIB, "active_allocated")))
+    done = what_if(replay({"segments": held, "device_traces": [trace]}), capacity=1 << 30)
+    ends = [(one.address, one.address + one.size) for one in done.timeline.segments]
+    assert len(ends) == 4
+    assert done.from_recorded_start
+    assert all(end <= start for (_, end), (start, _) in pairwise(ends))

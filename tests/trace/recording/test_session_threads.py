@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_state import kept
 
 import memplan
 from memplan.trace.recording import session
@@ -31,20 +32,55 @@ def peak() -> int:
     return memplan.simulate(memplan.record(build, device="cpu")).peak_allocated
 
 
-def replaced() -> list[Any]:
-    """What a recording replaces for its time."""
-    return [torch.compile, torch.cuda.is_available, torch.get_rng_state, nn.Module._apply, torch.set_default_device]
-
-
-def test_recordings_at_once_are_as_one_alone_and_leave_torch_as_it_was() -> None:
-    before, alone, found = replaced(), peak(), list[int]()
-    threads = [threading.Thread(target=lambda: found.extend(peak() for _ in range(5))) for _ in range(3)]
+def at_once(*calls: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is waited for without a warning, which would be an error."""
+    monkeypatch.setattr(session, "_WAITING", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_recordings_at_once_are_as_one_alone_and_leave_torch_as_it_was() -> None:
+    alone, found = peak(), list[int]()
+    with kept():
+        at_once(*[lambda: found.extend(peak() for _ in range(5))] * 3)
     assert found == [alone] * 15
-    assert all(one is other for one, other in zip(replaced(), before, strict=True))
+
+
+@pytest.mark.usefixtures("patient")
+def test_fits_checks_and_measures_at_once_are_as_each_alone() -> None:
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh()) for _ in range(2)]
+    x = torch.randn(64, 8)
+
+    def fitted(net: nn.Module) -> int:
+        try:
+            memplan.fit(net, x, loss=torch.sum, budget=1, pairs=0)
+        except memplan.BudgetError as error:
+            one = memplan.fit(net, x, loss=torch.sum, budget=error.smallest_budget, pairs=0)
+            one.undo()
+            return one.plan.peak
+        raise AssertionError("one byte is too little")
+
+    calls: dict[str, Callable[[], Any]] = {
+        "a": lambda: fitted(nets[0]),
+        "b": lambda: fitted(nets[1]),
+        "plan": lambda: memplan.plan(nets[0], x, loss=torch.sum, budget="1 GiB", costs="roofline").peak,
+        "check": lambda: memplan.check(nets[0], x, device="cpu"),
+        "measure": lambda: memplan.simulate(memplan.measure(build)).peak_allocated,
+    }
+    alone = {name: call() for name, call in calls.items()}
+    found: dict[str, Any] = {}
+    with kept():
+        at_once(*[lambda name=name, call=call: found.update({name: call()}) for name, call in calls.items()])
+    assert found == alone
 
 
 def test_one_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,10 @@ def fields_of(call: Call) -> list[Fields]:
     """Return the fields of every result of an op; of one that no rule knows, those of an elementwise op if it can be
     one."""
     rule = RULES.get(call.name, _elementwise)
-    found = rule(call)
+    try:
+        found = rule(call)
+    except (ArithmeticError, LookupError, TypeError, ValueError):  # the form in a file need not be one of that op
+        return [unknown(view.shape) for view in call.form.writes]
     results = found if isinstance(found, list) else [found]
     shapes = [view.shape for view in call.form.writes]
     if not isinstance(found, list):  # further results: indices and masks as the first, statistics unknown

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memplan.checks.changed_step import Unmendable, Unmended
+from memplan.checks.mended.changed_step import Unmendable, Unmended
 from memplan.checks.rerun.program import Changes, Program
 from memplan.errors import MemplanError
 from memplan.trace.record import record_for

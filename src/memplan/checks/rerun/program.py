@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from memplan import _torch
-from memplan.checks.changed_step import Unmendable
 from memplan.checks.fields.walk import base_name, shown
+from memplan.checks.mended.changed_step import Unmendable
 from memplan.checks.rerun.sizes import resized
 from memplan.trace.records import Form, Op, Option, View
 from memplan.trace.trace import Trace

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from memplan.checks.changed_step import Unmendable
 from memplan.checks.fields.walk import base_name, shown
+from memplan.checks.mended.changed_step import Unmendable
 from memplan.trace.records import Form, Option, View
 from memplan.trace.trace import Trace
 

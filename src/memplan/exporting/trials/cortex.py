@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from memplan._display import Printed
 from memplan.errors import UsageError, VerificationError
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.companion_files import Recorded
@@ -30,7 +31,7 @@ LIMIT = 900
 
 
 @dataclass(frozen=True, slots=True)
-class CortexRun:
+class CortexRun(Printed):
     """What an export takes on a core, and what it did there."""
 
     core: str

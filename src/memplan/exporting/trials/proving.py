@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from memplan._display import Printed
 from memplan.errors import UsageError, VerificationError
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout
@@ -22,7 +23,7 @@ LIMIT = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Printed):
     """What the proof found."""
 
     words: str

@@ -22,6 +22,7 @@ import torch
 
 from memplan import _torch
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 from memplan.explanation.by_line import profiles_of
 from memplan.explanation.line_profile import LineProfile
 from memplan.trace.recording.followed.line_marks import LineClock, on_events, time_of
@@ -34,7 +35,7 @@ _LATE = "CUDA was used first within it: what lies on the card was not measured"
 
 
 @dataclass(frozen=True, repr=False)
-class Measured:
+class Measured(Printed):
     """What a session saw, on the clock of the allocator's events.
 
     ``levels`` are (tick, bytes allocated), ``lives`` the ticks of births and deaths; ``before`` bytes were there.

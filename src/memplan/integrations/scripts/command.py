@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from memplan._display import Printed
 from memplan.errors import InputError
 
 
 @dataclass(frozen=True)
-class Command:
+class Command(Printed):
     """A script or a module, and its arguments."""
 
     place: str

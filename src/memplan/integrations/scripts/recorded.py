@@ -21,6 +21,7 @@ from memplan.trace.measure import measure
 from memplan.trace.record import record
 from memplan.trace.recording.boundaries import Programs
 from memplan.trace.recording.followed.line_watch import following
+from memplan.trace.recording.session import RUNS
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
@@ -74,7 +75,7 @@ def _trace(script: Script, request: Request) -> Trace:
 
 def _of_script(error: StepError) -> StepError:
     """Return the error of a step with what to do about a script."""
-    if not (error.do or "").startswith("Check the inputs"):
+    if error.expected != RUNS:
         return error
     cause = error.__cause__
     missing = isinstance(cause, OSError)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from memplan._bytes import format_bytes
+from memplan._text import printable_lines
 from memplan.integrations.watching.rows import Row
 
 _EVERY = 0.5
@@ -36,7 +37,7 @@ class LiveLine:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self.close()
-        print(f"memplan: {text}", file=sys.stderr)
+        print(f"memplan: {printable_lines(text)}", file=sys.stderr)
 
     def close(self) -> None:
         """Take the line away."""

@@ -84,6 +84,7 @@ def post_mortem(
     held = _held(subject)
     room = _room(device, sum(held.values()))
     data: dict[str, Any] = {
+        "format": "memplan.post_mortem",
         "schema": SCHEMA,
         "error": f"{type(error).__name__}: {error}",
         "step": step,

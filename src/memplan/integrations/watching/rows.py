@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 
 Source = Literal["allocator", "profiler", ""]
 
@@ -46,7 +47,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class Leak(Printed):
     """A place whose tensors outlive their steps, one step after another."""
 
     where: str | None
@@ -89,7 +90,7 @@ class Leak:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(Printed):
     """A step's peak that moved away from what was predicted, and the place that holds the most more at it."""
 
     step: int

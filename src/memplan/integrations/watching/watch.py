@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from memplan._display import Printed
 from memplan.devices import Device, find
 from memplan.errors import DeviceError, InputError, UsageError
 from memplan.integrations.watching.follower import Follower, summary
@@ -68,7 +69,7 @@ def watch(
     return Watch(models, optimizers, device, quiet=quiet, post_mortem=post_mortem)
 
 
-class Watch:
+class Watch(Printed):
     """What a watch saw so far. Made by `memplan.watch`; enter it to begin."""
 
     def __init__(
@@ -165,6 +166,7 @@ class Watch:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return {
+            "format": "memplan.watch",
             "schema": SCHEMA,
             "torch": torch.__version__,
             "device": str(self._device) if self._card is None else self._card.name,

@@ -80,7 +80,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     watch, around, guards = Watch(model), Around(), Guards()
 
     def trace() -> _Traced:
-        return _trace(model, call, around, guards, precision, relaid)
+        return _trace(model, call, watch, around, guards, precision, relaid)
 
     try:
         joint, flat = _traced(trace, model, call, around, guards, watch)
@@ -119,10 +119,12 @@ def capture_symbolic(
     watch, around = Watch(model), Around()
     try:
         mode = _torch.symbolic_mode()
-        joint, flat = _trace(model, call, around, Guards(), precision, relaid, conditional=False, fake=fake, mode=mode)
+        joint, flat = _trace(
+            model, call, watch, around, Guards(), precision, relaid, conditional=False, fake=fake, mode=mode
+        )
         assert flat.returned is not None
         constants = flat.returned.structure.constants()
-        if around.found or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
+        if around.found or watch.seeded or watch.draws() or watch.changes() or any(map(_torch.is_symbol, constants)):
             raise SymbolicError("the call does more than compute tensors of tensors")
         return _torch.Symbolic(joint), flat
     except Exception as error:  # capturing with numbers refuses what cannot be traced
@@ -181,7 +183,10 @@ def _traced(
         try:
             return trace()
         except _Untraceable as found:
+            changes = watch.changes() if _torch.has_kept_fake(found.error) else []
             watch.restore()
+            if changes:
+                raise _of_changes(changes, None) from found.error
             try:
                 again = not is_fake(model) and learnt(found.error)
             except MemplanError:
@@ -209,8 +214,9 @@ class _Untraceable(Exception):
 
 
 def _trace(
-    model: nn.Module, call: Call, around: Around, guards: Guards, precision: Precision, relaid: bool, **how: Any
-) -> _Traced:
+    model: nn.Module, call: Call, watch: Watch, around: Around, guards: Guards, precision: Precision, relaid: bool,
+    **how: Any,
+) -> _Traced:  # fmt: skip
     place, names = Place(), _layers(model)
 
     autocast, kept = _torch.autocast_of_now(), torch.is_autocast_cache_enabled()
@@ -221,12 +227,12 @@ def _trace(
         layout = ChannelsLast() if relaid else nullcontext()
         with (
             _torch.casts_kept(kept) as region, autocast(), lowered, opaque, _placing(names, place, region), layout,
-            guards.tracing(),
+            guards.tracing(), watch.seeding(),
         ):  # fmt: skip
             yield
 
     # What the caller expects is what the call returns without that.
-    plain = _trace(model, call, around, guards, EXACT, relaid=False)[1] if precision.compute else None
+    plain = _trace(model, call, watch, around, guards, EXACT, relaid=False)[1] if precision.compute else None
     dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like, lambda: guards.flags)
     try:
@@ -357,6 +363,14 @@ def _refusal(found: _Untraceable, *, fake: bool = False) -> MemplanError:
 
 
 def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
+    if watch.seeded:
+        raise RecordingError(
+            "forward() sets torch's random state (torch.manual_seed, fork_rng): a planned step would draw from the one "
+            "that the training goes on with",
+            expected="random numbers that follow from the state in which the step begins",
+            do="Seed outside of forward(); what is to be the same in each call, draw once and keep in a buffer",
+            where=watch.seeded,
+        )
     draws = watch.draws()
     if draws:
         watch.restore()
@@ -371,12 +385,18 @@ def _refuse_unseen(trace: Callable[[], Any], watch: Watch) -> None:
     if changes:
         watch.restore()
         where = line_of(trace, lambda: watch.has_changed(changes[0]))
-        raise RecordingError(
-            f"forward() changes the attribute {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
-            expected="state in buffers: a planned step does not run forward() again",
-            do="Register a tensor by register_buffer(); if it only remembers something, call the model once before",
-            where=where,
-        )
+        raise _of_changes(changes, where)
+
+
+def _of_changes(changes: Sequence[str], where: str | None) -> RecordingError:
+    """Return the refusal of a call that changes attributes."""
+    return RecordingError(
+        f"forward() changes the attribute {changes[0]}" + (f" and {len(changes) - 1} more" if changes[1:] else ""),
+        expected="state in buffers: a planned step does not run forward() again",
+        do="If its first call alone makes that, call the model once before, under torch.no_grad(); else keep a tensor "
+        "or a count in a buffer (register_buffer(), changed in place), or return what is to be looked at later",
+        where=where,
+    )
 
 
 def _layers(model: nn.Module) -> dict[int, str]:

@@ -8,24 +8,25 @@ from typing import Any
 from torch import nn
 
 from memplan.errors import InputError
+from memplan.trace.naming.step_parts import Loss, loss_of
 from memplan.trace.step import default_loss, differentiable
 
 __all__ = ["WithLoss", "default_loss", "differentiable", "with_loss"]
 
 
-def with_loss(model: nn.Module, loss: Callable[..., Any], targets: int = 1) -> nn.Module:
+def with_loss(model: nn.Module, loss: Loss, targets: int = 1) -> nn.Module:
     """Combine model and loss in one module: ``(*inputs, *targets) -> loss``.
 
     Args:
         model: called with all positional arguments but the last ``targets``, and with all keywords.
-        loss: ``loss(output, *targets)``.
+        loss: ``loss(output, *targets)``, or its name: ``"cross_entropy"``.
         targets: how many of the last positional arguments are targets.
 
     Example:
-        >>> step = memplan.with_loss(model, torch.nn.functional.cross_entropy)
-        >>> torch.compile(step, backend="memplan", options={"budget": "6 GiB"})(images, labels).backward()
+        >>> step = memplan.with_loss(model, F.cross_entropy)
+        >>> torch.compile(step, backend="memplan", options={"budget": "1.5 MiB"})(images, labels).backward()
     """
-    return WithLoss(model, loss, targets)
+    return WithLoss(model, loss_of(loss), targets)
 
 
 class WithLoss(nn.Module):

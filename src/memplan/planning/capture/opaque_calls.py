@@ -22,8 +22,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from memplan import _torch
+from memplan._display import Printed
 from memplan.errors import DataDependentError, RecordingError
 from memplan.planning.capture.allocation_probe import Allocations
+from memplan.planning.capture.tensor_like import Like, is_dense
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.op_schema import NUMBERS
 from memplan.trace.recording.place import format_frame, user_frame
@@ -33,32 +35,7 @@ _ALWAYS = ("lstm", "gru")
 
 
 @dataclass(frozen=True)
-class Like:
-    """Shape, strides, dtype and device of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Like:
-        """Describe a tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
-
-    def empty(self) -> torch.Tensor:
-        """Return an uninitialized tensor of this description."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the memory that it spans."""
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Opaque:
+class Opaque(Printed):
     """One call that stays as it is."""
 
     key: str
@@ -84,6 +61,8 @@ class Opaque:
     """Bytes that the call takes beyond what stays of it."""
     most: int | None = field(default=None, compare=False)
     """Bytes that its derivative takes beyond what was there; None: to be found out by a recording."""
+    layouts: tuple[Like | None, ...] = ()
+    """For each of its tensors, its gradient as the derivative makes it; None: not known, laid out as the tensor is."""
 
     def __str__(self) -> str:
         place = ", ".join(part for part in (self.layer, self.where) if part)
@@ -102,12 +81,15 @@ class Opaque:
     def gradients(
         self, recorded: _torch.Recorded, gradients: Sequence[torch.Tensor | None], *, keep: bool = False
     ) -> list[torch.Tensor]:
-        """Return the gradients of the tensors that need one, in their layout, each in memory of its own."""
+        """Return the gradients of the tensors that need one, each in memory of its own: laid out as is known, else as
+        they come."""
         made = recorded.gradients(gradients, keep=keep)
         taken = {_torch.storage_key(one.untyped_storage()) for one in gradients if one is not None}
         results = list[torch.Tensor]()
         while made:
             gradient, like = made.pop(0), self.receivers[len(results)]
+            if not self.layouts and gradient is not None and is_dense(gradient):
+                like = Like.of(gradient)
             wanted = like.empty().zero_() if gradient is None else gradient
             del gradient
             if Like.of(wanted) != like or _torch.storage_key(wanted.untyped_storage()) in taken:
@@ -118,8 +100,10 @@ class Opaque:
 
     @property
     def receivers(self) -> list[Like]:
-        """Descriptions of the tensors that need a gradient."""
-        return [like for like, one in zip(self.inputs, self.needed, strict=True) if one]
+        """Descriptions of the gradients, of the tensors that need one."""
+        known = self.layouts or self.inputs
+        pairs = [(made or like, one) for made, like, one in zip(known, self.inputs, self.needed, strict=True)]
+        return [like for like, one in pairs if one]
 
 
 _KNOWN: weakref.WeakValueDictionary[str, Opaque] = weakref.WeakValueDictionary()
@@ -336,7 +320,7 @@ class Around:
 
     def _registered(self, found: Opaque) -> Opaque:
         """Return the description under a key of its own, the same in every process, so that plans can be saved."""
-        looks = (found.inputs, found.results, found.needed, found.smooth, found.held, found.kept)
+        looks = (found.inputs, found.results, found.needed, found.smooth, found.held, found.kept, found.layouts)
         digest = hashlib.sha256(repr(looks).encode()).hexdigest()[:8]
         number, key = 1, ""
         while not key or (key in _KNOWN and _KNOWN[key] != found):
@@ -376,12 +360,13 @@ def _example(
             recorded = _torch.Recorded(call, tensors, needed)
             results = _own(recorded, tensors)
         kept = _kept(before, tensors, results)
-        if real:
+        made = list[torch.Tensor]()
+        if any(needed):
             gradients = [
                 torch.ones_like(one) if has else None for one, has in zip(results, recorded.smooth, strict=True)
             ]
             with allocations.span("derivative"), suppress(Exception):  # it may never be asked for this
-                found.gradients(recorded, gradients)
+                made = found.gradients(recorded, gradients)
     left = allocations.left("call")
     given_back = sum(int(one.untyped_storage().nbytes()) for one in results if one.untyped_storage().resizable())
     found = replace(
@@ -393,8 +378,15 @@ def _example(
         kept=kept,
         scratch=allocations.most("call") - left,
         most=allocations.most("derivative") if real else None,
+        layouts=_layouts(needed, made),
     )
     return found, results
+
+
+def _layouts(needed: Sequence[bool], made: Sequence[torch.Tensor]) -> tuple[Like | None, ...]:
+    left = iter(made)
+    found = [next(left, None) if one else None for one in needed]
+    return tuple(None if one is None else Like.of(one) for one in found)
 
 
 def _runs(example: Callable[[Sequence[bool]], Any], needed: Sequence[bool]) -> bool:

@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from memplan import _torch
 from memplan.errors import InputError, UsageError
 from memplan.planning.capture.flat_call import is_transparent
 from memplan.planning.capture.loss_module import WithLoss
-from memplan.trace.recording.place import format_frame, is_users
+from memplan.trace.recording.place import format_frame, is_users, user_frame
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -129,6 +129,16 @@ class Watch:
         }
         self._torch = torch.get_rng_state()
         self._random = [(called, get(), get, put) for called, get, put in _generators()]
+        self.seeded: str | None = None
+        """Place at which forward() first set torch's random state; None where it did not."""
+
+    def seeding(self) -> AbstractContextManager[None]:
+        """Return a context in which forward() runs, to see where it sets torch's random state."""
+
+        def seen() -> None:
+            self.seeded = self.seeded or format_frame(user_frame()) or "an unknown place"
+
+        return _torch.seeding_seen(seen)
 
     def changes(self) -> list[str]:
         """Return the names of the attributes that are not what they were."""

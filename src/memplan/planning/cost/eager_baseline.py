@@ -18,6 +18,7 @@ from memplan.simulation.timeline import Timeline
 from memplan.trace.record import Known, record_for
 from memplan.trace.spec import like
 from memplan.trace.step import copy_module
+from memplan.trace.trace import Trace
 
 AS_MODELLED: Known = lambda semantics: semantics  # noqa: E731
 """Kernels' workspaces by memplan's models alone, without measurements."""
@@ -31,8 +32,8 @@ def baseline(
     held: bool,
     home: Home | None = None,
     known: Known = AS_MODELLED,
-) -> Timeline:
-    """Return the bytes over time of two steps of the model as it is, under the autocast that is on; nothing is
+) -> tuple[Trace, Timeline]:
+    """Return two steps of the model as it is, under the autocast that is on, and their bytes over time; nothing is
     allocated.
 
     What counts is the second step: the optimizer has its state, and gradients are held where they are to be.
@@ -69,7 +70,8 @@ def baseline(
         return step
 
     with torch.autocast(home.type, enabled=False):
-        return simulate(record_for(build, home.target, known=known))
+        trace = record_for(build, home.target, known=known)
+        return trace, simulate(trace)
 
 
 def _placed(tensor: torch.Tensor, place: str) -> torch.Tensor:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from memplan import _torch
+from memplan._display import Printed
 from memplan.planning.graph.op_schema import overload
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(Printed):
     """Shape, strides and dtype of an operand, which decide its cost."""
 
     shape: tuple[int, ...]

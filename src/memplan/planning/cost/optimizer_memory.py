@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from memplan.trace.record import record_for
 from memplan.trace.records import Cause
 
 Optimizer = Callable[[Any], Any]
+
+_NOTHING = Fraction(0)
 
 _Shape = tuple[tuple[int, ...], tuple[int, ...], str]
 
@@ -39,6 +42,7 @@ def surroundings(
     gradients: GradientUse = STAYS,
     *,
     home: Home | None = None,
+    outside: Fraction = _NOTHING,
 ) -> Surroundings:
     """Return what is on the device beside the graph's values.
 
@@ -49,8 +53,10 @@ def surroundings(
         optimizer: a callable of the parameters; None: no update is counted.
         gradients: whether each parameter is updated by itself, and whether gradients are there when the step begins.
         home: where the step runs; None: on the CPU.
+        outside: bytes that a loss outside of the graph holds for a moment, for each byte of the tangents.
     """
     home = home or Home()
+    loss = int(outside * sum(value.bytes for value in graph.values if value.kind == "tangent"))
     idle, others = _untrained(model, graph), dict[Cause, int]()
     if gradients.adds:
         others["parameter_gradient"] = sum(home.taken(one.numel() * one.element_size()) for one in idle)
@@ -58,7 +64,7 @@ def surroundings(
     if kept:
         others["workspace"] = kept
     if optimizer is None:
-        return Surroundings(others=others, home=home)
+        return Surroundings(others=others, outside=loss, home=home)
     parameters = [graph.values[of] for of, _ in graph.gradients if graph.values[of].kind == "parameter"]
     shapes = [_shape(value) for value in parameters]
     own = update_of(optimizer, shapes, home)
@@ -66,7 +72,7 @@ def surroundings(
     others["optimizer_state"] = all_.state - own.state
     alone = {shape: update_of(optimizer, [shape], home) for shape in dict.fromkeys(shapes)} if gradients.updates else {}
     each = {value.id: alone[_shape(value)].most for value in parameters} if gradients.updates else {}
-    return Surroundings(own.state, (all_ if gradients.adds else own).most, each, others, home)
+    return Surroundings(own.state, (all_ if gradients.adds else own).most, each, others, loss, home)
 
 
 def update_of(optimizer: Optimizer, shapes: Sequence[_Shape], home: Home | None = None) -> Update:

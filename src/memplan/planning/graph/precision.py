@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memplan._display import Printed
+
 Compute = Literal["", "bfloat16", "float16"]
 Save = Literal["exact", "bfloat16", "int8"]
 
@@ -13,7 +15,7 @@ SMALLEST_HALF = 2.0**-24
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(Printed):
     """Dtypes that a step computes in, and in which it may save values from the forward to the backward pass."""
 
     compute: Compute = ""

@@ -21,6 +21,8 @@ class Surroundings:
     """The same for one parameter (its value's id), where each is updated by itself, in the backward pass."""
     others: Mapping[Cause, int] = field(default_factory=dict)
     """Bytes of parameters that get no gradient in the graph but do in other steps: held gradients, state."""
+    outside: int = 0
+    """Bytes that a loss outside of the graph holds for a moment between the passes, beside outputs and tangents."""
     home: Home = field(default_factory=Home)
     """Device that the step runs on."""
 

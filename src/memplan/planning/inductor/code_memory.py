@@ -81,6 +81,7 @@ class _Step:
         outputs, saved = self.halves.forward(list(self.handed))
         summed = self._summed()
         tangents = [_made(value) for value in self.tangents]
+        self._bytes(self.around.outside)
         stay: list[Tensor] = [one for one, value in zip(tangents, self.tangents, strict=True) if value.held]
         for given in self.halves.backward(list(self.handed), saved, tangents):
             stay += [gradient for value, gradient in given if not self._used_up(value)]

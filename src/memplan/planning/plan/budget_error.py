@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 from memplan.errors import BudgetError
 from memplan.planning.graph.op_schema import short
 from memplan.planning.graph.resident import Surroundings
@@ -22,7 +23,7 @@ _NARROW = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(Printed):
     """A storage that is live at the peak of the floor."""
 
     bytes: int
@@ -39,7 +40,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Way(Printed):
     """A way to need less. ``bytes`` estimates the smallest budget then, from what is live at the peak."""
 
     do: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from memplan import _json
+from memplan._display import Printed
 from memplan._json import Json
 from memplan.planning.levers.lever import Grade
 
@@ -14,7 +15,7 @@ ScopeKind = Literal["value", "segment", "parameter", "step"]
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Printed):
     """Subject of a decision."""
 
     kind: ScopeKind

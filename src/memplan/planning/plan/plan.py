@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from memplan import _json
@@ -15,6 +14,7 @@ from memplan._display import Displayed
 from memplan._json import Json, Unreadable
 from memplan._text import format_seconds, printable, write_whole
 from memplan.errors import BudgetError, PlanFormatError, UsageError
+from memplan.explanation.course import Course, course_from
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.levers.lever import Grade, GradientUse
@@ -26,12 +26,16 @@ from memplan.planning.schedule.actions import Choices
 from memplan.simulation.timeline import Timeline
 
 FORMAT = "memplan.plan"
+_BYTES = ("host_bytes", "encoded_bytes")
+"""Details of decisions that are numbers of bytes."""
 SCHEMA = 1
 """Version of the JSON form. Raised whenever a reader of the old form would misread the new one, or the other way
 round; another lever does not: it is refused by name. Nor does a field with a default, which older plans lack."""
 
+_COURSES = ("course", "eager_course")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Plan(Displayed):
     """Decisions about a step. Sizes in bytes, times in seconds."""
 
@@ -78,6 +82,10 @@ class Plan(Displayed):
     cast_copies: int = 0
     """Bytes of copies of weights in lower precision that are there at once, at the most: beside the weights, which
     stay what they are. They come and go with the step, and are not resident."""
+    course: Course | None = None
+    """Bytes by cause over the planned step; None of fused kernels, and in plans of before this field."""
+    eager_course: Course | None = None
+    """The same of the step without a plan."""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -139,7 +147,10 @@ class Plan(Displayed):
 
     def to_json(self) -> str:
         """Return the plan as JSON text, the same text for the same plan."""
-        plain = _json.to_plain(self)
+        plain = _json.to_plain(replace(self, course=None, eager_course=None))
+        plain = {name: value for name, value in plain.items() if name not in _COURSES}
+        courses = {name: getattr(self, name) for name in _COURSES}
+        plain |= {name: course.to_dict() for name, course in courses.items() if course is not None}
         plain["choices"] = choices_json.to_plain(self.choices, self.names)
         return _json.text_of({"format": FORMAT, **plain})
 
@@ -153,11 +164,7 @@ class Plan(Displayed):
         try:
             return _read(_json.parse(text))
         except Unreadable as error:
-            raise PlanFormatError(
-                f"{source} is no plan that can be used: {error}",
-                expected=f"a plan of schema version {SCHEMA}, written by memplan",
-                do="Plan again, or read it with the memplan that wrote it",
-            ) from None
+            raise _no_plan(source, error) from None
 
     @property
     def summary(self) -> str:
@@ -307,9 +314,19 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a file that `save_plan` wrote. Raises PlanFormatError, OSError."""
-    with Path(path).open("rb") as file:
-        content = file.read(_json.LONGEST + 1)
-    return Plan.from_json(content.decode("utf-8", "replace"), str(path))
+    try:
+        text = _json.read_text(path)
+    except Unreadable as error:
+        raise _no_plan(str(path), error) from None
+    return Plan.from_json(text, str(path))
+
+
+def _no_plan(source: str, error: Unreadable) -> PlanFormatError:
+    return PlanFormatError(
+        f"{source} is no plan that can be used: {error}",
+        expected=f"a plan of schema version {SCHEMA}, written by memplan",
+        do="Plan again, or read it with the memplan that wrote it",
+    )
 
 
 def _values(number: int) -> str:
@@ -321,13 +338,17 @@ def _read(plain: Any) -> Plan:
         raise Unreadable(f'it has no "format": "{FORMAT}"')
     if plain.get("schema") != SCHEMA:
         raise Unreadable(f"its schema version is {plain.get('schema')!r:.20}")
+    courses = {name: course_from(plain.pop(name), f"the plan.{name}") for name in _COURSES if plain.get(name)}
     names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
     if len(set(names.values())) < len(names):
         raise Unreadable("names gives two names to one value")
     plan = _json.from_plain(Plan, {**plain, "choices": choices_json.by_id(plain.get("choices"), names)}, "the plan")
+    plan = replace(plan, **courses)
     levers = ["keep", *(lever.name for lever in LEVERS)]
     for at, decision in enumerate(plan.decisions):
         if decision.lever not in levers:
             place, known = f"the plan.decisions[{at}].lever", ", ".join(map(repr, levers))
             raise Unreadable(f"{place} is {decision.lever!r:.40}, which is none of {known}")
+        for name in _BYTES:
+            _json.from_plain(int, decision.details.get(name, 0), f"the plan.decisions[{at}].details.{name}")
     return plan

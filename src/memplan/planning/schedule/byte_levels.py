@@ -68,6 +68,8 @@ class ActionBytes:
             op = action.called(self.graph)
             unwanted = self.owned(value for value in op.makes if value not in action.makes)
             return op.discarded + unwanted + self._scratch(action, op)
+        if action.kind == "receive":
+            return self.around.outside
         if action.value is None:
             return 0
         if action.kind == "store" and action.form is not None:

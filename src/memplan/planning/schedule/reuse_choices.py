@@ -1,4 +1,4 @@
-"""Choices made for a larger call, taken over for a smaller one."""
+"""Choices made for one call, taken over for another: a smaller one, or that of the model without its loss."""
 
 from __future__ import annotations
 
@@ -27,6 +27,29 @@ def taken_over(choices: Choices, of: JointGraph, graph: JointGraph) -> Choices |
     )
 
 
+def without_loss(choices: Choices, of: JointGraph, graph: JointGraph) -> Choices | None:
+    """Translate choices of a model with its loss into choices of the model alone.
+
+    The ops of ``graph``'s forward pass have to be the first of ``of``'s, else None; what becomes of the loss's own
+    values is left out. Whether the choices keep a budget is for the validator to say.
+    """
+    same = dict[int, int]()
+    if len(graph.forward_ops) > len(of.forward_ops):
+        return None
+    for a, b in zip(of.forward_ops, graph.forward_ops, strict=False):
+        if not _alike(a, b) or len(a.reads) != len(b.reads):
+            return None
+        pairs = (*zip(a.reads, b.reads, strict=True), *zip(a.makes, b.makes, strict=True))
+        if any(same.setdefault(one, other) != other for one, other in pairs):
+            return None
+    return replace(
+        choices,
+        recompute=frozenset(same[value] for value in choices.recompute if value in same),
+        kept_as=frozenset((lever, same[value]) for lever, value in choices.kept_as if value in same),
+        pieces=None,
+    )
+
+
 def _same_values(one: JointGraph, other: JointGraph) -> Mapping[int, int] | None:
     """By the values that own memory in a forward pass: the same of another graph."""
     same: dict[int, int] = {}
@@ -37,13 +60,17 @@ def _same_values(one: JointGraph, other: JointGraph) -> Mapping[int, int] | None
     if len(_handed(one)) != len(_handed(other)) or len(one.forward_ops) != len(other.forward_ops):
         return None
     for a, b in zip(one.forward_ops, other.forward_ops, strict=True):
-        if (a.target, len(a.makes), a.random, a.once) != (b.target, len(b.makes), b.random, b.once):
+        if not _alike(a, b):
             return None
         if tuple(same[value] for value in a.reads) != b.reads:
             return None
         same.update(zip(a.makes, b.makes, strict=True))
     returned = [[graph.base(value) for value in graph.outputs] for graph in (one, other)]
     return same if [same.get(value) for value in returned[0]] == returned[1] else None
+
+
+def _alike(a: GraphOp, b: GraphOp) -> bool:
+    return (a.target, len(a.makes), a.random, a.once) == (b.target, len(b.makes), b.random, b.once)
 
 
 def _handed(graph: JointGraph) -> list[int]:

@@ -176,6 +176,8 @@ class _Tracer:
         if action.form is not None and action.kind in ("store", "fetch"):
             stores, fetches = find(self.graph.form[action.form].lever).verbs
             return f"memplan.{stores if action.kind == 'store' else fetches}"
+        if action.kind == "receive" and self.around.outside:
+            return "the loss, outside of the plan"
         return f"memplan.{action.kind}"
 
     def _note(self, name: str, phase: Phase, start: int, action: Action | None = None) -> None:

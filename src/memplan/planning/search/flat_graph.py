@@ -120,6 +120,7 @@ class FlatGraph:
         self.taken = np.zeros(self.slots, dtype=bool)
         """Whether the slot's op takes over memory of something else than a forward value."""
         self.during[0] = self.net[0] = sum(graph.values[value].bytes for value in self.tangents)
+        self.during[0] += self.around.outside
         fixed = self.resident | self.outputs | kept | given | {v for v in self.tangents if graph.values[v].held}
         for value, slot in last.items():
             if value not in fixed and value not in self.row:

@@ -34,7 +34,7 @@ class _Walk:
         self.ran, self.again, self.written, self.given = list[int](), {*graph.irreplaceable}, set[int](), set[int]()
         # by kind of action, form and value: what is read, what is made, and scratch
         can = self.can = dict[tuple[str, int | None, int | None], tuple[set[int], set[int], int]]()
-        can["receive", None, None] = set[int](), self.tangents, 0
+        can["receive", None, None] = set[int](), self.tangents, around.outside
         for f in graph.forms:
             can["store", f.kept, f.value] = {f.value}, {f.kept}, f.store_scratch
             if f.whole:

@@ -18,9 +18,10 @@ from rich.text import Text
 from memplan.checks.finding import Finding
 from memplan.explanation.line_profile import LineProfile
 from memplan.explanation.model import Explanation
+from memplan.explanation.why import Why
 from memplan.exporting.exported import Exported
 from memplan.planning.plan.plan import Plan
-from memplan.reports import check, compare, explain, largest, line_tables, plan, quantize, replay, sweep
+from memplan.reports import check, compare, explain, largest, line_tables, plan, quantize, replay, sweep, why
 from memplan.reports.columns import shortened
 from memplan.reports.exports import export as exports
 from memplan.reports.output import Page
@@ -61,6 +62,8 @@ def _parts(result: object) -> Iterable[RenderableType]:
             return quantize.render("Quantized", result, _PAGE)
         case Replay():
             return replay.render(replay.Cases(result, result, (), None), _PAGE)
+        case Why():
+            return why.render(result, _PAGE)
         case Exported():
             return exports.render(result, _PAGE)
         case Finding():

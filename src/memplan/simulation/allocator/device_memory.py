@@ -79,9 +79,13 @@ class Device:
         self.log.append(AllocatorEvent(action, address, size, stream, pool, None, self.tick))
 
 
-def ascending() -> Callable[[int], int]:
-    """Return a source of addresses that never overlap: each behind the last one, in multiples of 2 MiB."""
-    following = FIRST_ADDRESS
+def ascending(above: int = 0) -> Callable[[int], int]:
+    """Return a source of addresses that never overlap: each behind the last one, in multiples of 2 MiB.
+
+    Args:
+        above: the end of the addresses that are taken.
+    """
+    following = max(FIRST_ADDRESS, -(-above // ALIGNMENT) * ALIGNMENT)
 
     def place(size: int) -> int:
         nonlocal following

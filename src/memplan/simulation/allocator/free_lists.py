@@ -12,7 +12,7 @@ from memplan.simulation.timeline import Pool
 FREE, LIVE, PENDING = 0, 1, 2
 """States of a chunk: in its pool; handed out; given back, but other streams may still be using it."""
 
-_ADDRESS_BITS = 64
+_ADDRESS_BITS = 96  # sizes of a snapshot reach 2**63 bytes, and addresses stand one behind the other
 _ADDRESS = (1 << _ADDRESS_BITS) - 1
 
 

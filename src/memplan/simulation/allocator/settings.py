@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from memplan._display import Printed
 from memplan.errors import UsageError
 
 MIB = 1 << 20
@@ -19,7 +20,7 @@ Divisions = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AllocatorSettings:
+class AllocatorSettings(Printed):
     """What changes where torch's CUDA caching allocator puts a block. The defaults are torch's.
 
     Sizes in bytes. ``str()`` gives the settings as text, which `parse_settings` reads back to an equal value.

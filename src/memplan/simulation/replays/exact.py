@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from memplan._display import Printed
 from memplan.errors import UsageError
 from memplan.simulation.allocator.allocator import OutOfMemory
 from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALLEST_BLOCK, block_size
@@ -25,7 +26,7 @@ OTHER_STREAM = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(Printed):
     """A difference between what torch recorded and what the replay did."""
 
     index: int

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from memplan.simulation.allocator.allocator import CachingAllocator
+from memplan.simulation.allocator.device_memory import ascending
+from memplan.simulation.allocator.expandable_segments import UNKNOWN_CARD
 from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALL_SEGMENT, block_size
 from memplan.simulation.allocator.settings import AllocatorSettings
 from memplan.simulation.snapshots.read import Entry, Snapshot
@@ -48,8 +50,12 @@ class Start:
         place: Callable[[int], int] | None = None,
     ) -> CachingAllocator:
         """Return a caching allocator that holds this, with an empty log."""
+        held = (*self.segments, *self.below)
+        if place is None:  # above all that is held, and what is reserved behind it for expandable segments
+            end = max((segment.address + segment.size for segment in held), default=0)
+            place = ascending(end + (2 * (capacity or UNKNOWN_CARD) if any(one.expandable for one in held) else 0))
         allocator = CachingAllocator(settings, capacity=capacity, place=place)
-        allocator.restore((*self.segments, *self.below))
+        allocator.restore(held)
         for segment in self.below:
             allocator.unmap(segment.address, segment.size)
         allocator.log.clear()

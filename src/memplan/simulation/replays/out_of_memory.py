@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes_as_torch
 from memplan.simulation.allocator.rounding import LARGEST_SMALL, SMALL_SEGMENT, segment_size
 from memplan.simulation.allocator.settings import AllocatorSettings, parse_settings
 from memplan.simulation.replays.exact import OutOfMemoryEvent
@@ -208,7 +208,7 @@ def _why_not(segment: Segment, size: int, oom: OutOfMemoryEvent) -> str:
     if segment.small != (oom.requested <= LARGEST_SMALL):
         return "kept for requests up to 1 MiB" if segment.small else "kept for requests above 1 MiB"
     if size < oom.requested:
-        return f"{format_bytes(oom.requested - size)} too small"
+        return f"{format_bytes_as_torch(oom.requested - size)} too small"
     return "above max_split_size, so kept whole for larger requests"
 
 

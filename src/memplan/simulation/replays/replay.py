@@ -50,7 +50,7 @@ def replay(
         >>> replay.mismatches
         []
         >>> memplan.replay("snapshot.pickle", settings="expandable_segments:True").peak_reserved
-        17951621120
+        88080384
     """
     chosen = parse_settings(settings) if isinstance(settings, str) else settings
     limit = None if capacity is None else parse_bytes(capacity)

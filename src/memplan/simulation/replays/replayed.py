@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memplan._bytes import format_bytes
+from memplan._bytes import format_bytes_as_torch as shown
 from memplan._display import Displayed
 from memplan.simulation.allocator.allocator import CachingAllocator
 from memplan.simulation.allocator.settings import AllocatorSettings
@@ -17,7 +17,7 @@ from memplan.simulation.snapshots.read import Frame, Snapshot
 from memplan.simulation.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Replay(Displayed):
     """What torch's caching allocator did in a snapshot's history, or would have done. Bytes throughout.
 
@@ -101,14 +101,14 @@ class Replay(Displayed):
         lines = [
             f"{self.snapshot.source}: {len(self.snapshot.entries)} events on {self.timeline.device}, "
             f"settings {str(self.settings) or 'default'}",
-            f"peak {format_bytes(self.peak_reserved)} reserved, {format_bytes(self.peak_allocated)} allocated, "
-            f"{format_bytes(self.fragmentation)} fragmentation",
+            f"peak {shown(self.peak_reserved)} reserved, {shown(self.peak_allocated)} allocated, "
+            f"{shown(self.fragmentation)} fragmentation",
         ]
         if not self.has_history:
             lines.append("no history was recorded: this is what was held when the snapshot was taken")
         elif self.compared:
             lines.append(f"{len(self.mismatches)} differences between recorded and replayed addresses and segments")
-        lines += [f"out of memory at event {oom.index}: {format_bytes(oom.requested)} requested" for oom in self.ooms]
+        lines += [f"out of memory at event {oom.index}: {shown(oom.requested)} requested" for oom in self.ooms]
         return "\n".join(lines)
 
 

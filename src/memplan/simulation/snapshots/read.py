@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import math
 import os
 import stat
@@ -20,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from memplan._json import parse
 from memplan.errors import DeviceError, SnapshotFormatError, TargetError
 from memplan.simulation.allocator.settings import AllocatorSettings, settings_of_snapshot
 from memplan.simulation.snapshots.safe_pickle import DO, EXPECTED, load_plain, shown
@@ -105,12 +105,13 @@ def read_snapshot(what: str | os.PathLike[str] | Mapping[str, Any], gpu: int | N
     if not isinstance(what, (str, os.PathLike)):
         raise SnapshotFormatError(f"a {type(what).__name__}", expected="a path, or a dict: " + EXPECTED)
     source = shown(str(what))
-    data = _bytes_of(Path(what), source)
-    return _Reader(source, len(data)).read(_parsed(data, source), gpu)
+    packed = _bytes_of(Path(what), source)
+    data = _unpacked(packed, source) if packed.startswith(b"\x1f\x8b") else packed
+    return _Reader(source, len(data)).read(_parsed(data, source, len(packed)), gpu)
 
 
 def _bytes_of(path: Path, source: str) -> bytes:
-    """Return what stands in a file, unpacked."""
+    """Return what stands in a file."""
     try:
         found = os.stat(path)
         is_file = stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)
@@ -128,7 +129,7 @@ def _bytes_of(path: Path, source: str) -> bytes:
         raise TargetError(f"{source} is {kind}", expected="the file of a snapshot", do="Check the path")
     if max(found.st_size, len(data)) > LARGEST_FILE:
         _refuse(source, f"is larger than {LARGEST_FILE >> 30} GiB", "Record fewer events (max_entries)")
-    return _unpacked(data, source) if data.startswith(b"\x1f\x8b") else data
+    return data
 
 
 def _unpacked(data: bytes, source: str) -> bytes:
@@ -147,9 +148,9 @@ def _unpacked(data: bytes, source: str) -> bytes:
     return b"".join(parts)
 
 
-def _parsed(data: bytes, source: str) -> Any:
+def _parsed(data: bytes, source: str, packed: int) -> Any:
     if data.startswith(b"\x80"):
-        return load_plain(data, source)
+        return load_plain(data, source, packed)
     if not data:
         _refuse(source, "is empty", DO)
     if data.startswith(b"PK\x03\x04"):
@@ -157,13 +158,9 @@ def _parsed(data: bytes, source: str) -> Any:
     if data.lstrip(b" \t\r\n")[:1] not in (b"{", b"["):
         _refuse(source, "is neither a pickle of protocol 2 to 5 nor JSON", DO)
     try:
-        return json.loads(data.decode("utf-8"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        _refuse(source, f"is not JSON ({shown(str(error) or type(error).__name__)})", DO)
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
+        return parse(data.decode("utf-8"), packed=packed, longest=LARGEST_FILE)
+    except ValueError as error:  # Unreadable, or no UTF-8
+        _refuse(source, f"cannot be read: {shown(str(error))}", DO)
 
 
 def _refuse(source: str, what: str, do: str) -> NoReturn:

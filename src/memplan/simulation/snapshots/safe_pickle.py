@@ -13,6 +13,7 @@ import pickle
 import re
 from typing import Any, NoReturn
 
+from memplan._json import Unreadable, check_memory
 from memplan._text import printable
 from memplan.errors import SnapshotFormatError
 
@@ -29,7 +30,6 @@ _PLAIN = re.compile(
 )
 _LENGTHS = {ord("X"): 4, 0x8C: 1, 0x8D: 8}
 """BINUNICODE, SHORT_BINUNICODE, BINUNICODE8, and in how many bytes each writes its length."""
-_BYTES_A_CONTAINER, _FEW = 4, 1000
 _STOP, _LONG_BINPUT, _PROTO, _LONG1, _LONG4, _STACK_GLOBAL = ord("."), ord("r"), 0x80, 0x8A, 0x8B, 0x93
 _TEXT_GLOBALS = b"ci"  # GLOBAL, INST: the name stands behind them, in two lines
 _OBJECTS = b"oRb\x81\x92\x82\x83\x84"  # OBJ, REDUCE, BUILD, NEWOBJ, NEWOBJ_EX, EXT1, EXT2, EXT4
@@ -54,24 +54,26 @@ class _Plain(pickle.Unpickler):
         raise _Refused("a persistent id")
 
 
-def load_plain(data: bytes, source: str) -> Any:
+def load_plain(data: bytes, source: str, packed: int | None = None) -> Any:
     """Return the value of a pickle that holds plain data only. Nothing of it is run.
 
     Args:
         data: the pickle, of protocol 2 to 5.
         source: what to call it in an error.
+        packed: bytes of the file, where the pickle was unpacked.
 
     Raises:
-        SnapshotFormatError: a class (named), a persistent id, an opcode that no plain value needs, a damaged pickle.
+        SnapshotFormatError: a class (named), a persistent id, an opcode that no plain value needs, a damaged pickle,
+            or one that takes far more memory than its file.
 
     Example:
         >>> load_plain(pickle.dumps({"segments": []}), "a.pickle")
         {'segments': []}
     """
-    # an empty dict is one byte here and 64 in memory; one of a snapshot has keys, which take several bytes each
-    if sum(map(data.count, (b"}", b"]", b"("))) > len(data) // _BYTES_A_CONTAINER + _FEW:
-        found = f"{source} is a pickle of little but empty containers"
-        raise SnapshotFormatError(found, expected=EXPECTED, do=DO)
+    try:
+        check_memory(memory_of_pickle(data), len(data), len(data) if packed is None else packed)
+    except Unreadable as error:
+        raise SnapshotFormatError(f"{source} cannot be read: {error}", expected=EXPECTED, do=DO) from None
     at = _first_forbidden(data)
     if at is not None:
         raise SnapshotFormatError(f"{source} is a pickle that {_what(data, at)}", expected=EXPECTED, do=DO)
@@ -85,6 +87,15 @@ def load_plain(data: bytes, source: str) -> Any:
     ) as error:  # fmt: skip
         reason = shown(str(error) or type(error).__name__)
         raise SnapshotFormatError(f"{source} is a damaged pickle ({reason})", expected=EXPECTED, do=DO) from None
+
+
+def memory_of_pickle(data: bytes) -> int:
+    """Return a bound on the bytes that a plain pickle and its value take together.
+
+    Counted are 240 for a dict of few keys, 100 for a list, 32 for any other byte: at most a number in three bytes (32
+    and its slot), or a place in the memo in one (24 while that grows).
+    """
+    return 33 * len(data) + 240 * (data.count(b"}") + data.count(b"(")) + 100 * data.count(b"]")
 
 
 def _first_forbidden(data: bytes) -> int | None:

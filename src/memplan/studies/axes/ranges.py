@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from memplan.errors import InputError
+from memplan.trace.naming.parsing import literal
 
 _RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
-_WORDS = {"true": True, "false": False, "none": None}
 _MOST = 10_000
 
 
@@ -42,22 +41,6 @@ def values_of(given: Any, name: str) -> tuple[Any, ...]:
         if not any(value == other and type(value) is type(other) for other in once):  # lists are not hashable
             once.append(value)
     return tuple(once)
-
-
-def literal(text: str) -> Any:
-    """Return a Python literal where the text is one, else the text; ``true``, ``false``, ``none`` in any case.
-
-    Example:
-        >>> literal("8"), literal("1e-3"), literal("(16, 32)"), literal("false"), literal("batch")
-        (8, 0.001, (16, 32), False, 'batch')
-    """
-    word = text.strip().lower()
-    if word in _WORDS:
-        return _WORDS[word]
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text.strip()
 
 
 def parts_of(text: str, name: str) -> Iterator[str]:

@@ -29,6 +29,7 @@ from memplan.studies.capacity.limit import Case, Room, room_of
 from memplan.studies.sweeps.fits import LABELS, part_bytes
 from memplan.studies.sweeps.points import Bytes, measured
 from memplan.studies.sweeps.sweep import again
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment
 from memplan.trace.recording.values.known_indices import NoSuchRow
 from memplan.trace.step import StepOptions
@@ -52,7 +53,7 @@ class Tried:
     """Why the recording failed; empty where it did not."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Largest(Displayed):
     """The largest value that fits, and how it was found. ``value`` is 0 where none of those that were recorded does."""
 
@@ -134,11 +135,11 @@ def largest(
     budget: Any = None,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     settings: str | None = None,
     divisible: int = 1,
     aspect: Sequence[float] | None = None,
@@ -173,8 +174,8 @@ def largest(
         InputError, StepError: an axis that the step does not take; no card and no budget; no value can be recorded.
 
     Example:
-        >>> memplan.largest(resnet18, "batch", "32x3x224x224", optimizer=torch.optim.AdamW, device="rtx4090")
-        902
+        >>> memplan.largest(model, "batch", images, optimizer=torch.optim.AdamW, device="rtx4090")
+        82096
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options, window=window.checked() if window is not None else None)

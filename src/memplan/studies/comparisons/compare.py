@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from memplan.studies.comparisons.comparison import CAST_COPIES, Comparison, Side
 from memplan.studies.comparisons.pruned_weights import zeros_of
 from memplan.studies.comparisons.sides import KINDS, is_saved, of_trace, side_of
 from memplan.trace.measure import measure as measure_step
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
 from memplan.trace.recording.session import Environment, choose_target
 from memplan.trace.records import HOST
@@ -44,12 +45,12 @@ def compare(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     device: str | torch.device | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     settings: str | None = None,
     b_options: Mapping[str, Any] = {},  # read only
     measure: bool = False,
@@ -74,10 +75,10 @@ def compare(
         StepError, DataDependentError: a step cannot be recorded.
 
     Example:
-        >>> print(memplan.compare(resnet18, resnet18, "32x3x224x224", b_options={"autocast": "bf16"}))
+        >>> print(memplan.compare(resnet18, resnet18, "32x3x224x224", device="h100", b_options={"autocast": "bf16"}))
         A: resnet18
         B: resnet18 with autocast=bf16
-        752.5 MiB -> 470.6 MiB peak: 281.9 MiB less, -37 % (saved activations -278.7 MiB, ...
+        808.9 MiB -> 531.0 MiB peak: 277.9 MiB less, -34 % (saved activations -278.7 MiB, ...
     """
     common = {
         "inputs": inputs, "kwargs": kwargs, "targets": targets, "loss": loss, "optimizer": optimizer,

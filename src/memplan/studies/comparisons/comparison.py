@@ -153,14 +153,14 @@ class Apart:
     largest: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Displayed):
     """Two steps side by side; ``a`` and ``b`` are their sides.
 
     Example:
-        >>> comparison = memplan.compare(resnet18, resnet18, "32x3x224x224", b_options={"autocast": "bf16"})
+        >>> comparison = memplan.compare(model, model, images, device="h100", b_options={"autocast": "bf16"})
         >>> comparison.difference, [row.difference for row in comparison.by_cause if row.cause == "saved"]
-        (-295550852, [-292231936])
+        (-723968, [-368640])
     """
 
     a: Side

@@ -14,6 +14,7 @@ from memplan import _json
 from memplan._json import Unreadable
 from memplan.errors import InputError, TargetError
 from memplan.explanation.explain import explain_trace
+from memplan.explanation.explanation_json import explanation_of, is_explanation
 from memplan.explanation.layers import OUTSIDE
 from memplan.explanation.model import Explanation, LayerRow
 from memplan.planning.plan.plan import Plan
@@ -59,12 +60,12 @@ def side_of(what: Any, title: str, *, settings: str | None = None) -> Side:
             f"{title} and settings of an allocator", expected="these only where a step is recorded", do="Leave them out"
         )
     if isinstance(what, Explanation):
-        return of_explanation(what.to_dict(), title)
+        return of_explanation(what, title)
     if isinstance(what, Plan):
         return of_plan(what, title)
     if isinstance(what, Point):
         return of_point(what, title)
-    return of_explanation(what, title)
+    raise TargetError(f"{title} is of type {type(what).__name__}", expected=KINDS, do="Name one of these")
 
 
 def is_saved(what: Any) -> bool:
@@ -80,7 +81,7 @@ def split_point(name: str) -> tuple[str, str]:
 
 
 def read(name: str | os.PathLike[str]) -> Any:
-    """Read a file: a Trace, a Plan, a Sweep or one point of it, or the plain data of an Explanation.
+    """Read a file: a Trace, a Plan, a Sweep or one point of it, or an Explanation.
 
     Args:
         name: the path, with the point after a ``#``.
@@ -119,9 +120,8 @@ def _point(sweep: Sweep, which: str) -> Point:
 
 def _read(path: Path) -> Any:
     try:
-        with path.open("rb") as file:
-            text = file.read(_json.LONGEST + 1).decode("utf-8", "replace")
-    except (OSError, ValueError) as error:
+        text = _json.read_text(path)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path, or unreadable
         reason = getattr(error, "strerror", None) or error
         raise TargetError(f"{path} cannot be read ({reason})", expected=KINDS, do="Check the path") from error
     try:
@@ -141,8 +141,11 @@ def _read(path: Path) -> Any:
         )
     if kind == "memplan.fit":
         return Plan.from_json(_json.text_of(data["plan"]), str(path))
-    if isinstance(data, Mapping) and isinstance(data.get("timeline"), Mapping) and "by_cause" in data:
-        return data
+    if is_explanation(data):
+        try:
+            return explanation_of(data)
+        except Unreadable as error:
+            raise InputError(f"{path}: {error}", expected=_FILES, do="Explain the step again") from None
     raise InputError(f"{path} holds something else", expected=_FILES, do="Name such a file")
 
 
@@ -216,28 +219,14 @@ def _parts(rows: tuple[LayerRow, ...]) -> tuple[LayerPart, ...]:
     return tuple(LayerPart(r.name, r.kind, r.output_bytes, r.saved_bytes, r.weight_bytes) for r in rows)
 
 
-def of_explanation(data: Any, title: str) -> Side:
-    """Return an explanation as plain data, as `memplan.Explanation.to_dict` gives it.
-
-    Raises:
-        TargetError: it is something else.
-    """
-    try:
-        timeline, causes = data["timeline"], _json.from_plain(Mapping[str, int], data["by_cause"], "by_cause")
-        layers = _json.from_plain(tuple[LayerRow, ...], data["layers"], "layers")
-        peaks = [_json.from_plain(int, timeline[f"peak_{kind}"], kind) for kind in ("allocated", "reserved")]
-        saved = _json.from_plain(int, data["saved_bytes"], "saved_bytes")
-        device, train = (str(data["device"]), bool(data["train"]))
-        most = _json.from_plain(Mapping[str, int], data["by_cause_most"], "by_cause_most")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise TargetError(
-            f"{title} is of type {type(data).__name__}, without {error}", expected=KINDS, do="Name one of these"
-        ) from None
-    except Unreadable as error:
-        raise InputError(f"{title}: {error}", expected=_FILES, do="Explain the step again") from None
+def of_explanation(explanation: Explanation, title: str) -> Side:
+    """Return an explained step: peaks, causes and layers."""
+    timeline = explanation.timeline
     return Side(
-        title, "explained", device, train, peaks[0], peaks[1], dict(causes), _parts(layers), saved, most.get("weight")
-    )
+        title, "explained", explanation.device, explanation.train, timeline.peak_allocated, timeline.peak_reserved,
+        dict(explanation.by_cause), _parts(explanation.layers), explanation.saved_bytes,
+        explanation.by_cause_most.get("weight"),
+    )  # fmt: skip
 
 
 def of_point(point: Point, title: str) -> Side:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from memplan.explanation.model import LABELS, Explanation, peak_sentence
 from memplan.studies.guarding.alike import name_of, pattern
 from memplan.studies.guarding.baseline import Held
 from memplan.studies.guarding.taken import held
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment
 
 _CAUSES = 5
@@ -28,12 +29,12 @@ def assert_peak(
     reserved: str | int | None = None,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     device: str | torch.device | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
@@ -60,8 +61,8 @@ def assert_peak(
     Where it is not known which algorithm cuDNN takes, the low case counts, as `memplan.explain` prints it.
 
     Example:
-        >>> memplan.assert_peak(resnet18, "32x3x224x224", optimizer=torch.optim.AdamW, at_most="2 GiB", device="h100")
-        <Explanation of 'resnet18' on h100: 1.0 GiB peak, 62 layers>
+        >>> memplan.assert_peak(model, images, optimizer=torch.optim.AdamW, at_most="80 MiB", device="h100")
+        <Explanation of 'Sequential' on h100: 65.8 MiB peak, 10 layers>
     """
     __tracebackhide__ = True  # of pytest: the failure is shown at the user's line
     limits = {"allocated": at_most, "reserved": reserved}

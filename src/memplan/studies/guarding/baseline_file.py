@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from memplan import _json
 from memplan._json import Unreadable
@@ -27,8 +26,7 @@ def read(path: str | os.PathLike[str]) -> Baseline:
         BaselineError: there is none, it cannot be read, is something else, of another schema version, or damaged.
     """
     try:
-        with Path(path).open("rb") as file:
-            text = file.read(_json.LONGEST + 1).decode("utf-8", "replace")
+        text = _json.read_text(path)
     except FileNotFoundError:
         raise BaselineError(f"there is no baseline {path}", expected="one in version control", do=_UPDATE) from None
     except (OSError, ValueError) as error:

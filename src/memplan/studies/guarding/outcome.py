@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from memplan._bytes import format_bytes, parse_bytes
+from memplan._display import Printed
 from memplan.errors import BaselineError, UnitError, UsageError
 from memplan.studies.comparisons.comparison import CAUSE_LABELS, CauseRow, Comparison, signed
 from memplan.studies.guarding.alike import name_of, pattern
@@ -20,7 +21,7 @@ _UPDATE = "Run memplan guard with --update, look at what changes, and commit the
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Change(Printed):
     """Layers that are alike, and hold more (or less) at the peak than in the baseline."""
 
     layers: tuple[str, ...]

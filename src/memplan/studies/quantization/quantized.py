@@ -27,7 +27,7 @@ class Layer:
     why: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Quantized(Displayed):
     """Inference of a model before and after it is quantized, both really run on this CPU.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 from memplan.studies.axes.axes import Axis
 from memplan.studies.sweeps.fits import Row, along, place_of, shown
 from memplan.studies.sweeps.points import PlannedWorkspace
@@ -21,7 +22,7 @@ _PLANNED = "planned workspaces"
 
 
 @dataclass(frozen=True, slots=True)
-class EngineChange:
+class EngineChange(Printed):
     """Two neighboring points of an axis with different engines of cuDNN. Workspaces in bytes."""
 
     axis: str

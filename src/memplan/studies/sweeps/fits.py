@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 
 from memplan._bytes import format_bytes
+from memplan._display import Printed
 from memplan._json import Signed
 from memplan.studies.axes.axes import Argument, Axis, Batch, Layers, Size
 from memplan.studies.sweeps.points import KNOWN, PARTS
@@ -53,7 +54,7 @@ class Square:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Fit(Printed):
     """How bytes grow along an axis, the other axes held: a line by least squares through the points."""
 
     axis: str
@@ -117,7 +118,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class Crossing(Printed):
     """Where along an axis another part becomes the largest."""
 
     axis: str

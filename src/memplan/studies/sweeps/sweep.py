@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from memplan.studies.sweeps.fits import Crossing, Fit, crossings_of, fits_of, pl
 from memplan.studies.sweeps.parallel import Done, Task, run
 from memplan.studies.sweeps.points import Outcome
 from memplan.studies.sweeps.sweep_json import FORMAT, KEYS, SCHEMA, SIZES, loads
+from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.recording.session import Environment, Target, choose_target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
@@ -53,7 +54,7 @@ class Point:
         return f"{self.target} at {self.place}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Sweep(Displayed):
     """The points of some axes. All sizes are bytes.
 
@@ -63,8 +64,9 @@ class Sweep(Displayed):
     and ``workspace_low`` add up to ``peak``. A row that failed has no bytes.
 
     Example:
+        >>> sweep = memplan.sweep(model, {"batch": [8, 16]}, images, device="h100")
         >>> [row["peak"] for row in sweep.rows if row["status"] == "ok"]
-        [91234304, 163840512]
+        [68023808, 68835328]
     """
 
     title: str
@@ -91,8 +93,9 @@ class Sweep(Displayed):
             InputError: no row is so, or several are; or it failed.
 
         Example:
+            >>> sweep = memplan.sweep(model, {"batch": [8, 16]}, images, device="h100")
             >>> memplan.compare(sweep.point(batch=8), sweep.point(batch=16)).difference
-            72606208
+            811520
         """
         every = [Point(self.title, self.device, {name: row[name] for name in self.axes}, row) for row in self.rows]
         unknown = sorted(set(values) - set(self.axes))
@@ -179,12 +182,12 @@ def sweep(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     device: str | torch.device | None = None,
     autocast: torch.dtype | str | None = None,
     train: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     settings: str | None = None,
     assume: Mapping[str, float] | None = None,
     cudnn: Environment = None,
@@ -215,8 +218,8 @@ def sweep(
         MemplanError: of the first point, where no point can be recorded.
 
     Example:
-        >>> print(memplan.sweep(resnet18, {"batch": [8, 16, 32]}, "8x3x224x224"))
-        resnet18 on cpu: 3 points of batch; ...
+        >>> print(memplan.sweep(model, {"batch": [8, 16, 32]}, images, device="h100"))
+        Sequential on h100: 3 points of batch; ...
     """
     options = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast, train, dtype).checked()
     subject = Subject(again(what), options)

@@ -10,7 +10,7 @@ from memplan import _json
 from memplan._json import Json, Unreadable
 from memplan.errors import InputError
 from memplan.studies.sweeps.engine_changes import EngineChange
-from memplan.studies.sweeps.fits import Crossing, Fit
+from memplan.studies.sweeps.fits import LABELS, Crossing, Fit
 from memplan.studies.sweeps.points import KNOWN
 
 FORMAT = "memplan.sweep"
@@ -74,6 +74,9 @@ def _checked(plain: Any) -> SweepFile:
     for number, fit in enumerate(file.fits):
         if fit.power not in (1, 2, 3) or "peak" not in fit.lines or not fit.values:
             raise Unreadable(f"it.fits[{number}] has no line of the peak, no values, or a power above 3")
+    for number, crossing in enumerate(file.crossings):
+        if unknown := {crossing.below, crossing.above} - LABELS.keys():
+            raise Unreadable(f"it.crossings[{number}] names the part {min(unknown)!r:.40}, which is unknown")
     if file.points < len(file.rows):
         raise Unreadable(f"it has {len(file.rows)} rows of {file.points} points")
     return file

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from memplan._text import write_whole
 from memplan.dry.card import CARD
 from memplan.trace.card_run import golden_format, machine
 from memplan.trace.card_run.observed import CardRun
@@ -49,7 +49,9 @@ def allocations(run: CardRun) -> list[list[Any]]:
 
 def write(path: str, content: Mapping[str, Any]) -> int:
     """Write a golden file, gzip-packed JSON, and return its bytes."""
-    return golden_format.write(Path(path), content)
+    data = golden_format.packed(content)
+    write_whole(path, data)
+    return len(data)
 
 
 def _allocation(storage: Storage, op: Op | None) -> list[Any]:

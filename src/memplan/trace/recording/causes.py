@@ -10,7 +10,7 @@ from memplan import _torch
 from memplan.trace.recording.ledger import Entry, Note
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import Place, format_frame
-from memplan.trace.records import HOST, Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
+from memplan.trace.records import HOST, BackwardPass, Cause, Form, Layer, Op, Operand, Returned, Sharer, Storage
 
 _COPY = "aten._to_copy.default"
 
@@ -24,6 +24,9 @@ class Finished:
     layers: list[Layer]
     forms: tuple[Form, ...]
     returned: tuple[Returned, ...]
+    passes: tuple[BackwardPass, ...]
+    optimized: tuple[int, ...]
+    ungraded: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -57,7 +60,12 @@ def finish(observer: Observer, first_step: int) -> Finished:
         )  # fmt: skip
     seen = observer.forms
     returned = tuple(Returned(names.modules.get(module, ""), after, views) for module, after, views in seen.returned)
-    return Finished(ops, list(frames.values()), names.layers, tuple(seen.forms), returned)
+    marks = observer.marks
+    ungraded = tuple(sorted(marks.optimized - marks.graded))
+    return Finished(
+        ops, list(frames.values()), names.layers, tuple(seen.forms), returned,
+        tuple(marks.passes), tuple(sorted(marks.optimized)), ungraded,
+    )  # fmt: skip
 
 
 def module_names(place: Place) -> dict[int, str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from memplan import _torch
 from memplan.trace.recording.ledger import Ledger, Note
-from memplan.trace.recording.place import Place
+from memplan.trace.recording.place import Place, format_frame, user_frame
+from memplan.trace.records import BackwardPass
 
 
 class Marks:
@@ -21,6 +22,8 @@ class Marks:
         self.buffers: dict[int, str] = {}
         self.gradients: dict[int, int] = {}
         """Gradient -> the weight it belongs to."""
+        self.graded: set[int] = set()
+        """Weights that had a gradient: several can share the storage of theirs."""
         self.states: set[int] = set()
         self.found_inf: set[int] = set()
         self.workspaces: set[int] = set()
@@ -28,9 +31,13 @@ class Marks:
         """Gradients, and what was made of them since the last backward pass."""
         self.loose: list[weakref.ref[nn.Parameter]] = []
         """Parameters met in an op before any module or optimizer named them."""
+        self.optimized: set[int] = set()
+        """Weights that optimizers update and that require a gradient."""
+        self.passes: list[BackwardPass] = []
         self._place = place
         self._ledger = ledger
         self._notes = notes
+        place.on_backward = self._begin_backward
 
     def mark_gradients(self) -> None:
         """Look up every parameter's gradient."""
@@ -64,6 +71,7 @@ class Marks:
         weight = self._ledger.find(parameter)
         if weight is None:
             return
+        self.graded.add(weight.id)
         gradient = parameter.grad
         if gradient.layout != torch.strided:
             for indices in self._ledger.parts(gradient, None)[:-1]:
@@ -81,7 +89,20 @@ class Marks:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.add(self.weights, parameter, "")
+                    weight = self._ledger.find(parameter)
+                    if weight is not None and parameter.requires_grad:
+                        self.optimized.add(weight.id)
         self.mark_gradients()
+
+    def _begin_backward(self, keeps: _torch.Keeps) -> Callable[[], None]:
+        """Note that a backward pass begins, and the flag that keeps its graph; return what notes that it is over."""
+        step, start, nested = self._place.step, self._ledger.clock, _torch.in_backward()
+        where = format_frame(user_frame())
+
+        def end() -> None:
+            self.passes.append(BackwardPass(step, start, self._ledger.clock, keeps, nested, where))
+
+        return end
 
     def mark_states(self) -> None:
         """Look up every tensor of every optimizer's state."""

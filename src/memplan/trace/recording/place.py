@@ -115,6 +115,8 @@ class Place:
         self.on_result: Callable[[int, Any], None] = lambda module, result: None
         """Told what a module returned that was called from outside of all modules."""
         self.on_update: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
+        self.on_backward: Callable[[_torch.Keeps], Callable[[], None]] = lambda keeps: _nothing
+        """Told when a backward pass begins; what it returns is called when that is over."""
         self.before_update = _nothing
         self.after_update = _nothing
 
@@ -169,6 +171,7 @@ class Place:
                 optimizer_hooks.register_optimizer_step_post_hook(self._end_update),
             ):
                 stack.callback(handle.remove)
+            stack.enter_context(_torch.backward_watched(lambda keeps: self.on_backward(keeps)))
             stack.enter_context(_torch.patched(nn.Module, __setstate__=self._copied(nn.Module.__setstate__)))
             yield
 
@@ -245,6 +248,15 @@ def frame_of_error(error: BaseException) -> tuple[str, int] | None:
             found = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found
+
+
+def exception_of_user(error: errors.MemplanError) -> BaseException | None:
+    """Return the cause of an error where the user's own code raised it, and not what that called of torch's or ours."""
+    own = error.__cause__
+    if own is None or isinstance(own, errors.MemplanError):
+        return None
+    frames = list(traceback.walk_tb(own.__traceback__))
+    return own if frames and is_users(frames[-1][0].f_code.co_filename) else None
 
 
 def raised_by_statement(error: BaseException | None) -> bool:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from memplan import _torch
 from memplan._bytes import format_bytes
+from memplan._interrupts import held_off
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn
 from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
@@ -33,6 +34,8 @@ from memplan.trace.recording.values.bounds import checked_shares
 from memplan.trace.records import HOST
 
 # what torch says where a build without CUDA is asked for it, or a machine without a GPU
+RUNS = "a step that runs"
+"""What is expected where the user's own code raised."""
 _CUDA = re.compile(
     r"support for cuda devices|from the 'CUDA' backend|CUDA enabled|NVIDIA driver|CUDA GPUs|CUDA error|CUDA driver|"
     r"support create a new Stream",
@@ -120,18 +123,22 @@ one_at_a_time = threading.RLock()
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Wait until no other thread records: for its time, a recording replaces functions of torch for the process."""
-    if not one_at_a_time.acquire(timeout=_WAITING):
-        warnings.warn(
-            "memplan waits: another thread of this process is recording or planning, and one runs at a time",
-            stacklevel=2,
-        )
-        one_at_a_time.acquire()
-    try:
-        yield
-    finally:
-        one_at_a_time.release()
+def alone() -> Iterator[None]:
+    """Wait until no other thread records or plans: for its time, that replaces functions of torch for the process.
+
+    Ctrl-C in here waits where it would leave something replaced.
+    """
+    with held_off():
+        if not one_at_a_time.acquire(timeout=_WAITING):
+            warnings.warn(
+                "memplan waits: another thread of this process is recording or planning, and one runs at a time",
+                stacklevel=2,
+            )
+            one_at_a_time.acquire()
+        try:
+            yield
+        finally:
+            one_at_a_time.release()
 
 
 @contextmanager
@@ -145,7 +152,7 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
     `torch.cuda.is_available()` answers no.
     """
     with (
-        _alone(),
+        alone(),
         random_kept(),
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -171,6 +178,16 @@ def random_kept() -> Iterator[None]:
             import numpy
 
             numpy.random.set_state(numpy_state)
+
+
+_ROUNDS = 32
+
+
+def collect_cycles() -> None:
+    """Run Python's collector until it finds nothing: of cycles that autograd's nodes link, it sees one a round."""
+    for _ in range(_ROUNDS):
+        if not gc.collect():
+            return
 
 
 _holding = ContextVar("_holding", default=False)
@@ -358,8 +375,9 @@ def _told(observer: Observer, what: str, error: Exception) -> MemplanError:
         )
     text = str(error).strip().split("\n")[0] or "no message"
     found = f"{what} raised {type(error).__name__}: {text.rstrip('.')[:300]}"
-    expected = "a step that runs"
-    do = "Check the inputs; mend the step if it fails without memplan, too; else run memplan.measure(build)"
+    expected = RUNS
+    what_runs = "build()" if what == "build" else "the step"
+    do = f"Run {what_runs} without memplan: mend it where it raises the same there; else use memplan.measure(build)"
     if _of_nested(error):
         found = f"{what} uses nested tensors (torch.nested), which memplan neither records nor measures"
         expected = "tensors of one shape each"

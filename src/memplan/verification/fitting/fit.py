@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,6 @@ from memplan._bytes import format_bytes
 from memplan._display import Displayed
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
-from memplan.planning.capture.loss_module import WithLoss
 from memplan.planning.graph.precision import EXACT
 from memplan.planning.levers.lever import GradientUse
 from memplan.planning.plan.plan import Plan
@@ -24,16 +23,18 @@ from memplan.planning.request import Request, request
 from memplan.planning.search.search import Heuristics
 from memplan.planning.settings import Allow, Engine, PlanOptions
 from memplan.planning.study import Planned
+from memplan.rewriting.calls import Calls, CallStats, together
 from memplan.rewriting.compiled import compiled
 from memplan.rewriting.install import install
 from memplan.rewriting.update_early import update_early
-from memplan.trace.recording.session import collector_held
+from memplan.trace.naming.step_parts import Loss, Optimizer
+from memplan.trace.recording.place import exception_of_user
+from memplan.trace.recording.session import alone, collector_held
 from memplan.trace.step import StepOptions
-from memplan.trace.structure import take_apart
+from memplan.verification.fitting.own_call import plan_own_call
 from memplan.verification.fitting.plan_cache import Plans, say
 from memplan.verification.fitting.prover import Prover
-from memplan.verification.measurement.peak_alone import growth
-from memplan.verification.measurement.state_copies import ModuleCopy, attributes_kept, copies, on_its_own
+from memplan.verification.measurement.state_copies import attributes_kept, on_its_own
 from memplan.verification.proof.proof import Proof
 
 _ATTEMPTS = 4
@@ -47,9 +48,9 @@ def fit(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
+    loss: Loss | None = None,
     budget: Any = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    optimizer: Optimizer | None = None,
     autocast: torch.dtype | str | None = None,
     device: str | torch.device | None = None,
     allow: Allow = "exact",
@@ -68,9 +69,9 @@ def fit(
 
     Args:
         model, inputs, kwargs, targets, loss, autocast: as for `memplan.explain`; an autocast around the call works too.
-        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), or a card's name.
-            For a module on a CUDA card it bounds the bytes that torch's allocator reserves.
-        optimizer: a callable of the parameters: its state and its update become part of the step.
+        budget: bounds everything on the device at any moment of the step: bytes, a size ("6 GiB"), a card's name, or of
+            the step without a plan "70%" or "-2 GiB". On a CUDA card it bounds what torch's allocator reserves.
+        optimizer: a name ("adamw") or a callable of the parameters: its state and update become part of the step.
         device: a card whose kernels' seconds are predicted, instead of the seconds on this machine.
         allow: ``"exact"``: the same bits, except for the engine's rounding; ``"lossy"``: see `plan`.
         engine: ``"graph"``, torch's kernels in planned order; ``"inductor"``, fused kernels, which a C++ compiler (for
@@ -86,19 +87,33 @@ def fit(
 
     Raises:
         BudgetError: no plan fits; its ``smallest_budget`` is the smallest one for which a plan was found.
-        VerificationError: the planned step does not give the same results. The model is as before.
-        UsageError, RecordingError: an argument is wrong, or the step cannot be captured.
+        VerificationError: the planned step does not give the same results.
+        UsageError, RecordingError: an argument is wrong, or the step cannot be captured; the model's own, as it is.
 
     Example:
-        >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="6 GiB")
+        >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB")
+        >>> fitted.proof.ok
+        True
     """
     _check_provable()
     options = PlanOptions(
         budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
     )  # fmt: skip
-    asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
-    return _Fitting(asked, pairs).run()
+    with alone():
+        asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
+        return _fitted(asked, pairs)
+
+
+def _fitted(asked: Request, pairs: int) -> Fitted:
+    """Fit; an exception that the user's own code raised comes out as it is, also where that ran to be traced."""
+    try:
+        return _Fitting(asked, pairs).run()
+    except RecordingError as error:
+        own = exception_of_user(error)
+        if own is None:
+            raise
+    raise own  # here it keeps its own context
 
 
 def _check_provable() -> None:
@@ -110,7 +125,7 @@ def _check_provable() -> None:
         )
 
 
-@dataclass
+@dataclass(repr=False)
 class Fitted(Displayed):
     """A model whose step runs within a budget."""
 
@@ -129,11 +144,31 @@ class Fitted(Displayed):
     notes: list[str] = field(default_factory=list)
     """Notes for the user; later calls that are planned anew add theirs."""
     _undo: ExitStack = field(default_factory=ExitStack, repr=False)
+    _calls: list[Calls] = field(default_factory=list, repr=False)
+
+    @property
+    def stats(self) -> CallStats:
+        """Counts of the calls since `fit`, of the model and of ``loss``: as planned, unplanned and why, without grad.
+        Where the step fits unplanned nothing is counted."""
+        return together(one.stats() for one in self._calls)
 
     def undo(self) -> None:
         """Make the model run as before. An ordinary update finds its gradients again."""
         self._undo.close()
         self.changed = False
+
+    def __copy__(self) -> Fitted:
+        return replace(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle or a deep copy has: its model runs unplanned, as copies of planned models do."""
+        state = dict(vars(self), _undo=ExitStack(), _calls=[])
+        if self.changed:
+            again = (
+                "a copy of a fitted model runs unplanned: memplan.fit(..., plan=fitted.plan) fits it without a search"
+            )
+            state |= {"changed": False, "notes": [*self.notes, again]}
+        return state
 
     def __str__(self) -> str:
         if self.changed:
@@ -147,9 +182,12 @@ class _Fitting:
     """One call of `fit`."""
 
     def __init__(self, asked: Request, pairs: int) -> None:
-        self.asked, self.settings, self.budget = asked, asked.settings, asked.budget
-        self.notes = list(asked.notes)
-        self.planner, self.prover = Planner(asked.step), Prover(asked, pairs)
+        self.settings, self.planner = asked.settings, Planner(asked.step)
+        self.asked = asked
+        with on_its_own(asked.step), self._tracing():
+            self.asked = self.planner.bounded(asked, key=0)
+        self.budget, self.notes = self.asked.bytes, list(self.asked.notes)
+        self.prover = Prover(self.asked, pairs)
         self.handed_over = False
         self.relaid = False
         """Whether the last plan convolves in channels last, and the step itself does not."""
@@ -310,39 +348,29 @@ class _Fitting:
     def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
         if planned.fused is not None:
             compiled(planned.fused)  # raises an error of which a call would only warn
-        plans = Plans(self.asked.step, self.settings, budget, self._told)
+        plans = self.plans = Plans(self.asked.step, self.settings, budget, self._told)
         plans.expect(planned)
-        undo.callback(install(self.asked.step, plans).undo)
+        self.installed = install(self.asked.step, plans)
+        undo.callback(self.installed.undo)
 
     def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
         asked, settings = self.asked, self.settings
         loss = optimizer = None
+        calls = [self.installed.calls]
         if asked.step is not asked.model:
             loss = asked.step
             if proof.within_budget:
-                spare = max(0, self.budget - self._loss_bytes())
-                plans = Plans(asked.model, replace(settings, plan=None), spare, self._told)
-                undo.callback(install(asked.model, plans).undo)
+                own, note = plan_own_call(asked, settings, planned, self._told)
+                undo.callback(own.undo)
+                calls.append(own.calls)
+                self.notes += [] if note is None else [note]
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
             undo.callback(update_early(optimizer).undo)
-        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all())
-
-    def _loss_bytes(self) -> int:
-        """Measure the loss alone, forward and backward: a planned call of the model leaves it that many bytes."""
-        step = self.asked.step
-        assert isinstance(step, WithLoss)
-        args, kwargs = self.asked.call.rebuild(copies(self.asked.call.tensors))
-        cut = len(args) - step.targets
-        with ModuleCopy(step).in_place(), self.asked.under_autocast():
-            with torch.no_grad():
-                tensors, structure = take_apart(step.model(*args[:cut], **kwargs))
-            output = structure.rebuild([_leaf(tensor) for tensor in tensors])
-
-            def backward() -> None:
-                step.loss(output, *args[cut:]).backward()
-
-            return growth(backward, self.settings.home)
+        self.plans.theirs = True
+        for one in calls:  # those of the proof do not count
+            one.restart()
+        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all(), calls)
 
     def _differs(self, proof: Proof) -> VerificationError:
         return VerificationError(
@@ -362,8 +390,3 @@ def _with_spare(measured: int, predicted: int | None) -> int:
     """Return a budget that a plan will keep, after one was measured above its predicted peak. Costs are measured anew
     next time: then another plan of the same peak, which calls other kernels, can be the fastest."""
     return measured + max(0, measured - (measured if predicted is None else predicted))
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    made = tensor.detach().clone()
-    return made.requires_grad_() if made.is_floating_point() else made

@@ -12,17 +12,19 @@ from memplan.errors import BudgetError, CompileError, RecordingError, ScheduleEr
 from memplan.planning.capture.capture import Captured
 from memplan.planning.capture.flat_call import Call
 from memplan.planning.capture.symbolic_shapes import Shapes
+from memplan.planning.cost.optimizer_memory import surroundings
 from memplan.planning.graph.resident import Surroundings
 from memplan.planning.inductor.candidate_search import judged
 from memplan.planning.inductor.partition import Fused
 from memplan.planning.planner import Planner
 from memplan.planning.schedule.actions import Choices
-from memplan.planning.schedule.reuse_choices import taken_over
-from memplan.planning.schedule.scheduler import Schedule, schedule
+from memplan.planning.schedule.reuse_choices import taken_over, without_loss
+from memplan.planning.schedule.scheduler import Schedule, schedule, with_fewest_pieces
 from memplan.planning.settings import Settings
-from memplan.planning.study import Planned
+from memplan.planning.study import Planned, fits
 from memplan.planning.validation.validate import validate
 from memplan.rewriting.keys import Keys, UnkeyedError
+from memplan.trace.recording.place import exception_of_user
 from memplan.trace.recording.session import collector_held
 
 _log = logging.getLogger("memplan")
@@ -50,12 +52,19 @@ class Plans:
         settings: for all calls, except that each says whether gradients are held.
         budget: bytes.
         told: receives a sentence for each call that is planned anew.
+        joint: a plan of the module with its loss, whose decisions are taken where they keep the budget.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, budget: int, told: Callable[[str], None]) -> None:
+    def __init__(
+        self, module: nn.Module, settings: Settings, budget: int, told: Callable[[str], None],
+        joint: Planned | None = None,
+    ) -> None:  # fmt: skip
         self._module, self._settings, self._budget, self._told = module, settings, budget, told
         self._planner, self._keys = Planner(module), Keys(module)
         self._expected: Planned | None = None
+        self._joint = joint
+        self.theirs = False
+        """Whether the module was handed over: then a call that cannot be traced runs as it is, whoever raised that."""
         self.made: list[Planned] = []
         self._shapes, self._captured = self._new_shapes(), 0
 
@@ -84,13 +93,15 @@ class Plans:
                 raise
             raise _with_gradients(error) from None
         except (RecordingError, UsageError, CompileError) as error:
+            if not self.theirs and exception_of_user(error) is not None:
+                raise
             # the user's own call was planned before: this is a later one
             raise UnkeyedError(str(error)) from error
 
     @collector_held()
     def _planned(self, call: Call, held: bool) -> Planned | Reused:
         captured = None
-        if self.made:
+        if self.made or self._joint is not None:
             captured = self._capture(call)
             found = self._reused(captured, held)
             if found is not None:
@@ -138,7 +149,22 @@ class Plans:
             found = None if taken is None else self._within(captured, taken, planned.surroundings)
             if found is not None:
                 return found
-        return None
+        return self._as_with_loss(captured, held)
+
+    def _as_with_loss(self, captured: Captured, held: bool) -> Reused | None:
+        """Reuse the decisions that were made for the module together with its loss, if they keep the budget."""
+        joint, graph, given = self._joint, captured.graph, self._settings
+        if joint is None or joint.fused is not None:
+            return None
+        gradients = given.gradients.held(held)
+        choices = without_loss(replace(joint.schedule.choices, gradients=gradients), joint.captured.graph, graph)
+        if choices is None:
+            return None
+        around = surroundings(
+            self._module, graph, given.optimizer, gradients, home=given.home, outside=given.outside
+        )  # fmt: skip
+        made = with_fewest_pieces(schedule(graph, choices), lambda one: fits(one, around, self._budget))
+        return self._within(captured, made.choices, around)
 
     def _within(self, captured: Captured, choices: Choices, around: Surroundings) -> Reused | None:
         """Schedule a call by these decisions; None where they break the budget: other sizes can have other aliases."""

@@ -69,7 +69,7 @@ class Prover:
         return self._measured(planned)[1] if self._has_room(predicted, free_memory.available(self._home)) else None
 
     def _proof(self, plan: Plan, planned: Planned | None, put_in_place: Callable[[], None]) -> Proof:
-        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._asked.budget
+        predicted, budget = plan.eager_peak if planned is None else plan.peak, self._asked.bytes
         part, call, cut, measured = self._part(plan), self._asked.call, None, True
         if part is None and self._home.card is None:
             sides = self._sides(call, plan.grade)  # made before the plan is in place: they run without
@@ -191,7 +191,7 @@ class Prover:
         for samples, of, call in free_memory.smaller(self._asked.call):
             try:
                 with attributes_kept(self._step), self._asked.under_autocast():
-                    timeline = baseline(
+                    _, timeline = baseline(
                         self._step, call, self._settings.optimizer, held=self._settings.gradients.adds, home=self._home
                     )
             except MemplanError:  # it cannot be called with fewer

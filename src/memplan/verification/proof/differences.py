@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memplan._display import Printed
 from memplan.trace.structure import TENSOR, Holder, Structure, take_apart
 
 NOTHING = 100.0
@@ -17,7 +18,7 @@ NOTHING = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Printed):
     """A tensor that differs."""
 
     name: str
@@ -52,7 +53,7 @@ class Compared:
 def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: bool = False) -> Difference | None:
     """Describe how two tensors differ; None where they are the same bit for bit, or both are None.
 
-    ``layout``: compare strides, too.
+    ``layout``: compare strides, too; those of a copy of the reference are as good.
     """
     if reference is None and candidate is None:
         return None
@@ -63,7 +64,7 @@ def difference(name: str, step: int, reference: Any, candidate: Any, *, layout: 
         if one != other:
             return Difference(name, step, f"has the {what} {_said(other)}, not {_said(one)}")
     reference, candidate = reference.detach(), candidate.detach()
-    if layout and _strides(reference) != _strides(candidate):
+    if layout and _strides(candidate) not in (_strides(reference), _strides_of_copy(reference)):
         return Difference(name, step, f"has the strides {candidate.stride()}, not {reference.stride()}")
     if torch.equal(_bits(reference), _bits(candidate)):
         return None
@@ -158,6 +159,11 @@ def _content(value: Any) -> dict[Any, Any] | None:
 def _strides(tensor: torch.Tensor) -> list[int]:
     """Return the strides of dimensions with more than one element."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+def _strides_of_copy(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of a copy, which has no gaps: an output that looks into another one comes as a copy."""
+    return _strides(torch.empty_like(tensor, device="meta"))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

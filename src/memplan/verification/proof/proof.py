@@ -36,7 +36,7 @@ class Cut:
     """Whether at least the candidate ran whole and was measured."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Proof(Displayed):
     """Comparison of a candidate step with a reference, both on copies of the same parameters, buffers and inputs and
     from the same random state. Bytes are counted from the allocator's own events."""

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from memplan.errors import InputError, TargetError, UsageError
+from memplan.trace.naming.step_parts import Loss, Optimizer
+from memplan.trace.recording.session import alone
 from memplan.trace.step import StepOptions
 from memplan.verification.measurement.peak_and_time import Meter, compare_times
 from memplan.verification.measurement.state_copies import RandomState, random_state_kept
@@ -37,8 +39,8 @@ def verify(
     *inputs: Any,
     kwargs: Mapping[str, Any] = {},  # read only
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     autocast: torch.dtype | str | None = None,
     steps: int = 3,
     micro_batches: int = 1,
@@ -66,7 +68,7 @@ def verify(
         InputError: parameters of other names, or wrong inputs, as in `memplan.explain`.
 
     Example:
-        >>> memplan.verify(model, checkpointed, "8x3x32x32").ok
+        >>> memplan.verify(model, model, images, targets=labels, loss=F.cross_entropy).ok
         True
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -76,10 +78,10 @@ def verify(
     ).checked()
     assert options.autocast is None or isinstance(options.autocast, torch.dtype), "options were checked"
     work = Work(
-        options.inputs, options.kwargs, options.targets, loss, optimizer, options.autocast, micro_batches
+        options.inputs, options.kwargs, options.targets, *options.callables, options.autocast, micro_batches
     )  # fmt: skip
     modules = _modules(reference, candidate)
-    with random_state_kept():
+    with alone(), random_state_kept():
         sides = Sides(Trial("reference", reference, modules[0], work))
         other = Trial("candidate", candidate, modules[1], work)
         _check_names(sides.reference, other)

@@ -1,0 +1,1 @@
+"""What a lost border costs, and padding that does not lose it."""

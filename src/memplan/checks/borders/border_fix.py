@@ -1,0 +1,73 @@
+"""Padding for the layers that lose the border: how much, and set on the modules of a copy. Weights never change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from memplan.checks.mended.changed_step import Change, Unmendable, module_at
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+
+
+@dataclass(slots=True)
+class Padding:
+    """What was set, by layer: the padding of each dimension, or ``"same"``."""
+
+    changes: dict[str, list[int] | str] = field(default_factory=dict)
+
+
+def same_padding(kernel: int, stride: int, dilation: int) -> int:
+    """Return the padding on each side that keeps the border: as many outputs as the stride fits into the input.
+
+    A kernel of ``(kernel - 1) * dilation + 1`` pixels reaches over its own stride by their difference, half of it on
+    each side; rounded up where the two sides differ.
+    """
+    return math.ceil(max(0, (kernel - 1) * dilation - (stride - 1)) / 2)
+
+
+def padded(layers: Sequence[str], done: Padding) -> Change:
+    """Return a change that pads the convolutions and pools among these layers, and writes down in ``done`` what it
+    set."""
+
+    def change(modules: dict[str, nn.Module]) -> None:
+        done.changes.clear()
+        for path in layers:
+            module = module_at(modules, path)
+            if isinstance(module, (*_CONVOLUTIONS, *_POOLS)):
+                done.changes[path] = _pad(module)
+        if not done.changes:
+            raise Unmendable("no convolution and no pool among the layers")
+
+    return change
+
+
+def _pad(module: nn.Module) -> list[int] | str:
+    count = int(type(module).__name__[-2])  # ...1d, 2d, 3d
+    kernel, stride, dilation = (
+        _each(getattr(module, name, 1), count) for name in ("kernel_size", "stride", "dilation")
+    )
+    uneven = any((k - 1) * d % 2 and s == 1 for k, s, d in zip(kernel, stride, dilation, strict=True))
+    if isinstance(module, _CONVOLUTIONS):
+        if uneven and set(stride) == {1}:
+            module.padding = "same"
+            total = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+            sides = [side for t in reversed(total) for side in (t // 2, t - t // 2)]
+        else:
+            found = tuple(map(same_padding, kernel, stride, dilation))
+            module.padding = found
+            sides = [side for amount in reversed(found) for side in (amount, amount)]
+        if module.padding_mode != "zeros":
+            module._reversed_padding_repeated_twice = sides  # what the layer itself derives of its padding
+        return module.padding if isinstance(module.padding, str) else list(module.padding)
+    found = tuple(min(same_padding(k, s, d), k // 2) for k, s, d in zip(kernel, stride, dilation, strict=True))
+    setattr(module, "padding", found)  # noqa: B010  # the classes of pools do not declare it alike
+    return list(found)
+
+
+def _each(value: object, count: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (int(value),) * count  # pyright: ignore[reportArgumentType]  # a whole number

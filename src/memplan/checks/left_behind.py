@@ -1,0 +1,78 @@
+"""Tensors that each step leaves behind and that no graph holds: lists of outputs, features of hooks, cycles."""
+
+from __future__ import annotations
+
+from memplan._bytes import format_bytes
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.mended.growth import HELD_FOR_GOOD, growth, part_of
+from memplan.checks.mended.savings import matters, rows_of
+from memplan.trace.records import HOST, Storage
+from memplan.trace.trace import Trace
+
+ID = "left-behind"
+TITLE = "Each step leaves tensors behind that no graph holds"
+
+
+def find(subject: Subject) -> list[Finding]:
+    """Find tensors that a step keeps for good, and those that wait in reference cycles for Python's collector."""
+    return [*_kept(subject.trace), *_cycles(subject.trace)]
+
+
+def _kept(trace: Trace) -> list[Finding]:
+    found = growth(trace, graph=False)
+    size = found.bytes
+    if not matters(trace, size):
+        return []
+    advice = (
+        "Keep of them only what is needed later (a number, a mean), or write them to a file"
+        if trace.device == HOST
+        else "Move them to the host as they come: outputs.append(output.cpu())"
+    )
+    message = (
+        f"every step leaves {format_bytes(size)} of tensors behind, as a list of outputs or the features of a hook "
+        "does; no graph holds them, so detach() would free nothing"
+    )
+    return [_finding(trace, found.storages, size, message, (advice,), kind="kept", bytes_per_step=found.bytes_per_step)]
+
+
+def _cycles(trace: Trace) -> list[Finding]:
+    if len(trace.collected) != len(trace.steps) + 1:
+        return []
+    by_step = [
+        [s for s in trace.counted if s.died is not None and begin < s.born and collected < s.died <= end
+         and s.op is not None and s.cause not in HELD_FOR_GOOD]
+        for (begin, end), collected in zip(
+            (part_of(trace, step) for step in range(len(trace.steps))), trace.collected[1:], strict=True
+        )
+    ]  # fmt: skip
+    sizes = [sum(storage.bytes for storage in storages) for storages in by_step]
+    size = min(sizes, default=0)
+    if not matters(trace, size):
+        return []
+    reentrant = any(one.nested for one in trace.passes)
+    message = (
+        f"every step leaves {format_bytes(size)} in reference cycles, which live on until Python's collector runs: "
+        "each step before that adds as much, above the predicted peak"
+    )
+    advice = (
+        "Call checkpoint(..., use_reentrant=False): the reentrant one can close a cycle around what it is given"
+        if reentrant
+        else "Break the cycle (an object that refers to itself through a closure, a hook or its graph; weakref helps), "
+        "or call gc.collect() every few steps"
+    )
+    return [_finding(trace, by_step[0], size, message, (advice,), kind="cycles", bytes_per_step=tuple(sizes))]
+
+
+def _finding(
+    trace: Trace,
+    storages: tuple[Storage, ...] | list[Storage],
+    size: int,
+    message: str,
+    advice: tuple[str, ...],
+    *,
+    kind: str,
+    bytes_per_step: tuple[int, ...],
+) -> Finding:
+    rows = rows_of(trace, storages, {s.id: s.op or 0 for s in storages})
+    details = {"kind": kind, "bytes_per_step": list(bytes_per_step), "layers": rows}
+    return Finding(ID, "warning", rows[0]["layer"], rows[0]["where"], size, message, advice, details)

@@ -1,0 +1,54 @@
+"""Parameters that an optimizer has, that the step uses, and that never get a gradient."""
+
+from __future__ import annotations
+
+from memplan._bytes import format_bytes
+from memplan.checks.finding import Finding, Subject
+from memplan.checks.mended.checkpoint_free import CheckpointFree
+from memplan.checks.mended.savings import peak_of
+from memplan.trace.records import Op
+from memplan.trace.trace import Trace
+
+ID = "untrained-parameters"
+TITLE = "Parameters of an optimizer never get a gradient"
+
+
+def find(subject: Subject) -> list[Finding]:
+    """Find parameters that the forward pass reads and no backward pass gives a gradient."""
+    trace = subject.trace
+    idle = set(trace.ungraded)
+    readers: dict[int, Op] = {}
+    for op in trace.ops:
+        if op.phase == "forward":
+            for operand in op.reads:
+                if operand.storage in idle and operand.name in op.needs_grad:
+                    readers.setdefault(operand.storage, op)
+    if not readers or not trace.passes:
+        return []
+    size = sum(trace.storages[number].bytes for number in readers)
+    first = min(readers.values(), key=lambda op: op.index)
+    message = (
+        f"of the optimizer's {len(trace.optimized)} parameters, {len(readers)} ({format_bytes(size)}) get no gradient "
+        "though the step uses them: they are not trained"
+    )
+    cause, advice = _cause(subject, set(readers))
+    names = sorted(name for number in readers if (name := trace.storages[number].name))
+    details = {"parameters": len(readers), "size": size, "names": names, "of": len(trace.optimized)}
+    return [Finding(ID, "warning", first.layer, first.where, 0, message + cause, advice, details)]
+
+
+def _cause(subject: Subject, idle: set[int]) -> tuple[str, tuple[str, ...]]:
+    """Say what cuts the gradient off, where it is a reentrant checkpoint, and what to do."""
+    unknown = ("Look for no_grad, detach or item between them and the loss; or take them out of the optimizer",)
+    if subject.remaker is None:
+        return "", unknown
+    free = CheckpointFree()
+    plain = subject.remaker.record(around=free.installed())
+    if not isinstance(plain, Trace) or not free.reentrant or len(plain.ungraded) >= len(subject.trace.ungraded):
+        return "", unknown
+    less = peak_of(plain) - peak_of(subject.trace)
+    win = f", and the {format_bytes(less)} less at the peak are no win" if less > 0 else ""
+    return (
+        f"; a reentrant checkpoint whose inputs need no gradient cuts it off{win}",
+        ("Call checkpoint(..., use_reentrant=False), or give it an input that requires a gradient",),
+    )

@@ -1,0 +1,1 @@
+"""What is found, for systems that run commands on every change: SARIF, annotations of GitHub Actions, JUnit."""

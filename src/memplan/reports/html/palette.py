@@ -1,0 +1,57 @@
+"""Colours and patterns of causes: told apart by eyes that see fewer colours, as tests check.
+
+The hues are those of Okabe and Ito, "Color Universal Design" (2008); causes that share a hue differ by their pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.explanation.model import LABELS
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A colour, and the pattern drawn on it; "" for none."""
+
+    colour: str
+    pattern: str = ""
+
+
+IN_USE = "in use"
+"""Cause of blocks of which no more is known, as of a snapshot."""
+
+LOOKS: dict[str, Look] = {
+    "weight": Look("#0072b2"),
+    "buffer": Look("#0072b2", "/"),
+    "input": Look("#009e73", "."),
+    "optimizer_state": Look("#cc79a7"),
+    "parameter_gradient": Look("#56b4e9"),
+    "saved": Look("#d55e00"),
+    "activation": Look("#e69f00"),
+    "activation_gradient": Look("#f0e442"),
+    "temporary": Look("#009e73"),
+    "workspace": Look("#5a5a5a", "x"),
+    "rounding": Look("#8c8c8c", "-"),
+    "fragmentation": Look("#b4b4b4", "|"),
+    IN_USE: Look("#0072b2", "\\"),
+}
+"""By cause, in the order in which they are stacked: what stays is at the bottom."""
+
+THEMES = {
+    "light": {
+        "back": "#ffffff", "text": "#1b1f24", "dim": "#57606a", "good": "#116329", "bad": "#a40e26", "link": "#0550ae",
+    },
+    "dark": {
+        "back": "#14171c", "text": "#e6edf3", "dim": "#9da7b3", "good": "#56d364", "bad": "#ff7b72", "link": "#79c0ff",
+    },
+}  # fmt: skip
+"""Colours of texts and the background that they stand on."""
+
+
+def looks() -> list[dict[str, str]]:
+    """Return causes, labels, colours and patterns for the page's scripts, in the order in which they are stacked."""
+    return [
+        {"cause": cause, "label": LABELS.get(cause, cause), "colour": look.colour, "pattern": look.pattern}
+        for cause, look in LOOKS.items()
+    ]

@@ -1,0 +1,190 @@
+"""Plans, fits, proofs and frontiers on a page: before and after, decisions, the planned step as Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from memplan._bytes import format_bytes
+from memplan._text import format_seconds
+from memplan.planning.plan.decision import Decision
+from memplan.planning.plan.plan import Plan
+from memplan.reports.html.fields import Fields
+from memplan.reports.html.page_parts import (
+    Chart,
+    Code,
+    Mood,
+    Paragraphs,
+    Part,
+    Result,
+    Section,
+    number,
+    seconds,
+    size,
+    table,
+    text,
+)
+from memplan.reports.html.step_sections import over_time
+from memplan.verification.proof.proof import Proof
+from memplan.verification.proof.proof import loads as proof_of
+
+
+def plan_result(plan: Plan) -> Result:
+    """Return a plan as it is shown."""
+    title = f"Plan for a step on {plan.device}, torch {plan.torch}"
+    summary = plan.summary.partition(": ")
+    verdict = f"{summary[0]}{summary[1]}{summary[2].split(', ')[0]}." if not plan.changes_nothing else plan.summary
+    lines = () if plan.changes_nothing else (plan.summary,)
+    mood: Mood = "good" if plan.peak <= plan.budget else "bad"
+    return Result(
+        "plan", title, verdict, mood, _facts(plan), tuple(_sections(plan)), lines, peak=plan.peak,
+        causes=None if plan.course is None else _causes(plan), remarks=plan.notes,
+    )  # fmt: skip
+
+
+def _facts(plan: Plan) -> tuple[tuple[str, str], ...]:
+    facts = [
+        ("before", format_bytes(plan.eager_peak)),
+        ("after", format_bytes(plan.peak)),
+        ("budget", format_bytes(plan.budget)),
+        ("added time", format_seconds(plan.seconds)),
+        ("floor", format_bytes(plan.floor)),
+        ("grade", plan.grade),
+    ]
+    return tuple(facts)
+
+
+def _causes(plan: Plan) -> dict[str, int]:
+    """Return the causes at the planned peak."""
+    assert plan.course is not None
+    top = plan.course.allocated.index(max(plan.course.allocated))
+    return {cause: column[top] for cause, column in plan.course.causes.items()}
+
+
+def _sections(plan: Plan) -> Iterator[Section]:
+    if plan.course is not None:
+        courses = [("before", plan.eager_course)] if plan.eager_course is not None else []
+        shown = [(name, course) for name, course in (*courses, ("after", plan.course)) if course is not None]
+        yield Section("Memory over time, before and after", (over_time(shown, budget=plan.budget),))
+    if plan.decisions:
+        yield Section("Decisions", (_decisions(plan.decisions),))
+    if plan.fusion is not None:
+        yield Section("Fused kernels", (Paragraphs((plan.fusion.summary,)),))
+    if plan.program:
+        yield Section("The planned step", (Code("as Python", plan.program),))
+
+
+def _decisions(decisions: tuple[Decision, ...]) -> Part:
+    rows = [
+        (
+            text(one.lever), text(str(one.scope)), text(one.layer), size(one.bytes), seconds(one.seconds),
+            text(one.grade), text(one.reason), text(one.where),
+        )
+        for one in decisions
+    ]  # fmt: skip
+    headers = ("lever", "of", "layer", "bytes", "cost", "grade", "reason", "at")
+    return table("Decisions", headers, rows)
+
+
+def fit_result(data: Fields) -> Result:
+    """Return the outcome of `memplan fit --json` as it is shown."""
+    title, fits = data.get("title", str), data.get("fits", bool)
+    plan = _plan(data)
+    proof = _proof(data)
+    least = data.maybe("smallest_budget", int)
+    sections = list(_sections(plan)) if plan is not None else []
+    if proof is not None:
+        sections.insert(0, Section("Proof", tuple(_proof_parts(proof))))
+    frontier = data.inner("frontier")
+    if frontier is not None:
+        sections.insert(0, Section("Peak against time", tuple(_frontier(frontier, plan))))
+    reason = data.maybe("reason", str)
+    if not fits and least is not None:
+        verdict = f"{title} does not fit. The smallest budget that it fits is {format_bytes(least)}."
+    elif not fits:
+        verdict = f"{title} was NOT made to fit: the proof failed."
+    elif data.get("changed", bool):
+        done = "fits now, and its result is proven" if proof is not None else "can be made to fit; nothing was run"
+        verdict = f"{title} {done}: {format_bytes(plan.eager_peak)} -> {format_bytes(plan.peak)}." if plan else title
+    else:
+        verdict = f"{title} fits already: nothing was changed."
+    facts = _facts(plan) if plan is not None else ()
+    notes = (*(plan.notes if plan is not None else ()), *data.texts("notes"))
+    return Result(
+        "fit", title, verdict, "good" if fits else "bad", facts, tuple(sections),
+        tuple(line for line in (reason, plan.summary if plan is not None else None) if line),
+        causes=_causes(plan) if plan is not None and plan.course is not None else None,
+        peak=None if plan is None else plan.peak, remarks=tuple(dict.fromkeys(notes)),
+    )  # fmt: skip
+
+
+def script_fit_result(data: Fields) -> Result:
+    """Return the outcome of `memplan fit --script --json` as it is shown."""
+    title, fits, budget = data.get("title", str), data.get("fits", bool), data.get("budget", int)
+    plan, least, planned = _plan(data), data.maybe("smallest_budget", int), data.maybe("planned", int)
+    facts = [("the script as it is", format_bytes(data.get("recorded", int))), ("budget", format_bytes(budget))]
+    facts += [("planned, at most", format_bytes(planned))] if planned is not None else []
+    if least is not None:
+        verdict = f"{title} does not fit. The smallest budget with a plan is {format_bytes(least)}."
+    else:
+        verdict = f"{title} {'can be made to fit' if data.get('changed', bool) else 'fits already'}."
+    lines = data.inner("lines")
+    sections = list(_sections(plan)) if plan is not None else []
+    if lines is not None:
+        sections.insert(0, Section("Lines to add", (Code("lines", "\n".join(lines.texts("text"))),)))
+    mood: Mood = "good" if fits else "bad"
+    return Result("fit of a script", title, verdict, mood, tuple(facts), tuple(sections))
+
+
+def proof_result(proof: Proof) -> Result:
+    """Return a proof as it is shown."""
+    verdict = "The planned step is proven to be the same." if proof.ok else "The proof failed."
+    mood: Mood = "good" if proof.ok else "bad"
+    parts = tuple(_proof_parts(proof))
+    return Result("proof", "Proof", verdict, mood, _peaks(proof), (Section("Proof", parts),), peak=proof.peak)
+
+
+def _peaks(proof: Proof) -> tuple[tuple[str, str], ...]:
+    how = "measured" if proof.measured else "predicted"
+    return (("before", format_bytes(proof.reference_peak)), (f"after, {how}", format_bytes(proof.peak)))
+
+
+def _proof_parts(proof: Proof) -> Iterator[Part]:
+    yield Paragraphs(tuple(str(proof).splitlines()))
+    if proof.layers:
+        rows = [(text(one.layer or one.kind), text(one.kind), number(one.relative)) for one in proof.layers]
+        yield table("Errors by layer", ("layer", "of", "relative error"), rows)
+
+
+def _plan(data: Fields) -> Plan | None:
+    found = data.plain.get("plan")
+    return None if found is None else Plan.from_json(json.dumps(found), f"{data.place}.plan")
+
+
+def _proof(data: Fields) -> Proof | None:
+    found = data.plain.get("proof")
+    return None if found is None else proof_of(json.dumps(found), f"{data.place}.proof")
+
+
+def _frontier(data: Fields, plan: Plan | None) -> Iterator[Part]:
+    base = data.maybe("step_seconds", float) or 0.0
+    eager = data.get("eager_peak", int)
+    points: list[dict[str, Any]] = []
+    for row in data.rows("points"):
+        lost = row.maybe("lost", str) or ""
+        found = {"peak": row.get("peak", int), "seconds": row.get("seconds", float)}
+        points.append(found | {"group": "planned, lossy" if lost else "planned", "text": lost or "planned"})
+    points.append({"peak": eager, "seconds": 0.0, "group": "without a plan", "text": "without a plan"})
+    if plan is not None:
+        points.append({"peak": plan.peak, "seconds": plan.seconds, "group": "this plan", "text": "this plan"})
+    for row in data.rows("peers"):
+        ratio = row.maybe("ratio", float)
+        if ratio is not None:
+            after = (ratio - 1) * (base or (row.maybe("seconds", float) or 0.0) / ratio)
+            name = f"{row.get('name', str)}, gradients {row.get('gradients', str)}"
+            points.append({"peak": row.get("peak", int), "seconds": after, "group": "measured", "text": name})
+    budget = None if plan is None else plan.budget
+    yield Chart("frontier", "Peak against time", {"points": points, "base": base, "budget": budget})
+    rows = [(text(one["text"]), size(one["peak"]), seconds(one["seconds"])) for one in points]
+    yield table("Plans", ("plan", "peak", "added time"), rows)

@@ -1,0 +1,130 @@
+"""Saved results of every kind, read and checked for a page."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from memplan import _json
+from memplan._json import Unreadable
+from memplan.errors import InputError, MemplanError
+from memplan.explanation.explain import explain_trace
+from memplan.explanation.explanation_json import explanation_of
+from memplan.planning.plan.plan import Plan
+from memplan.reports.html import other_sections, plan_sections, study_sections
+from memplan.reports.html.fields import Fields
+from memplan.reports.html.page_parts import Result, Section, size, table, text
+from memplan.reports.html.step_sections import step_result
+from memplan.studies.sweeps.sweep import Sweep
+from memplan.trace.trace import Trace
+from memplan.verification.proof.proof import loads as proof_of
+
+Reader = Callable[[str, Any, str], Result]
+"""From the text, what it parses to and the name of its source."""
+
+
+def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
+    def read(content: str, plain: Any, source: str) -> Result:
+        found = plain.get("schema", schema)
+        if found != schema:
+            newer = "newer " if isinstance(found, int) and found > schema else ""
+            raise Unreadable(f"its schema version {found!r:.20} is {newer}not {schema}, which this memplan reads")
+        return show(Fields(plain))
+
+    return read
+
+
+def _explanation(content: str, plain: Any, source: str) -> Result:
+    return with_beside(step_result(explanation_of(plain)), plain)
+
+
+def _trace(content: str, plain: Any, source: str) -> Result:
+    trace = Trace.from_json(content, source)
+    title = os.path.basename(source)
+    return step_result(explain_trace(trace, title=title), "trace")
+
+
+READERS: Mapping[str, Reader] = {
+    "memplan.explanation": _explanation,
+    "memplan.trace": _trace,
+    "memplan.plan": lambda content, plain, source: plan_sections.plan_result(Plan.from_json(content, source)),
+    "memplan.proof": lambda content, plain, source: plan_sections.proof_result(proof_of(content, source)),
+    "memplan.sweep": lambda content, plain, source: study_sections.sweep_result(Sweep.from_json(content, source)),
+    "memplan.fit": _by_fields(plan_sections.fit_result),
+    "memplan.fit_script": _by_fields(plan_sections.script_fit_result),
+    "memplan.largest": _by_fields(study_sections.largest_result),
+    "memplan.compare": _by_fields(study_sections.comparison_result),
+    "memplan.guard": _by_fields(study_sections.guard_result),
+    "memplan.quantized": _by_fields(study_sections.quantized_result),
+    "memplan.watch": _by_fields(study_sections.watch_result),
+    "memplan.findings": _by_fields(other_sections.findings_result),
+    "memplan.replay": _by_fields(other_sections.replay_result),
+    "memplan.post_mortem": _by_fields(other_sections.post_mortem_result),
+    "memplan.devices": _by_fields(other_sections.devices_result),
+    "memplan.cache": _by_fields(other_sections.cache_result),
+}
+"""By the format that a file names."""
+
+
+def result_of(content: str, source: str) -> Result:
+    """Return the JSON text of a result as it is shown.
+
+    Args:
+        content: what a command wrote with ``--json``, ``--trace`` or ``--plan``, or a watch or a proof as JSON.
+        source: what to call it.
+
+    Raises:
+        MemplanError: empty, cut off, not memplan's, or of another schema version.
+    """
+    known = ", ".join(sorted(name.removeprefix("memplan.") for name in READERS))
+    try:
+        if not content.strip():
+            raise Unreadable("it is empty")
+        plain = _json.parse(content)
+        kind = plain.get("format") if isinstance(plain, dict) else None
+        if not isinstance(kind, str) or kind not in READERS:
+            raise Unreadable(f"its format is {kind!r:.60}" if kind is not None else "it names no format of memplan's")
+        return READERS[kind](content, plain, source)
+    except Unreadable as error:
+        raise InputError(
+            f"{source} cannot be shown: {error}",
+            expected=f"a result that this memplan saved ({known})",
+            do="Write it again with --json or --trace, or use the memplan that wrote it",
+        ) from None
+
+
+def read_result(path: str) -> Result:
+    """Return the result of a file as it is shown. Raises MemplanError, as `result_of`, also where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_json.LONGEST + 1)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error.strerror})", expected="a file that memplan wrote", do="Check the path"
+        ) from None
+    try:
+        found = result_of(content.decode("utf-8"), path)
+    except UnicodeDecodeError:
+        raise InputError(
+            f"{path} is no text", expected="JSON that memplan wrote; a snapshot is shown by memplan replay --html",
+            do="Choose another file",
+        ) from None  # fmt: skip
+    except MemplanError:
+        raise
+    return dataclasses.replace(found, source=path)
+
+
+def with_beside(result: Result, plain: Mapping[str, Any]) -> Result:
+    """Add what was measured beside the prediction, and what a script did, where a command wrote them."""
+    data, more = Fields(plain), list[Section]()
+    beside, script = data.inner("beside"), data.inner("script")
+    if beside is not None:
+        rows = [
+            (text(row.get("part", str)), size(row.maybe("predicted", int)), size(row.maybe("measured", int)))
+            for row in beside.rows("peaks")
+        ]
+        more.append(Section("Measured beside predicted", (table("Peaks", ("peak of", "predicted", "measured"), rows),)))
+    title = result.title if script is None else f"{script.get('command', str)}: {result.title.partition(': ')[2]}"
+    return dataclasses.replace(result, title=title, sections=(*more, *result.sections))

@@ -1,0 +1,1 @@
+"""A step for other people's viewers: Perfetto, tables as CSV, TensorBoard."""

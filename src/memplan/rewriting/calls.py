@@ -1,0 +1,82 @@
+"""Count the calls of planned modules: how many ran as planned, and why others did not."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from memplan._display import Printed
+
+
+@dataclass(frozen=True)
+class CallStats(Printed):
+    """Calls of a planned module.
+
+    Example:
+        >>> print(CallStats(planned=98, unplanned=2, why={"a tensor of layout sparse": 2}, without_grad=10))
+        98 calls ran as planned, 2 unplanned (a tensor of layout sparse: 2), 10 without grad
+    """
+
+    planned: int = 0
+    """Calls that ran as planned."""
+    unplanned: int = 0
+    """Calls under grad mode that ran as the model is written."""
+    why: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Reasons of the unplanned ones, in the order of their first calls, and how many calls each had."""
+    without_grad: int = 0
+    """Calls in which nothing required a gradient, as under ``no_grad``: no plan is for these."""
+
+    def __str__(self) -> str:
+        text = f"{self.planned} call{'' if self.planned == 1 else 's'} ran as planned, {self.unplanned} unplanned"
+        if self.why:
+            text += f" ({'; '.join(f'{reason}: {times}' for reason, times in self.why.items())})"
+        return f"{text}, {self.without_grad} without grad"
+
+
+class Calls:
+    """Counts of one module's calls, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._planned = self._without_grad = 0
+        self._why = Counter[str]()
+
+    def planned(self) -> None:
+        """Count a call that ran as planned."""
+        with self._lock:
+            self._planned += 1
+
+    def without_grad(self) -> None:
+        """Count a call that no plan is for."""
+        with self._lock:
+            self._without_grad += 1
+
+    def unplanned(self, why: str) -> None:
+        """Count a call that ran as the model is written."""
+        with self._lock:
+            self._why[why] += 1
+
+    def restart(self) -> None:
+        """Forget all calls so far."""
+        with self._lock:
+            self._planned = self._without_grad = 0
+            self._why.clear()
+
+    def stats(self) -> CallStats:
+        """Return the counts as they are now."""
+        with self._lock:
+            return CallStats(self._planned, self._why.total(), dict(self._why), self._without_grad)
+
+
+def together(parts: Iterable[CallStats]) -> CallStats:
+    """Add the counts of several modules."""
+    planned = unplanned = without_grad = 0
+    why = Counter[str]()
+    for one in parts:
+        planned += one.planned
+        unplanned += one.unplanned
+        without_grad += one.without_grad
+        why.update(one.why)
+    return CallStats(planned, unplanned, dict(why), without_grad)

@@ -1,0 +1,1 @@
+"""What texts name: targets, losses, optimizers, values of options. The same in the command and in Python."""

@@ -1,0 +1,292 @@
+"""From ``package.module:callable`` or ``path/to/file.py:callable`` to the callable."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import operator
+import os
+import pkgutil
+import re
+import shlex
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from memplan.errors import MemplanError, StepError, TargetError
+from memplan.trace.naming.parsing import offer
+
+FORM = "package.module:callable or path/to/file.py:callable"
+_PYTHONS = os.path.dirname(os.__file__) + os.sep
+_OURS = str(Path(__file__).resolve().parents[2]) + os.sep
+
+
+@dataclass(frozen=True)
+class Target:
+    """A callable that the user named, and the text that named it."""
+
+    text: str
+    what: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        """Return the part after the colon."""
+        return self.text.rpartition(":")[2]
+
+    @property
+    def where(self) -> str | None:
+        """``file:line`` of its definition, None where it has none in Python."""
+        code = getattr(self.what, "__code__", None)
+        return f"{short(code.co_filename)}:{code.co_firstlineno}" if code else None
+
+
+class ByName:
+    """The callable that a target names, for another process: what is sent is the text, resolved again over there.
+
+    Args:
+        text: names it.
+        argv: arguments that it reads from ``sys.argv``, which is its own there.
+    """
+
+    def __init__(self, text: str, argv: tuple[str, ...] = ()) -> None:
+        self._text, self._argv = text, argv
+        sys.argv = [text.rpartition(":")[0], *argv]
+        self._target = resolve(text)
+        self.__qualname__ = self.__name__ = self._target.name
+        with suppress(TypeError, ValueError):  # Python cannot see the parameters of every callable
+            self.__signature__ = inspect.signature(self._target.what)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        with contained(self._text):
+            return self._target.what(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[ByName], tuple[str, tuple[str, ...]]]:
+        return ByName, (self._text, self._argv)
+
+
+def resolve(text: str) -> Target:
+    """Find what a target names, importing its module or file.
+
+    A file's folder goes on ``sys.path``, as when Python runs the file; for a module, the working directory.
+
+    Args:
+        text: ``package.module:callable`` or ``path/to/file.py:callable``; the callable may be dotted.
+
+    Raises:
+        TargetError: no such file, module or callable, with the nearest names; or its import raises.
+
+    Example:
+        >>> resolve("examples/resnet18.py:make").what().__class__.__name__
+        'ResNet18'
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not place or not name:
+        raise _without_callable(text.rstrip(":"))
+    module = import_place(place)
+    try:
+        found: Any = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise TargetError(
+            f"{place} has no {name!r}",
+            expected="the name of a callable in it",
+            do=offer(name, callables(module)) or "Check the name",
+        ) from None
+    except Exception as error:  # a module that imports its parts when they are asked for
+        raise _import_failed(place, error) from error
+    if not callable(found):
+        raise TargetError(
+            f"{text} is of type {type(found).__name__}",
+            expected="a callable: one that makes a module, or a build that returns a step",
+            do=offer(name, callables(module)) or "Name a callable",
+        )
+    return Target(text, found)
+
+
+def import_place(place: str) -> ModuleType:
+    """Import the module or the file that a target's first part names.
+
+    Raises:
+        TargetError: there is none, or its import raises; with file:line.
+    """
+    if place.endswith(".py") or "/" in place or os.sep in place:
+        return _import_file(place)
+    return _import_module(place)
+
+
+def callables(module: ModuleType) -> list[str]:
+    """List the callables that a module itself defines; all public ones where it defines none."""
+    public = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
+    own = [name for name, value in public.items() if getattr(value, "__module__", None) == module.__name__]
+    return own or list(public)
+
+
+@contextmanager
+def contained(what: str) -> Iterator[None]:
+    """Keep the user's code from ending the process: ``sys.exit`` in it becomes an error like any other.
+
+    Raises:
+        StepError: the code called ``sys.exit``.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        frames = [frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        parses = "argparse" in frames or "click.core" in frames
+        do = "Take the call out, or put it under if __name__ == '__main__'"
+        raise StepError(
+            f"{what} called sys.exit({'' if error.code is None else repr(error.code)})"
+            + (" as it read the arguments " + repr(shlex.join(sys.argv[1:])) if parses else ""),
+            expected="arguments that it takes" if parses else "code that returns",
+            do="Give those of its own last, behind --, as in -- --epochs 1" if parses else do,
+            where=location(error),
+        ) from error
+
+
+def location(error: BaseException) -> str | None:
+    """Return ``file:line`` where an exception was raised: the innermost frame of the user's own code."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{short(error.filename)}:{error.lineno}"
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", _OURS))
+    ]
+    others = _PYTHONS, "site-packages"
+    own = [frame for frame in frames if not any(other in frame.filename for other in others)] or frames
+    return f"{short(own[-1].filename)}:{own[-1].lineno}" if own else None
+
+
+def short(path: str) -> str:
+    """Return a path relative to the working directory, if it lies in it."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith(os.pardir) else relative
+
+
+def _import_file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file() or path.suffix != ".py":
+        raise _no_file(path)
+    path = path.resolve()
+    folder, name = path.parent, path.stem
+    while (folder / "__init__.py").is_file():  # a file of a package: its relative imports need the package
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    _put_first(str(folder))
+    if "." in name:
+        return _imported(place, lambda: importlib.import_module(name.removesuffix(".__init__")))
+    return _imported(place, lambda: _load(path))
+
+
+def _load(path: Path) -> ModuleType:
+    """Run a file as a module of its own name, unless another module has that name already."""
+    name = re.sub(r"\W", "_", path.stem)
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if known is not None or name in sys.stdlib_module_names:
+        name = f"memplan_target_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a spec"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as an import does: dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(place: str) -> ModuleType:
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise TargetError(f"{place!r} is no module's name", expected=FORM, do="Write it so")
+    _put_first(os.getcwd())
+    try:
+        return _imported(place, lambda: importlib.import_module(place))
+    except TargetError as error:
+        cause = error.__cause__
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) and cause.name else ""
+        if missing and (place == missing or place.startswith(f"{missing}.")):
+            raise _no_module(place, missing) from None
+        raise
+
+
+def _imported(place: str, load: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        with contained(f"importing {place}"):
+            return load()
+    except MemplanError:
+        raise
+    except Exception as error:  # the user's code can raise anything; the original stays as __cause__
+        raise _import_failed(place, error) from error
+
+
+def _import_failed(place: str, error: Exception) -> TargetError:
+    where = location(error)
+    text = error.msg if isinstance(error, SyntaxError) else str(error).strip().split("\n")[0]
+    do = "Correct it there"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        do = f"Install {error.name.split('.')[0]} next to memplan, or run memplan where it is installed"
+    return TargetError(
+        f"importing {place} raised {type(error).__name__}: {text or 'no message'}" + (f" at {where}" if where else ""),
+        expected="a module that Python can import",
+        do=do,
+    )
+
+
+def _put_first(folder: str) -> None:
+    if folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
+
+
+def _without_callable(text: str) -> TargetError:
+    """Return the error of a target without a callable. Its file is read, not run: it may be a script that trains."""
+    names = _functions(text) if os.path.isfile(text) and text.endswith(".py") else None
+    if names is None:
+        return TargetError(f"{text!r} names no callable", expected=FORM, do="Write it so")
+    which = f"Say which: {', '.join(f'{text}:{name}' for name in names[:4])}; or" if names else "Of a script as it is,"
+    return TargetError(
+        f"{text!r} names no callable", expected=FORM,
+        do=f"{which} memplan run {text} says what it needs, and check, largest and fit take --script {text}",
+    )  # fmt: skip
+
+
+def _functions(path: str) -> list[str]:
+    """Return the names of the public functions and classes of a file."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def _no_file(path: Path) -> TargetError:
+    beside = [f"{other.name}" for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    if path.is_dir():
+        found = f"{path} is a folder"
+    elif path.exists():
+        found = f"{path} is not a .py file"
+    elif not path.parent.is_dir():
+        found = f"there is no folder {path.parent} in {os.getcwd()}"
+    else:
+        found = f"there is no file {path}"
+    return TargetError(found, expected="path/to/file.py:callable", do=offer(path.name, beside) or "Check the path")
+
+
+def _no_module(place: str, missing: str) -> TargetError:
+    parent, _, name = missing.rpartition(".")
+    paths = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [os.getcwd()]
+    beside = [f"{parent}.{found.name}" if parent else found.name for found in pkgutil.iter_modules(paths)]
+    return TargetError(
+        f"there is no module {missing}" + (f" for {place}" if missing != place else ""),
+        expected=FORM,
+        do=offer(missing, beside) if beside and name else "Check the name, and that it is installed here",
+    )

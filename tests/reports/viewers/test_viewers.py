@@ -1,0 +1,101 @@
+"""A step for other people's viewers, read back by other readers: a stack for Perfetto, csv, TensorBoard's own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_pages import EVIL, trace
+
+from memplan.explanation.explain import explain_trace
+from memplan.explanation.model import LABELS, Explanation
+from memplan.reports.viewers import over_time_csv, perfetto, tensorboard
+from memplan.simulation.simulate import live_at
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    return explain_trace(trace(), title=EVIL)
+
+
+@pytest.fixture(scope="module")
+def events(explanation: Explanation) -> list[dict[str, Any]]:
+    return json.loads(perfetto.dumps(trace(), explanation))["traceEvents"]
+
+
+def test_events_are_strictly_nested_and_in_order(events: list[dict[str, Any]]) -> None:
+    opened: list[tuple[str, int]] = []
+    now, closed = 0, 0
+    for event in events:
+        if event["ph"] not in "BE":
+            continue
+        assert event["ts"] >= now
+        now = event["ts"]
+        if event["ph"] == "B":
+            opened.append((event["name"], event["ts"]))
+        else:
+            name, start = opened.pop()
+            assert (name, event["ts"] >= start) == (event["name"], True)
+            closed += 1
+    assert opened == []
+    assert closed > len(trace().ops)
+
+
+def test_each_op_lies_within_its_step_phase_and_layer(events: list[dict[str, Any]]) -> None:
+    opened: list[str] = []
+    seen = []
+    for event in events:
+        if event["ph"] == "B":
+            if "args" in event:
+                seen.append((event["args"]["op"], event["args"]["at"], event["ts"], tuple(opened)))
+            opened.append(event["name"])
+        elif event["ph"] == "E":
+            opened.pop()
+    assert len(seen) == len(trace().ops)
+    for op, (name, where, start, within) in zip(trace().ops, seen, strict=True):
+        assert (name, where, start) == (op.name, op.where or "", op.start)
+        expected = ["build"] if op.step < 0 else [f"step {op.step + 1}", op.phase]
+        assert list(within[: len(expected)]) == expected
+        assert (within[-1] == op.layer) if op.layer else (len(within) == len(expected))
+
+
+def test_counters_are_the_bytes_alive(events: list[dict[str, Any]], explanation: Explanation) -> None:
+    counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("memory")]
+    assert max(sum(event["args"].values()) for event in counters) == explanation.timeline.peak_allocated
+    for event in counters:
+        live = live_at(trace(), event["ts"])
+        for cause, label in LABELS.items():
+            if cause not in ("rounding", "fragmentation"):
+                assert event["args"].get(label, 0) == sum(one.bytes for one in live if one.cause == cause)
+
+
+def test_a_row_of_the_table_is_a_moment(explanation: Explanation) -> None:
+    rows = list(csv.DictReader(io.StringIO(over_time_csv.dumps(trace(), explanation))))
+    levels = [(int(row["tick"]), int(row["allocated"]), int(row["reserved"])) for row in rows]
+    assert levels == list(explanation.timeline.events)
+    for row in rows:
+        assert sum(int(row[cause]) for cause in LABELS if cause in row) == int(row["allocated"])
+    peak = max(rows, key=lambda row: int(row["allocated"]))
+    assert explanation.peak is not None
+    assert (peak["op"], peak["layer"], peak["at"]) == (
+        explanation.peak.op, explanation.peak.layer, explanation.peak.where
+    )  # fmt: skip
+
+
+def test_tensorboard_reads_the_scalars(explanation: Explanation, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tensorboard.write_scalars(tmp_path / "run", explanation)
+    read = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
+    course = explanation.course
+    assert course is not None
+    for name, column in {"allocated": course.allocated, **course.causes}.items():
+        found = read.Scalars(f"memory/{name}")
+        assert [one.step for one in found] == list(course.ticks)
+        assert [one.value for one in found] == pytest.approx(list(column), rel=1e-6)  # scalars have 32 bits
+    assert read.Scalars("peak/allocated")[0].value == pytest.approx(explanation.timeline.peak_allocated, rel=1e-6)

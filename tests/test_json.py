@@ -1,0 +1,100 @@
+"""Files as JSON, from strangers: bounded in memory before they take it, read only from files."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan import Plan, Trace, load_plan, load_trace
+from memplan._json import Unreadable, from_plain, memory_of, read_text
+from memplan.errors import PlanFormatError, SnapshotFormatError, TraceFormatError
+from memplan.simulation.snapshots.read import read_snapshot
+
+DATA = Path(__file__).parent / "data"
+texts = st.text(max_size=8)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats(allow_nan=False, allow_infinity=False)
+    | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
+    max_leaves=20,
+)  # fmt: skip
+
+
+def taken(text: str) -> int:
+    """Bytes that Python really takes for the text and what it parses to."""
+    tracemalloc.start()
+    value = json.loads(text)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    del value
+    return most + len(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values, st.integers(1, 400), st.booleans(), st.booleans())
+def test_the_bound_on_memory_holds(value: Any, times: int, ascii_only: bool, compact: bool) -> None:
+    separators = (",", ":") if compact else None
+    text = json.dumps([value] * times, ensure_ascii=ascii_only, separators=separators)
+    assert taken(text) <= memory_of(text) + 2000  # of the interpreter's own
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["{}", "[]", '{"a":0}', "[0]", "1234", "1e5", '"ab"', '"\u0100"', '{"a":{"b":{}}}',
+     "{" + ",".join(f'"{key}":0' for key in "abcdef") + "}"],
+)  # fmt: skip
+def test_the_bound_holds_where_little_text_takes_much(part: str) -> None:
+    text = f"[{','.join([part] * 20_000)}]"
+    assert taken(text) <= memory_of(text)
+
+
+@pytest.mark.parametrize("count", [100, 43_690, 87_381])  # a mapping is largest just after it has grown
+def test_the_bound_holds_for_large_mappings(count: int) -> None:
+    text = json.dumps({str(key): 0 for key in range(count)}, separators=(",", ":"))
+    assert taken(text) <= memory_of(text)
+
+
+@pytest.mark.parametrize("part", [b'{"":0},', b"[],", b"{},", b'["\xc4\x80"],'])
+def test_a_packed_file_is_bounded_by_its_own_bytes(part: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "bomb.json.gz"
+    file.write_bytes(gzip.compress(b'{"segments":[' + part * ((16 << 20) // len(part)) + b"0]}", 6))
+    assert file.stat().st_size < 100_000
+    with pytest.raises(SnapshotFormatError, match=r"reading it could take \S+ \S+ of memory, 384\.0 MiB at most"):
+        read_snapshot(file)
+
+
+def test_numbers_of_many_digits_are_refused_in_a_line() -> None:
+    text = (DATA / "mlp.plan.json").read_text()
+    for number in ("9" * 5000, "9" * 400, "1e400", "NaN", "-Infinity", "1e300", "-1"):
+        changed = text.replace('"seconds":', f'"seconds":{number},"x":', 1)
+        with pytest.raises(PlanFormatError) as raised:
+            Plan.from_json(changed)
+        assert len(str(raised.value)) < 400
+    with pytest.raises(TraceFormatError, match="NaN is no number"):
+        Trace.from_json('{"format":"memplan.trace","end":NaN}')
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300, 2.0**63, -0.5])
+def test_numbers_out_of_range_are_refused(number: float) -> None:
+    with pytest.raises(Unreadable, match="out of range"):
+        from_plain(float, number, "it")
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match="a device"):
+        read_text("/dev/zero")
+    with pytest.raises(TraceFormatError, match="a device"):
+        load_trace("/dev/zero")
+    with pytest.raises(PlanFormatError, match="a device"):
+        load_plan("/dev/zero")
+    with pytest.raises(IsADirectoryError):
+        load_trace(tmp_path)
+    assert os.path.getsize(DATA / "mlp.plan.json") == len(read_text(DATA / "mlp.plan.json"))
