@@ -91,8 +91,7 @@ def fit(
         UsageError, RecordingError: an argument is wrong, or the step cannot be captured; the model's own, as it is.
 
     Example:
-        >>> fitted = memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB")
-        >>> fitted.proof.ok
+        >>> memplan.fit(model, images, targets=labels, loss=F.cross_entropy, budget="1.5 MiB").proof.ok
         True
     """
     _check_provable()
