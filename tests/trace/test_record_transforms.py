@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from allocator import measured_peak
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 import memplan
 
@@ -139,12 +147,44 @@ def a_loader_with_a_generator() -> Step:
     return step
 
 
+def loaders_that_draw() -> Step:
+    """Samples that read their own number, which is an index and no size."""
+    data, model = Numbered(), nn.Linear(64, 8)
+    part, rest = random_split(data, [48, 16])
+    loaders = [
+        DataLoader(part, 16, shuffle=True),
+        DataLoader(rest, 16, num_workers=2),
+        DataLoader(data, 16, sampler=WeightedRandomSampler([1.0] * 64, 96)),
+        DataLoader(data, 16, sampler=SubsetRandomSampler(range(32, 64))),
+    ]
+
+    def step() -> None:
+        for loader in loaders:
+            for x, y in loader:
+                F.cross_entropy(model(x), y).backward()
+
+    return step
+
+
+class Numbered(Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(np.random.default_rng(index).standard_normal(64, "float32")), index % 8
+
+
+def test_what_torch_draws_of_a_data_set_is_no_size() -> None:
+    found = memplan.record(loaders_that_draw, device="cpu").assumptions
+    assert [one.kind for one in found if one.kind == "bound"] == []
+
+
 @pytest.mark.parametrize(
     "build",
     [
         lazy_made_by_the_step, lazy_called_before, gradient_of_a_function, gradients_of_each_sample, a_mapped_loss,
         called_with_other_weights, a_jacobian, made_on_meta, sizes_from_meta, loaded_into_meta, a_generator,
-        a_loader_with_a_generator,
+        a_loader_with_a_generator, loaders_that_draw,
     ],
     ids=lambda build: build.__name__,
 )  # fmt: skip

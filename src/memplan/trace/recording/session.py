@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
 import random
 import re
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
 
 from memplan import _torch
 from memplan._bytes import format_bytes
@@ -27,6 +25,7 @@ from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
+from memplan.trace.recording.data_order import loaded_in_order
 from memplan.trace.recording.followed.line_watch import unwatched
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
@@ -158,7 +157,7 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
         torch.enable_grad(),
         collector_held(),
         _defaults_kept(),
-        _one_process(),
+        loaded_in_order(),
         unwatched(),
         nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
     ):
@@ -253,29 +252,6 @@ def _allowed_tf32() -> bool | None:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
         return None
-
-
-@contextmanager
-def _one_process() -> Iterator[None]:
-    """Data loaders load in this process.
-
-    A worker process would have to take hooks and fake tensors along; what it holds is no part of the step anyway.
-    """
-    init = DataLoader.__init__
-
-    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
-        for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
-            given.pop(name, None)
-        init(**given)
-
-    def in_order(self: Any) -> Iterator[int]:
-        """Yield the samples in order: which comes when is drawn from values that a recording has not, and does not
-        matter to memory."""
-        return (number % len(self.data_source) for number in range(self.num_samples))
-
-    with _torch.patched(DataLoader, __init__=init_here), _torch.patched(RandomSampler, __iter__=in_order):
-        yield
 
 
 def _numpy_state() -> Any:
