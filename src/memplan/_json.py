@@ -28,6 +28,8 @@ LONGEST = 256 << 20
 DEEPEST = 12
 """Levels of nesting in a value without a type of its own."""
 _LARGEST = 1 << 63
+MOST_BYTES = 1 << 62
+"""Bytes that all allocations of a file take at most: rounded to blocks, their sum is still a number of 64 bits."""
 _FEW_BYTES = 384 << 20
 _TIMES_FILE, _TIMES_TEXT = 2000, 60
 """What a file may take in memory, as multiples of its bytes and of its unpacked bytes. Recorded memory snapshots take

@@ -12,7 +12,7 @@ from torch import nn
 import memplan
 
 ID = "expanded-cast"
-ROWS, WIDTH = 2048, 128
+ROWS, MANY_ROWS, WIDTH = 2048, 1 << 16, 128
 
 
 def by_hand(first: bool) -> Callable[[], Any]:
@@ -41,7 +41,7 @@ def under_autocast(first: bool) -> Callable[[], Any]:
         def step() -> None:
             queries.grad = None
             with torch.autocast("cpu", torch.bfloat16):
-                given = (queries.bfloat16() if first else queries).expand(ROWS, WIDTH)
+                given = (queries.bfloat16() if first else queries).expand(MANY_ROWS, WIDTH)
                 layer(given).sum().backward()
 
         return step
@@ -66,11 +66,12 @@ def test_the_bytes_are_those_of_a_cast_before(device: str) -> None:
 
 
 def test_under_autocast() -> None:
-    (finding,) = found(under_autocast(False))
-    spared = peak(under_autocast(False), "cpu") - peak(under_autocast(True), "cpu")
+    """For a card: what a CPU's own kernels take for a product in bfloat16 depends on the processor."""
+    (finding,) = found(under_autocast(False), "h100")
+    spared = peak(under_autocast(False), "h100") - peak(under_autocast(True), "h100")
     assert finding.bytes == pytest.approx(spared, rel=0.01)
-    assert spared > ROWS * WIDTH * 2
-    assert found(under_autocast(True)) == []
+    assert spared > 0.9 * MANY_ROWS * WIDTH * 2
+    assert found(under_autocast(True), "h100") == []
 
 
 def test_as_published() -> None:

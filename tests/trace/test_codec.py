@@ -83,6 +83,7 @@ def _changed(trace: memplan.Trace, change: Any) -> str:
         (lambda d: d["storages"][0].__setitem__(6, [-1]), "damaged"),
         (lambda d: d["layers"][0].__setitem__(0, None), "damaged"),
         (lambda d: d["storages"][0].__setitem__(10, 10**12), "damaged"),
+        (lambda d: d["storages"][0].__setitem__(0, 1 << 62), "more than can be counted"),
         (lambda d: d["storages"][0].__setitem__(11, -1), "damaged"),
         (lambda d: d["storages"][0].__setitem__(12, ["x"]), "damaged"),
         (lambda d: d.update(calls=[[1, "explode"]]), "damaged"),

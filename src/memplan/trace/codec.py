@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, TypeVar, get_type_hints
 
-from memplan._json import Unreadable, compact, from_plain, parse, row_of
+from memplan._json import MOST_BYTES, Unreadable, compact, from_plain, parse, row_of
 from memplan.errors import TraceFormatError
 from memplan.trace.records import SCHEMA
 
@@ -115,6 +115,8 @@ def _check(trace: Any) -> None:
         makers = () if storage.op is None else (storage.op,)
         _within(f"ops of storage {storage.id}", (*makers, *(s.op for s in storage.sharers)), ops)
         events += (storage.born,) if storage.died is None else (storage.born, storage.died)
+    if sum(storage.bytes for storage in trace.storages) > MOST_BYTES:
+        raise Unreadable(f"its storages take more than {MOST_BYTES} bytes, more than can be counted")
     if 0 in events or len(set(events)) < len(events):
         raise Unreadable("two events share a tick, or one is at 0")
     for layer in trace.layers:

@@ -195,6 +195,14 @@ def test_every_field_is_checked(path: str, value: Any, words: str, tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
+def test_more_bytes_than_can_be_counted() -> None:
+    data = out_of_memory()
+    for row in data["device_traces"][0]:
+        row["size"] = (1 << 62) // 2
+    with pytest.raises(SnapshotFormatError, match="of more than 4611686018427387904 bytes"):
+        read_snapshot(data)
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [

@@ -46,6 +46,29 @@ def test_everything_counts_where_nothing_names_cuda() -> None:
     assert memplan.simulate(trace).steps[0].peak_allocated == 2 * 79 * 512
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_that_are_moved_to_the_host_count_as_if_cuda_were_named(grad: bool) -> None:
+    def build(cuda: bool) -> Callable[[], Any]:
+        model, x, kept = nn.Linear(64, 32), torch.randn(128, 64), list[torch.Tensor]()
+        if cuda:
+            model, x = model.cuda(), x.cuda()
+
+        def step() -> None:
+            with torch.set_grad_enabled(grad):
+                host = model(x).cpu()
+                kept.append(host.detach() * 2)
+            if grad:
+                host.sum().backward()
+
+        return step
+
+    plain, named = (record(lambda cuda=cuda: build(cuda)) for cuda in (False, True))
+    places, wanted = ([s.device for s in one.storages if s.born > one.steps[0]] for one in (plain, named))
+    assert places == wanted
+    assert places.count("cpu") >= 4
+    assert memplan.simulate(plain).peak_allocated == memplan.simulate(named).peak_allocated
+
+
 def test_cuda_named_in_a_step_only_makes_what_was_built_the_hosts() -> None:
     built: list[int] = []
 

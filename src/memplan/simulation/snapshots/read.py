@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from memplan._json import parse
+from memplan._json import MOST_BYTES, parse
 from memplan.errors import DeviceError, SnapshotFormatError, TargetError
 from memplan.simulation.allocator.settings import AllocatorSettings, settings_of_snapshot
 from memplan.simulation.snapshots.safe_pickle import DO, EXPECTED, load_plain, shown
@@ -205,6 +205,8 @@ class _Reader:
                 self.fail(f"has segments that overlap, at {other.address:#x}")
         trace = self.items(traces[chosen], f"device_traces[{chosen}]") if chosen < len(traces) else []
         entries = [entry for raw in trace if (entry := self.entry(raw)) is not None]
+        if sum(segment.size for segment in held) + sum(entry.size for entry in entries) > MOST_BYTES:
+            self.fail(f"is damaged: its segments and events are of more than {MOST_BYTES} bytes")
         settings = settings_of_snapshot(self.settings(data.get("allocator_settings")))
         return Snapshot(
             self.source, chosen, tuple(held), tuple(entries), settings, tuple(self.stacks), block_stacks, self.notes()

@@ -56,13 +56,11 @@ class Card:
         """Return whether a tensor's storage lies on the card."""
         if threading.get_ident() != self._thread:
             return False
-        if self.everything and type(tensor) is not torch.Tensor:
-            return True
         try:
             entry = self.ledger.find(tensor)
         except (RuntimeError, NotImplementedError):  # a wrapper without a storage, as vmap makes them
             entry = self.ledger.find(_torch.unwrapped(tensor))
-        if self.everything:  # but what an op of the step made for C++ to read: how many sequences have a step
+        if self.everything:  # but what the step moved, or an op made for C++ to read: how many sequences have a step
             return entry is None or entry.op is None or entry.device == ON_CARD
         return entry is not None and entry.device == ON_CARD
 
@@ -82,11 +80,15 @@ class Card:
         self.named_late |= self.everything and self._guessed
         self.named = True
 
+    def going(self, device: torch.device) -> AbstractContextManager[None]:
+        """Put whatever is made inside on ``device``, or on the card, if everything lies there."""
+        return self.moving(CUDA if self.everything else device)
+
     @contextmanager
-    def going(self, device: torch.device) -> Iterator[None]:
+    def moving(self, device: torch.device) -> Iterator[None]:
         """Put whatever is made inside on ``device``."""
         before = self._destination
-        self._destination = ON_CARD if self.everything or device.type == "cuda" else HOST
+        self._destination = ON_CARD if device.type == "cuda" else HOST
         try:
             yield
         finally:

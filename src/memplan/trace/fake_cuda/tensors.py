@@ -102,7 +102,9 @@ class _Tensors:
         return self.to(tensor, CUDA if device is None else device, **kwargs)
 
     def cpu(self, tensor: Any, **kwargs: Any) -> Any:
-        """`torch.Tensor.cpu`."""
+        """`torch.Tensor.cpu`: a copy, too, where CUDA is not named, as this is why a step for a card would call it."""
+        if self._card.everything and not self._card.inside() and self._card.holds(tensor):
+            return self._moved(tensor, CPU, **kwargs)
         return self.to(tensor, CPU, **kwargs)
 
     def type(self, tensor: Any, dtype: Any = None, **kwargs: Any) -> Any:
@@ -174,7 +176,7 @@ class _Moved(torch.autograd.Function):
 
 
 def _copied(tensor: Any, card: Card, place: torch.device, dtype: torch.dtype, layout: Any) -> Any:
-    with card.going(place):
+    with card.moving(place):
         return _torch.copied(tensor, dtype, layout)
 
 

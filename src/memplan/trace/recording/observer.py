@@ -188,7 +188,7 @@ class Observer:
         semantics, current = self.semantics, 0
         if self.card is not None:
             # in C++ a tensor that is made from nothing is made for one on the card; in Python `destination` tells
-            on_card = on_card or self.card.everything or (not reads and not self.place.building)
+            on_card = on_card or (not reads and (self.card.everything or not self.place.building))
             ledger.device = self.card.destination or (ON_CARD if on_card else HOST)
             current, ledger.stream = ledger.stream, self._stream_of(note)
             semantics = semantics if ledger.device == ON_CARD else NONE
