@@ -130,3 +130,13 @@ def test_it_round_trips_as_plain_data() -> None:
     assert OutOfMemoryMessage(**plain["message"] | {"processes": ((19239, round(14.26 * GIB)),)}) == found.message
     assert isinstance(found, Why)
     assert [part["name"] for part in plain["parts"]] == [part.name for part in found.parts]
+
+
+@pytest.mark.parametrize(("unallocated", "nearly_full"), [("700.00 MiB", True), ("2.50 GiB", False)])
+def test_a_device_that_is_nearly_full_of_tensors_has_to_need_less_too(unallocated: str, nearly_full: bool) -> None:
+    """Of 24 GiB: 13 + 700 - 20 MiB are 2.8 %, 13 MiB + 2.5 GiB - 20 MiB are 10.4 %."""
+    text = "Of the allocated memory 20.00 GiB is allocated by PyTorch, and " + unallocated
+    found = why(cuda("20.00 MiB", "24.00 GiB", "13.00 MiB", text))
+    assert found.verdict == "fragmentation"
+    assert ("693.00 MiB would be left" in found.reason) == nearly_full
+    assert any("memplan fit" in one for one in found.advice) == nearly_full

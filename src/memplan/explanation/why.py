@@ -17,6 +17,8 @@ Verdict = Literal["fragmentation", "need", "too large", "others", "limit", "refu
 it. ``no figures``: the message has none."""
 _ROUNDED = 1 << 27
 """Bytes by which sums of figures with two decimals can be off: 5 MiB for each in GiB."""
+_LITTLE = 0.05
+"""Share of a device that is little to be left over: one more activation takes it."""
 _OLDER = {"CUDA": " (up to torch 2.8: PYTORCH_CUDA_ALLOC_CONF)", "HIP": " (up to torch 2.8: PYTORCH_HIP_ALLOC_CONF)"}
 
 
@@ -68,7 +70,7 @@ def why(text: str) -> Why:
     message = read_message(text)
     verdict, lack = _judged(message)
     return Why(
-        message, tuple(_parts(message)), verdict, lack, _reason(message, verdict, lack), _advice(message, verdict)
+        message, tuple(_parts(message)), verdict, lack, _reason(message, verdict, lack), _advice(message, verdict, lack)
     )
 
 
@@ -162,10 +164,13 @@ def _reason(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> 
     requested, left, unallocated = message.requested or 0, _left(message) or 0, message.unallocated or 0
     missing = shown(max(lack or 0, 0))
     if verdict == "fragmentation":
-        return (
+        text = (
             f"Fragmentation: {shown(unallocated)} that PyTorch holds are in no tensor, and with what is free that is "
             f"enough for {shown(requested)}, but in no one piece."
         )
+        if _is_nearly_full(message, lack):
+            text += f" But no more than {shown(-(lack or 0))} would be left then: the device is nearly full of tensors."
+        return text
     if verdict == "need":
         return f"Need, not fragmentation: with all that is free and unallocated in one piece, {missing} are missing."
     if verdict == "too large":
@@ -187,7 +192,12 @@ def _reason(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> 
     return "The message has no figures: memory ran out outside of PyTorch's allocator, or the rest of it is cut off."
 
 
-def _advice(message: OutOfMemoryMessage, verdict: Verdict) -> tuple[str, ...]:
+def _is_nearly_full(message: OutOfMemoryMessage, lack: int | None) -> bool:
+    """Return whether hardly anything would be left without fragments, so that the next request may fail."""
+    return message.total is not None and lack is not None and -lack < _LITTLE * message.total
+
+
+def _advice(message: OutOfMemoryMessage, verdict: Verdict, lack: int | None) -> tuple[str, ...]:
     found: list[str] = []
     if verdict == "others":
         numbers = ", ".join(str(number) for number, _ in _own(message)[1])
@@ -204,7 +214,7 @@ def _advice(message: OutOfMemoryMessage, verdict: Verdict) -> tuple[str, ...]:
         found.append("Let CUDA graphs share one pool: torch.cuda.graph(..., pool=...)")
     if verdict in ("refused", "no figures") and message.device != "CPU":
         found.append("See what else uses the device (nvidia-smi, rocm-smi), and how much memory the host has left")
-    if verdict not in ("fragmentation", "refused"):
+    if verdict not in ("fragmentation", "refused") or (verdict == "fragmentation" and _is_nearly_full(message, lack)):
         found += [
             "See what the step needs, and of what: memplan run SCRIPT, or memplan explain TARGET --device CARD",
             "Find the largest batch that fits: memplan largest TARGET --device CARD",
