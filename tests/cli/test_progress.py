@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import time
 
@@ -37,6 +38,24 @@ def test_nothing_appears_when_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nothing_appears_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, io.StringIO(), 0.3) == "from the model\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_line_says_what_is_being_done(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, terminal: bool
+) -> None:
+    stderr, logger = Terminal() if terminal else io.StringIO(), logging.getLogger("memplan")
+    monkeypatch.setattr(module, "AFTER", 0.05)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    before = logger.level, list(logger.handlers)
+    with progress("fitting"):
+        logger.info("planning for 1 GiB")
+        logger.warning("a warning")
+        time.sleep(0.4)
+    assert (logger.level, logger.handlers) == before
+    assert ("fitting: planning for 1 GiB" in stderr.getvalue()) == terminal
+    assert "a warning" in caplog.text
 
 
 def test_a_bar_and_a_line_say_what_is_done_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,11 +17,12 @@ AFTER = 1.0
 
 @contextmanager
 def progress(text: str) -> Iterator[None]:
-    """Show ``text`` and the seconds passed on stderr after the first second, if stderr is a terminal.
+    """Show ``text``, what memplan's logger says is being done, and the seconds passed on stderr after the first second,
+    if stderr is a terminal.
 
     What the user's code prints meanwhile goes to stderr, so that stdout holds the report alone.
     """
-    with _shown(text, AFTER):
+    with _shown(text, AFTER) as update, _heard(lambda now: update(description=printable(f"{text}: {now}"))):
         yield
 
 
@@ -36,6 +38,38 @@ def bar(text: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr, if that is a terminal; yield a function that takes the points done and their total."""
     with _shown(text, count=True) as update:
         yield lambda done, total: update(completed=done, total=total)
+
+
+@contextmanager
+def _heard(say: Callable[[str], None]) -> Iterator[None]:
+    """Say what memplan's logger is told, where a terminal shows it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    logger, handler = logging.getLogger("memplan"), _Said(say)
+    level = logger.level
+    logger.addHandler(handler)
+    if logger.getEffectiveLevel() > logging.INFO:
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Said(logging.Handler):
+    """Hands on what is being done; warnings go where they would without it."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self._say(record.getMessage())
+        elif logging.lastResort is not None and not logging.getLogger().handlers:
+            logging.lastResort.handle(record)
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import replace
 
 from torch import nn
 
+from memplan._bytes import format_bytes
 from memplan.errors import BudgetError
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import Call
@@ -18,6 +20,8 @@ from memplan.planning.relative_budget import Relative
 from memplan.planning.request import Request
 from memplan.planning.settings import Settings
 from memplan.planning.study import Planned, Study, _with_costs
+
+_log = logging.getLogger("memplan")
 
 
 class Planner:
@@ -57,7 +61,9 @@ class Planner:
     ) -> Planned:
         if settings.undecided:
             return fastest(lambda settled: self.study(call, settled, key), self._model, settings, budget)
-        return self.study(call, settings, key, captured).planned(settings, budget)
+        study = self.study(call, settings, key, captured)
+        _log.info("planning for %s", format_bytes(budget))
+        return study.planned(settings, budget)
 
     def _with_ways(self, error: BudgetError, call: Call, settings: Settings, budget: int, key: Hashable) -> BudgetError:
         """Add other ways to keep the budget to its error."""
@@ -95,4 +101,5 @@ class Planner:
             if key is not None and other == key and replace(known, save=precision.save) == precision:
                 captured = study.captured
                 return replace(captured, graph=with_forms(captured.graph, Situation(precision.save)))
+        _log.info("tracing the step")
         return capture(self._model, call, precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -28,6 +29,7 @@ from memplan.verification.proof.proof import Cut, Proof
 from memplan.verification.proof.rounding import EXACT, LOSSY, ROUNDING
 from memplan.verification.proof.verify import Sides, compare, with_times
 
+_log = logging.getLogger("memplan")
 _STEPS = 3
 
 
@@ -123,6 +125,7 @@ class Prover:
         if planned is None:
             candidate = self._trial("candidate", call)
             return compare(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+        _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
         candidate.beside = self._constants(planned)
@@ -131,8 +134,10 @@ class Prover:
         proof = compare(sides, candidate, steps, tolerance, predicted=predicted, budget=budget)
         if exact and not proof.same and self._home.card is not None:
             proof = self._but_for_rounding(call, sides.reference, candidate)
-        timed = proof.ok and self._pairs
-        return with_times(proof, sides.reference, candidate, self._pairs) if timed else proof
+        if not (proof.ok and self._pairs):
+            return proof
+        _log.info("timing the step with the plan and without")
+        return with_times(proof, sides.reference, candidate, self._pairs)
 
     def _but_for_rounding(self, call: Call, reference: Trial, candidate: Trial) -> Proof:
         """Prove on a card where bits differ: some kernels add in whatever order threads come, and norms are torch's own
@@ -150,6 +155,7 @@ class Prover:
             self._settings.optimizer is not None,
         )
         self._warm_up(self._asked.call, in_backward=in_backward, updates=updates)
+        _log.info("measuring the peak")
         trial = self._trial("alone", self._asked.call, in_backward=in_backward, updates=updates)
         trial.beside = 0 if planned is None else self._constants(planned)
         return measured_alone(trial, self._home)
