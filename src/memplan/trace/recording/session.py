@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import random
 import re
@@ -10,12 +11,13 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from memplan import _torch
 from memplan._bytes import format_bytes
@@ -25,7 +27,6 @@ from memplan.devices import Device, find, of_properties
 from memplan.errors import DataDependentError, MemplanError, StepError
 from memplan.trace.recording.boundaries import Boundaries, Program, Runs, Step
 from memplan.trace.recording.causes import module_names
-from memplan.trace.recording.data_order import loaded_in_order
 from memplan.trace.recording.followed.line_watch import unwatched
 from memplan.trace.recording.observer import Observer
 from memplan.trace.recording.place import format_frame, frame_of_error
@@ -157,7 +158,7 @@ def undisturbed(*, cuda: bool = False) -> Iterator[None]:
         torch.enable_grad(),
         collector_held(),
         _defaults_kept(),
-        loaded_in_order(),
+        _loaded_in_order(),
         unwatched(),
         nullcontext() if cuda else _torch.patched(torch.cuda, is_available=lambda: False),
     ):
@@ -252,6 +253,57 @@ def _allowed_tf32() -> bool | None:
         return torch.backends.cudnn.allow_tf32
     except RuntimeError:
         return None
+
+
+class _InOrder(int):
+    """What stands for a permutation of as many numbers where it is read as a list."""
+
+    def tolist(self) -> list[int]:
+        return list(range(self))
+
+
+def _count(self: Any) -> Iterator[int]:
+    return (number % len(self.data_source) for number in range(self.num_samples))
+
+
+def _weighted(self: Any) -> Iterator[int]:
+    drawn = torch.multinomial(self.weights, self.num_samples, self.replacement, generator=self.generator)
+    yield from (number % len(self.weights) for number in range(self.num_samples))
+    del drawn  # torch's sampler holds it until then
+
+
+def _subset(self: Any) -> Iterator[int]:
+    return iter(self.indices)
+
+
+def _split(number: int, **_: Any) -> _InOrder:
+    return _InOrder(number)
+
+
+@contextmanager
+def _loaded_in_order() -> Iterator[None]:
+    """Load data in this process, and leave in order what torch shuffles, draws or splits.
+
+    A worker process would have to take hooks and fake tensors along; what it holds is no part of the step anyway. Which
+    sample comes when is drawn from values that a recording does not have, and does not matter to memory.
+    """
+    init = DataLoader.__init__
+
+    def init_here(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
+        for name in ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout"):
+            given.pop(name, None)
+        init(**given)
+
+    samplers = ((RandomSampler, _count), (WeightedRandomSampler, _weighted), (SubsetRandomSampler, _subset))
+    with ExitStack() as patches:
+        patches.enter_context(_torch.patched(DataLoader, __init__=init_here))
+        patches.enter_context(
+            _torch.patched(torch.utils.data.dataset, randperm=_split)
+        )  # by which random_split shuffles
+        for sampler, order in samplers:
+            patches.enter_context(_torch.patched(sampler, __iter__=order))
+        yield
 
 
 def _numpy_state() -> Any:
