@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, dataset
 
 from memplan import _torch
 from memplan._bytes import format_bytes
@@ -299,7 +299,7 @@ def _loaded_in_order() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(_torch.patched(DataLoader, __init__=init_here))
         patches.enter_context(
-            _torch.patched(torch.utils.data.dataset, randperm=_split)
+            _torch.patched(dataset, randperm=_split)
         )  # by which random_split shuffles
         for sampler, order in samplers:
             patches.enter_context(_torch.patched(sampler, __iter__=order))
