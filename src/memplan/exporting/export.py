@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from memplan._bytes import parse_bytes
 from memplan.errors import InputError, UsageError
-from memplan.exporting.device_plan import DevicePlan, planned_step
+from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step
 from memplan.exporting.exported import Exported
+from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import c_name, prepared_folder
 from memplan.exporting.optimizer_rules import update_rules
+from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
+from memplan.exporting.source.stored_weights import weights_bytes, weights_text
 from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import reference
@@ -43,6 +47,9 @@ def export(
     budget: Any = "256 KiB",
     folder: str | Path,
     name: str | None = None,
+    frozen_weights: Narrow = "float32",
+    weights_file: bool = False,
+    flash: Any = None,
     verify: bool | None = None,
     device: str | None = None,
     force: bool = False,
@@ -59,12 +66,15 @@ def export(
         budget: bytes of RAM: weights that are trained, what the optimizer holds, statistics, inputs and the arena.
         folder: where the files go; made where it is missing.
         name: of files and functions; None: from the model's class.
+        frozen_weights: ``"int8"``: eight bits for weights that are not trained; the error is measured and said.
+        weights_file: write weights to NAME.bin, which the caller of the code reads, instead of weights.h.
+        flash: bytes that weights and code may take; None: no bound.
         verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
         device: ``"cortex-m4"`` or ``"cortex-m7"``: compile for it, too, and run the steps on an emulated one.
         force: write into a folder with other files.
 
     Raises:
-        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does.
+        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does, of flash where that is short.
         RecordingError: an operation has no kernel (layer and line are named), or the step cannot be captured.
         UsageError: an argument is wrong.
         VerificationError: what was written does not compute what PyTorch does; the files are left for a look.
@@ -75,32 +85,48 @@ def export(
     """
     if optimizer is None:
         raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
+    stored, bound = _stored(frozen_weights, weights_file), None if flash is None else parse_bytes(flash)
     own = _own(model)
     title, place = c_name(name or type(own).__name__), prepared_folder(Path(folder), force)
-    step = StepOptions(inputs, {}, targets, loss, optimizer, None)
     with undisturbed():
-        asked = request(own, step, PlanOptions(budget=budget), fake=False)
-        if not isinstance(asked.budget, int):
-            raise UsageError(
-                f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
-            )
-        plan = _planned(asked, title, optimizer)
+        asked = _asked(own, StepOptions(inputs, {}, targets, loss, optimizer, None), budget)
+        plan = _planned(asked, title, optimizer, stored)
+        check_flash(plan, bound)
+        rounding = round_frozen(asked, plan.layout.memory) if stored.frozen == "int8" else None
         recorded = reference(asked, plan.layout, STEPS)
-    result = Exported.of(plan, place, asked.bytes)
+    result = Exported.of(plan, place, asked.bytes, rounding)
     _write(place, plan.layout, recorded)
     verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
-    core = None if device is None else run_on_core(device, place.resolve(), title, recorded)
+    core = None if device is None else run_on_core(device, place.resolve(), plan.layout, recorded)
     _describe(place, plan.layout, verdict)
+    if core is not None:
+        check_flash(plan, bound, core)
     return result.proven(verdict, core)
 
 
-def _planned(asked: Request, name: str, optimizer: Callable[[Any], Any]) -> DevicePlan:
+def _stored(frozen: Any, file: bool) -> Stored:
+    if frozen not in get_args(Narrow):
+        raise UsageError(
+            f"frozen_weights={frozen!r}", expected=" or ".join(map(repr, get_args(Narrow))), do="Leave it out"
+        )
+    return Stored(frozen, file)
+
+
+def _asked(own: Any, step: StepOptions, budget: Any) -> Request:
+    """Check the arguments of the step."""
+    asked = request(own, step, PlanOptions(budget=budget), fake=False)
+    if not isinstance(asked.budget, int):
+        raise UsageError(f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size")
+    return asked
+
+
+def _planned(asked: Request, name: str, optimizer: Callable[[Any], Any], stored: Stored) -> DevicePlan:
     """Plan the step. What the optimizer does not have is frozen."""
     rules = update_rules(optimizer, asked.model)
     for path, one in asked.model.named_parameters():
         one.requires_grad_(path in rules.group_of)
     captured, infer = _captured(asked)
-    return planned_step(name, asked, captured, infer, rules)
+    return planned_step(name, asked, captured, infer, rules, stored)
 
 
 def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
@@ -109,13 +135,15 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     files = {
         f"{name}.c": program_text(layout),
         f"{name}.h": companion_files.header_text(layout),
-        "weights.h": companion_files.weights_text(layout),
+        **({} if layout.weights_file else {"weights.h": weights_text(layout)}),
         f"test_{name}.c": companion_files.repeating_text(layout, recorded),
-        "Makefile": companion_files.makefile_text(name),
+        "Makefile": companion_files.makefile_text(layout),
         f"{name}.json": companion_files.tensors_text(layout),
     }
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
+    if layout.weights_file:
+        (folder / f"{name}.bin").write_bytes(weights_bytes(layout))
     _describe(folder, layout, NOT_VERIFIED)
 
 

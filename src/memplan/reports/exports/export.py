@@ -40,6 +40,7 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
             "weights and state": f"{format_bytes(found.state)} ({found.trained} weights are trained)",
             "inputs": format_bytes(found.inputs),
             "flash": f"{format_bytes(found.flash)} of weights, beside the code ({found.frozen} are frozen)",
+            **({} if found.rounding is None else {"in eight bits": str(found.rounding)}),
             "smallest budget": format_bytes(found.smallest_budget),
             "in the backward pass": f"{found.recomputed} results made again",
             "updated element by element": f"{found.fused} parameters",
@@ -65,8 +66,9 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
 def print_shortfall(error: BudgetError, file: TextIO | None = None) -> None:
     """Print why no plan fits."""
     least = format_bytes(error.smallest_budget)
+    ram = error.timeline is not None
     lines = [
-        Text(f"It does not fit. The smallest budget that it fits is {least}.", "bold red"),
+        Text(f"It does not fit. The smallest {'budget' if ram else 'flash'} that it fits is {least}.", "bold red"),
         Text(printable(str(error))),
     ]
     print_parts(lambda page: lines, file)
