@@ -24,19 +24,24 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 
 
 class Frozen(nn.Module):
-    """A weight of each kind that kernels read in eight bits, a norm and a vector that they do not, and a head."""
+    """A weight of each kind that kernels read in eight bits, a norm and a vector that they do not, and a head.
+
+    The dropout is below all that is trained, and the convolution up makes fewer elements than it reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.words, self.scale = nn.Embedding(9, 12), nn.Parameter(torch.ones(12))
         self.first = nn.Conv1d(12, 8, 3, padding=1, groups=2)
-        self.norm, self.up = nn.BatchNorm1d(8), nn.ConvTranspose1d(8, 6, 2, 2)
-        self.inner, self.table = nn.Linear(6, 10), nn.Parameter(torch.randn(2, 10))
+        self.norm, self.up = nn.BatchNorm1d(8), nn.ConvTranspose1d(8, 3, 2, 2)
+        self.inner, self.table = nn.Linear(3, 10), nn.Parameter(torch.randn(2, 10))
+        self.drop = nn.Dropout(0.2)
         self.requires_grad_(False)
         self.early, self.head = nn.Parameter(torch.zeros(8, 1)), nn.Linear(10, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.norm(self.first((self.words(x) * self.scale).mT) + self.early))
+        y = self.drop(self.words(x) * self.scale)
+        y = F.relu(self.norm(self.first(y.mT) + self.early))
         return self.head(torch.tanh(self.inner(self.up(y).mean(2)) + self.table))
 
 
@@ -84,7 +89,7 @@ def test_frozen_weights_in_eight_bits_are_proven_and_their_error_is_said(tmp_pat
     done, plain = exported(tmp_path, model, frozen_weights="int8"), exported(tmp_path / "plain", verify=False)
     assert done.verdict.proven
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items()), "the model is as it was"
-    count = 9 * 12 + 8 * 6 * 3 + 8 * 6 * 2 + 10 * 6
+    count = 9 * 12 + 8 * 6 * 3 + 8 * 3 * 2 + 10 * 3
     rows = 9 + 8 + 8 + 10
     assert done.rounding is not None
     assert (done.rounding.weights, done.rounding.saved) == (count, 3 * count - 4 * rows)
@@ -160,7 +165,7 @@ def test_a_model_over_the_flash_is_refused_with_what_would_help(tmp_path: Path) 
     assert not any((tmp_path / "c").iterdir())
     assert caught.value.smallest_budget == fits.flash
     said = str(caught.value)
-    assert re.search(r"first.weight 576 B, words.weight 432 B, up.weight 384 B, and \d+ more", said)
+    assert re.search(r"first.weight 576 B, words.weight 432 B, up.weight 192 B, and \d+ more", said)
     assert "weights_file=True" in said
     narrow = exported(tmp_path / "d", verify=False, frozen_weights="int8")
     assert f"frozen_weights='int8' ({memplan._bytes.format_bytes(narrow.flash)})" in said

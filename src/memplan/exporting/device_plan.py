@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -82,8 +83,7 @@ def planned_step(
     inputs = _arguments(device.graph, asked)
     infer_pass = _pass(infer_device, schedule(infer_device.graph, Choices()), inputs)
 
-    numbers = 4 * (3 + sum(len(group.logarithms) for group in rules.groups) + stored.file)
-    around = Surroundings(state=4 * memory.floats("trained") * rules.floats + numbers)
+    around = _beside(memory.floats("trained"), rules, stored)
     fused = with_fused(device, worthwhile(device.graph))
     search = Search(fused.graph, around, gradients=EARLY)
     step = _within(fused, search, asked.bytes, inputs)
@@ -102,6 +102,31 @@ def planned_step(
     narrow = readable((device.graph, infer_device.graph), (one.path for one in memory.frozen))
     could = tuple(one for one in memory.frozen if one.path in narrow)
     return DevicePlan(layout, around, levers, smallest + outside, could)
+
+
+def _beside(trained: int, rules: UpdateRules, stored: Stored) -> Surroundings:
+    """Return what is in RAM beside the graph's values: what the optimizer holds, and a few numbers."""
+    numbers = 3 + sum(len(group.logarithms) for group in rules.groups) + stored.file
+    return Surroundings(state=4 * (trained * rules.floats + numbers))
+
+
+def ram_of_updates(asked: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
+    """Return what gives the bytes of RAM of a step that trains some of the parameters.
+
+    It takes their names, and whether to search with all levers; addresses can take a little more.
+    """
+    graph = _named(captured.graph, asked)
+
+    def ram(paths: Collection[str], levers: bool) -> int:
+        kept = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
+        device = lowered(replace(graph, gradients=kept), captured.constants, {of: True for of, _ in kept})
+        fused = with_fused(device, worthwhile(device.graph))
+        around = _beside(sum(math.prod(graph.values[of].shape) for of, _ in kept), rules, stored)
+        if levers:
+            return Search(fused.graph, around, gradients=EARLY).floor_peak
+        return levels(schedule(fused.graph, Choices(gradients=EARLY)), around).peak
+
+    return ram
 
 
 def _outside(device: DeviceGraph, around: Surroundings) -> int:

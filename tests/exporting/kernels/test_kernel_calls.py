@@ -406,7 +406,7 @@ EVERY = DRAWS | {target: elementwise(target) for target in ELEMENTWISE}
 ELSEWHERE = {
     DROPOUT, MASK, FILL, CROSS_ENTROPY, "aten.native_dropout_backward.default", "aten._to_copy.default",
     "aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm.default",
-    "aten.max_pool2d_with_indices_backward.default",
+    "aten.max_pool2d_with_indices_backward.default", "aten.native_dropout.default",
 }  # fmt: skip
 """Seen in whole steps only (tests/exporting/test_export.py)."""
 

@@ -41,7 +41,7 @@ class Quantized:
 
     @property
     def floats(self) -> np.ndarray:
-        """The weight that kernels compute with, in float32."""
+        """Return the weight that kernels compute with, in float32."""
         shape = (-1, *(1,) * (self.numbers.ndim - 1))
         return self.scales.reshape(shape) * self.numbers.astype(np.float32)
 

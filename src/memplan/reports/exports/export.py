@@ -13,7 +13,8 @@ from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.errors import BudgetError
 from memplan.exporting.exported import Exported
-from memplan.reports.output import Page, facts_table, name_field, number_field, print_parts
+from memplan.exporting.update_search import UpdateChoice
+from memplan.reports.output import Field, Page, facts_table, name_field, number_field, print_parts
 
 FORMAT = "memplan.export"
 SCHEMA = 1
@@ -52,6 +53,8 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
         [name_field("One after another", lambda one: one[0], 20), number_field("in use at once", lambda one: one[1])],
     )
     yield ""
+    if found.choice is not None:
+        yield from _choice(found.choice, page)
     fields = [
         name_field("In RAM at the peak", lambda one: printable(str(one)), 20),
         number_field("bytes", lambda one: one.bytes),
@@ -61,6 +64,18 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
     yield Text(f"Proof: {found.verdict}")
     if found.core is not None:
         yield Text(f"On {found.core}")
+
+
+def _choice(choice: UpdateChoice, page: Page) -> Iterator[RenderableType]:
+    """Yield what a search chose to train."""
+    yield Text(str(choice))
+    fields = [
+        name_field("Trained", lambda one: printable(one.path), 20),
+        number_field("bytes", lambda one: one.bytes),
+        Field("gradient norm", lambda one: f"{one.gradient:.3g}", right=True),
+    ]
+    yield page.rows(sorted(choice.trained, key=lambda one: -one.gradient), fields, HOLDERS, "all")
+    yield ""
 
 
 def print_shortfall(error: BudgetError, file: TextIO | None = None) -> None:
