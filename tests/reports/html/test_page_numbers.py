@@ -122,8 +122,6 @@ def test_the_tried_of_a_search_are_drawn_by_cause(browser: Browser, tmp_path: Pa
 
 def test_what_is_alive_is_listed_with_its_bytes_birth_and_death(browser: Browser, tmp_path: Path) -> None:
     course, page = json.loads(explanation())["course"], opened(browser, tmp_path, explanation())
-    page.page.locator("[aria-label=Storages]").scroll_into_view_if_needed()  # it is laid out when it is seen
-    page.page.wait_for_timeout(200)
     cells = page.page.locator("[aria-label=Storages] tbody tr").evaluate_all(
         "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.innerText))"
     )

@@ -84,6 +84,7 @@
   const keys = (figure, causes) => figure.querySelector(".readout").replaceChildren(...causes.map((cause) => named(cause, label(cause))));
 
   const PHASES = ["forward", "backward", "optimizer"];
+  const SHORT = { forward: "fwd", backward: "bwd", optimizer: "opt" };
   // Several steps on one axis: each phase is as wide as in the others
   function positions(one, together) {
     if (!together) return one.ticks;
@@ -110,8 +111,9 @@
     const whole = together ? spans.length : last.ticks.at(-1) - last.ticks[0] || 1;
     spans.forEach(([phase, step, start, end], place) => {
       if (place % 2) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: start, x1: end, y0: 0, y1: 1, fillcolor: "#8c8c8c", opacity: 0.13, line: { width: 0 }, layer: "below" });
-      const name = together || step < 0 ? phase : `${phase} ${step + 1}`;
-      if ((width * (end - start)) / whole > 7 * name.length + 6) notes.push({ text: name, x: (start + end) / 2, y: 1.02, yref: "paper", yanchor: "bottom", showarrow: false });
+      const names = [phase, SHORT[phase] ?? phase].map((one) => (together || step < 0 ? one : `${one} ${step + 1}`));
+      const name = names.find((one) => (width * (end - start)) / whole > 7 * one.length + 4);
+      if (name) notes.push({ text: name, x: (start + end) / 2, y: 1.02, yref: "paper", yanchor: "bottom", showarrow: false });
     });
     return { shapes, notes };
   }
