@@ -307,7 +307,8 @@ def fault(number: int, user: User, alone: Alone) -> Row:
     random.setstate(state[0])
     torch.set_rng_state(state[1])
     after = user.contents()
-    row["wrong"] += [f"{key} of the user" for key in before if before[key] != after[key]]
+    row["wrong"] += [f"{key} of the user: {_first_other(before[key], after[key])}" for key in before
+                     if before[key] != after[key]]  # fmt: skip
     row["wrong"] += [f"file {one}" for one in sorted(_files() ^ files)]
     free = threading.Thread(target=lambda: memplan.record(user.build, device="cpu", steps=1), daemon=True)
     free.start()
@@ -315,6 +316,14 @@ def fault(number: int, user: User, alone: Alone) -> Row:
     if free.is_alive():
         row["wrong"].append("the next call waits for ever")
     return row
+
+
+def _first_other(before: Any, after: Any) -> str:
+    """Name the innermost entry that is not the same."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        key = next((key for key in (*before, *after) if before.get(key) != after.get(key)), "")
+        return f"{key} {_first_other(before.get(key), after.get(key))}".strip()
+    return f"{str(before)[:80]} -> {str(after)[:80]}"
 
 
 def _files() -> set[str]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
 _WHOLE = frozenset({"__enter__", "__exit__", "enter_context", "__del__"})
@@ -49,6 +49,25 @@ def held_off() -> Iterator[None]:
                 signal.signal(kind, handler)
         for kind in held.end():
             signal.raise_signal(kind)
+
+
+class Undoable(Protocol):
+    """What replaces something until it is undone, which may happen twice."""
+
+    def undo(self) -> None: ...
+
+
+Made = TypeVar("Made", bound=Undoable)
+
+
+@contextmanager
+def undone(make: Callable[[], Made]) -> Iterator[Made]:
+    """Make something in the moment in which the context is entered, and undo it where that is left."""
+    made = make()
+    try:
+        yield made
+    finally:
+        made.undo()
 
 
 def _body(frame: FrameType | None) -> FrameType | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._interrupts import undone
 from memplan.dry.card import CARD
 from memplan.errors import BudgetError, RecordingError, UsageError, VerificationError
 from memplan.planning.graph.precision import EXACT
@@ -99,17 +101,24 @@ def fit(
         budget=budget, device=device, allow=allow, engine=engine, gradients=GradientUse(updates=early),
         accumulate=accumulate, clip_norm=clip_norm, plan=plan, heuristics=heuristics or Heuristics(),
     )  # fmt: skip
-    with alone():
-        asked = request(model, StepOptions(inputs, kwargs, targets, loss, optimizer, autocast), options, fake=False)
-        return _fitted(asked, pairs)
+    step = StepOptions(inputs, kwargs, targets, loss, optimizer, autocast)
+    return _fitted(lambda: request(model, step, options, fake=False), pairs)
 
 
-def _fitted(asked: Request, pairs: int) -> Fitted:
-    """Fit; an exception that the user's own code raised comes out as it is, also where that ran to be traced."""
+def _fitted(request_of: Callable[[], Request], pairs: int) -> Fitted:
+    """Fit; an exception that the user's own code raised comes out as it is, also where that ran to be traced.
+
+    Whatever is raised, Ctrl-C while the result is handed back, too: nothing stays in place that nobody holds.
+    """
+    placed = list[_Fitting]()
     try:
-        return _Fitting(asked, pairs).run()
-    except RecordingError as error:
-        own = exception_of_user(error)
+        with alone():
+            placed.append(_Fitting(request_of(), pairs))
+            return placed[0].run()
+    except BaseException as error:
+        for one in placed:
+            one.undo.close()
+        own = exception_of_user(error) if isinstance(error, RecordingError) else None
         if own is None:
             raise
     raise own  # here it keeps its own context
@@ -187,6 +196,8 @@ class _Fitting:
             self.asked = self.planner.bounded(asked, key=0)
         self.budget, self.notes = self.asked.bytes, list(self.asked.notes)
         self.prover = Prover(self.asked, pairs)
+        self.undo = ExitStack()
+        """Takes away what is in place."""
         self.handed_over = False
         self.relaid = False
         """Whether the last plan convolves in channels last, and the step itself does not."""
@@ -338,19 +349,22 @@ class _Fitting:
 
     def _tried(self, planned: Planned, budget: int) -> Fitted:
         """Put the plan in place and prove it. On any error the module is as before."""
-        with ExitStack() as undo:
+        undo = self.undo = ExitStack()
+        try:
             proof = self.prover.proof(planned, lambda: self._put_in_place(planned, budget, undo))
             if not proof.same:
                 raise self._differs(proof)
             return self._handed_over(planned, proof, budget, undo)
+        except BaseException:
+            undo.close()
+            raise
 
     def _put_in_place(self, planned: Planned, budget: int, undo: ExitStack) -> None:
         if planned.fused is not None:
             compiled(planned.fused)  # raises an error of which a call would only warn
         plans = self.plans = Plans(self.asked.step, self.settings, budget, self._told)
         plans.expect(planned)
-        self.installed = install(self.asked.step, plans)
-        undo.callback(self.installed.undo)
+        self.installed = undo.enter_context(undone(partial(install, self.asked.step, plans)))
 
     def _handed_over(self, planned: Planned, proof: Proof, budget: int, undo: ExitStack) -> Fitted:
         asked, settings = self.asked, self.settings
@@ -359,17 +373,16 @@ class _Fitting:
         if asked.step is not asked.model:
             loss = asked.step
             if proof.within_budget:
-                own, note = plan_own_call(asked, settings, planned, self._told)
-                undo.callback(own.undo)
+                own, note = plan_own_call(asked, settings, planned, self._told, undo)
                 calls.append(own.calls)
                 self.notes += [] if note is None else [note]
         if settings.gradients.updates and settings.optimizer is not None and proof.within_budget:
             optimizer = settings.optimizer(list(asked.step.parameters()))
-            undo.callback(update_early(optimizer).undo)
+            undo.enter_context(undone(partial(update_early, optimizer)))
         self.plans.theirs = True
         for one in calls:  # those of the proof do not count
             one.restart()
-        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo.pop_all(), calls)
+        return Fitted(asked.model, loss, planned.plan, proof, True, optimizer, self.notes, undo, calls)
 
     def _differs(self, proof: Proof) -> VerificationError:
         return VerificationError(

@@ -7,13 +7,16 @@ these keep the budget with the loss as eager mode computes it, else by the plan 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
 
 from memplan._bytes import format_bytes
+from memplan._interrupts import undone
 from memplan.errors import BudgetError
 from memplan.planning.capture.flat_call import Call, call_of
 from memplan.planning.capture.loss_module import WithLoss, differentiable
@@ -29,7 +32,7 @@ from memplan.verification.measurement.state_copies import ModuleCopy, attributes
 
 
 def plan_own_call(
-    asked: Request, settings: Settings, planned: Planned, told: Callable[[str], None]
+    asked: Request, settings: Settings, planned: Planned, told: Callable[[str], None], undo: ExitStack
 ) -> tuple[Installed, str | None]:
     """Make calls of the model itself run as planned; the one that was fitted is ready at once.
 
@@ -38,15 +41,16 @@ def plan_own_call(
         settings: of the plan.
         planned: the plan of model and loss.
         told: as for `Plans`.
+        undo: takes what undoes it.
 
     Returns:
-        What undoes it, and a note where the budget is kept under a condition, or not at all.
+        Its calls' plans, and a note where the budget is kept under a condition, or not at all.
     """
     note = None
     for held in (True, False):
         outside = replace(settings, plan=None, outside=_outside(asked, held))
         plans = Plans(asked.model, outside, asked.bytes, told, joint=planned)
-        made = install(asked.model, plans)
+        made = undo.enter_context(undone(partial(install, asked.model, plans)))
         try:
             if settings.engine == "graph":  # else it is compiled when it is called, which may never be
                 with attributes_kept(asked.model), asked.under_autocast():
