@@ -34,10 +34,8 @@ def tilings(device: DeviceGraph) -> Iterator[DeviceGraph]:
         made = in_groups(device, limit)
         if made is None or not before < len(made.graph.ops) <= MOST:
             return
-        graph = replace(
-            made.graph, ops=tuple(replace(op, seconds=seconds(work(made.graph, op))) for op in made.graph.ops)
-        )
-        yield _fused(replace(made, graph=with_bits(graph)))
+        ops = tuple(replace(op, seconds=seconds(work(made.graph, op))) for op in made.graph.ops)
+        yield _fused(replace(made, graph=with_bits(replace(made.graph, ops=ops))))
         limit, before = limit // STEP, len(made.graph.ops)
 
 
@@ -46,12 +44,15 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
     source: dict[int, int] = {}
     values = tuple(value for value in graph.values if value.kind not in ("encoded", "host"))
     rebuild = Rebuild(replace(graph, values=values, forms=()))
+
+    def itself(value: int) -> Ref:
+        return Ref(source.get(value, value))
+
     for op in graph.ops:
         if op.target in _ALIASES:
-            source |= {one: source.get(op.args[0].value, op.args[0].value) for one in op.outputs if one is not None}
+            source.update((made, itself(op.args[0].value).value) for made in op.outputs if made is not None)
         else:
-            args, kwargs = (map_refs(one, lambda v: Ref(source.get(v, v))) for one in (op.args, op.kwargs))
-            rebuild.add(op, args=args, kwargs=kwargs)
+            rebuild.add(op, args=map_refs(op.args, itself), kwargs=map_refs(op.kwargs, itself))
     outputs = tuple(source.get(one, one) for one in graph.outputs)
     gradients = tuple((of, source.get(one, one)) for of, one in graph.gradients)
     mutations = tuple((target, source.get(one, one)) for target, one in graph.mutations)
