@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_networks import NETWORKS, Inverted, normed
+from small_networks import NETWORKS, Inverted
 from torch import nn
 from torch.nn import functional as F
 
 import memplan
+from memplan.errors import BudgetError
 from memplan.exporting.exported import Exported
 from memplan.exporting.tiling import tilings
 
@@ -24,9 +25,9 @@ class Excited(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(normed(3, 8, 3, 2), Inverted(8, 8, 1, 3), Inverted(8, 12, 2, 2), nn.MaxPool2d(2))
-        self.less, self.more = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1)
-        self.last, self.head = nn.ConvTranspose2d(12, 6, 2, 2), nn.Linear(6, 3)
+        self.layers = nn.Sequential(Inverted(3, 4, 2, 4), nn.MaxPool2d(2))
+        self.less, self.more = nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1)
+        self.last, self.head = nn.ConvTranspose2d(4, 8, 4, 4), nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layers(x)
@@ -34,7 +35,7 @@ class Excited(nn.Module):
         return self.head(F.silu(self.last(y)).mean((2, 3)))
 
 
-def exported(model: nn.Module, folder: Path, input: str = "1x3x32x32", **options: Any) -> Exported:
+def exported(model: nn.Module, folder: Path, input: str = "1x3x16x16", **options: Any) -> Exported:
     step: dict[str, Any] = {"targets": "1:int64<2", "loss": F.cross_entropy, "budget": "100 MiB"}
     step["optimizer"] = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)
     return memplan.export(model, input, folder=folder, **step | options)
@@ -43,12 +44,14 @@ def exported(model: nn.Module, folder: Path, input: str = "1x3x32x32", **options
 @needs_compiler
 def test_groups_of_channels_compute_what_the_whole_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilings, "SMALL", 0)
+    monkeypatch.setattr(tilings, "MOST", 150)
     torch.manual_seed(0)
     model = Excited()
-    roomy = exported(model, tmp_path / "a", verify=False)
-    tight = exported(model, tmp_path / "b", budget=roomy.smallest_budget)
+    with pytest.raises(BudgetError) as caught:
+        exported(model, tmp_path / "a", budget=0)
+    tight = exported(model, tmp_path / "b", budget=caught.value.smallest_budget)
     assert tight.verdict.proven, "losses, weights and running statistics as PyTorch has them"
-    assert tight.ram <= roomy.smallest_budget < roomy.ram
+    assert tight.ram == caught.value.smallest_budget == tight.smallest_budget
     text = (tmp_path / "b" / "excited.c").read_text()
     assert "static void insert(" in text, "what others read as a whole is put together"
     (*_, (again, whole), (tiles, parts)) = tight.levers
@@ -58,7 +61,7 @@ def test_groups_of_channels_compute_what_the_whole_does(tmp_path: Path, monkeypa
 
 def test_nothing_is_split_where_samples_follow_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tilings, "SMALL", 0)
-    done = exported(Excited(), tmp_path, input="2x3x16x16", targets="2:int64<2", verify=False)
+    done = exported(Excited(), tmp_path, input="2x3x8x8", targets="2:int64<2", verify=False)
     assert not any("channels" in what for what, _ in done.levers)
 
 
