@@ -27,11 +27,13 @@ from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
-from memplan.planning.search.search import Found, Search
+from memplan.planning.search.search import Found, Heuristics, Search
 from memplan.planning.validation.validate import validate
 
 PLACINGS = 60_000
 """Times that a buffer is given an address, in rounds of local search that find no smaller arena."""
+QUICK = Heuristics(pairs=False, shakes=0)
+"""Of the search where values come in groups: there are many of them."""
 EARLY = GradientUse(updates=True)
 Inputs = Mapping[int, str]
 """Name of the C argument of each tensor of the call, by its number."""
@@ -109,7 +111,7 @@ def _within(device: DeviceGraph, around: Surroundings, budget: int, inputs: Inpu
     peak than the one before."""
     tried = list[_Tried]()
     for tiled in tilings(device):
-        search = Search(tiled.graph, around, gradients=EARLY)
+        search = Search(tiled.graph, around, gradients=EARLY, heuristics=QUICK if tried else None)
         if tried and search.floor_peak >= tried[-1].live:
             break
         tried.append(_tried(tiled, search, budget, inputs, wanted=all(one.fits is None for one in tried)))
@@ -117,7 +119,7 @@ def _within(device: DeviceGraph, around: Surroundings, budget: int, inputs: Inpu
         if one.fits is not None:
             return one.fits, tried
     least = min(tried, key=lambda one: one.bytes)
-    search = Search(least.device.graph, around, gradients=EARLY)
+    search = Search(least.device.graph, around, gradients=EARLY, heuristics=QUICK)
     error = budget_error(schedule(least.device.graph, search.within(0).choices), around, budget)
     raise _for_device(error.but(smallest_budget=least.bytes))
 

@@ -52,7 +52,8 @@ def _without_aliases(graph: JointGraph) -> JointGraph:
         if op.target in _ALIASES:
             source.update((made, itself(op.args[0].value).value) for made in op.outputs if made is not None)
         else:
-            rebuild.add(op, args=map_refs(op.args, itself), kwargs=map_refs(op.kwargs, itself))
+            own = replace(op, gradient_of=None)  # that can be a view that is left out
+            rebuild.add(own, args=map_refs(op.args, itself), kwargs=map_refs(op.kwargs, itself))
     outputs = tuple(source.get(one, one) for one in graph.outputs)
     gradients = tuple((of, source.get(one, one)) for of, one in graph.gradients)
     mutations = tuple((target, source.get(one, one)) for target, one in graph.mutations)
