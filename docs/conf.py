@@ -6,6 +6,10 @@ Pages are written for GitHub, too: links are plain Markdown. What Sphinx needs b
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -33,14 +37,41 @@ autodoc_member_order = "bysource"
 _LINK = re.compile(r"\[([^\]]+)\]\(((?!\w+:)[^)#]+\.(?:md|ipynb))(?:#[^)]*)?\)")
 _CONTENTS = ("index", "questions/index", "check")
 """Pages whose links are the table of contents: a section of it for each of their headings."""
+_GALLERY = Path(__file__).resolve().parent.parent / "tools" / "gallery.py"
+_REPORTS = "reports"
 
 
 def _prepare(app: Sphinx, name: str, source: list[str]) -> None:
     """Make of a page's Markdown what Sphinx needs."""
     text = _contributing(app) if name == "contributing" else source[0]
     text = text.replace("(../CONTRIBUTING.md)", "(contributing.md)")
+    if name == "gallery":
+        text = _with_reports(text)
     contents = _contents(app, name, text) if name in _CONTENTS else ""
     source[0] = _LINK.sub(lambda link: _outside(name, link), text) + contents
+
+
+def _with_reports(text: str) -> str:
+    """Link behind the commands of the gallery the report that they make."""
+    spec = spec_from_file_location("gallery", _GALLERY)
+    assert spec is not None
+    assert spec.loader is not None
+    gallery = module_from_spec(spec)
+    spec.loader.exec_module(gallery)
+    report_of: Callable[[str], str | None] = gallery.report_of
+
+    def linked(block: re.Match[str]) -> str:
+        name = report_of(block[1])
+        return block[0] if name is None else f'{block[0]}\n\n<a href="{_REPORTS}/{name}">Open {name}</a>'
+
+    return gallery.BLOCK.sub(linked, text)
+
+
+def _make_reports(app: Sphinx, error: Exception | None) -> None:
+    """Make the gallery's reports, in a process of its own: recording sets much of torch that docstrings do not need."""
+    if error is None and app.builder.format == "html":
+        command = [sys.executable, str(_GALLERY), str(app.outdir / _REPORTS)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def _contributing(app: Sphinx) -> str:
@@ -79,3 +110,4 @@ def _below(page: Path, app: Sphinx) -> bool:
 def setup(app: Sphinx) -> None:
     """Register what the site needs besides extensions."""
     app.connect("source-read", _prepare)
+    app.connect("build-finished", _make_reports)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from memplan import _torch
 from memplan.exporting.kernels.call_writer import CallWriter
+from memplan.exporting.kernels.frozen_weights import Quantized
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.lower import lowered
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Phase, Ref, Value
@@ -27,6 +28,8 @@ class Case:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     phase: Phase = "forward"
+    narrow: tuple[int, Quantized] | None = None
+    """Position among the tensors of one that kernels read in eight bits, and what it is there."""
 
 
 @dataclass
@@ -82,6 +85,9 @@ def _write(writer: CallWriter, case: Case) -> _Written:
         _value(len(values) + k, one if one is not None else torch.zeros(1), "result") for k, one in enumerate(results)
     ]
     values = [Value(**{**_fields(v), "id": at, "base": at}) for at, v in enumerate(values)]
+    if case.narrow is not None:  # the weight itself, which the argument looks into
+        values.append(_value(len(values), torch.empty(case.narrow[1].numbers.shape), "parameter"))
+        values[case.narrow[0]] = replace(values[case.narrow[0]], base=len(values) - 1)
     op = GraphOp(
         0, case.target, tuple(args), kwargs, case.phase, tuple(outputs), len(wanted) > 1, tuple(range(len(tensors))),
         tuple(one for one in outputs if one is not None),
@@ -89,17 +95,24 @@ def _write(writer: CallWriter, case: Case) -> _Written:
     kept = tuple(one for one in outputs if one is not None)
     graph = JointGraph(tuple(values), (op,), kept, ())
     device = lowered(graph, {}, {})
-    return _placed(writer, device, tensors, {k: w for k, w in zip(outputs, wanted, strict=True) if k is not None})
+    made = {k: w for k, w in zip(outputs, wanted, strict=True) if k is not None}
+    return _placed(writer, device, tensors, made, case.narrow)
 
 
 def _placed(
-    writer: CallWriter, device: Any, tensors: Sequence[torch.Tensor], wanted: Mapping[int, torch.Tensor]
-) -> _Written:
+    writer: CallWriter, device: Any, tensors: Sequence[torch.Tensor], wanted: Mapping[int, torch.Tensor],
+    narrow: tuple[int, Quantized] | None,
+) -> _Written:  # fmt: skip
     graph = device.graph
     memory: dict[int, torch.Tensor] = {}
     for at, tensor in enumerate(tensors):
         flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
         memory[at] = flat.to(torch.int32) if not tensor.is_floating_point() else flat
+    writer.scales = {}
+    if narrow is not None:
+        base = graph.base(narrow[0])
+        memory |= {base: torch.from_numpy(narrow[1].numbers), -1: torch.from_numpy(narrow[1].scales)}
+        writer.scales = {base: f"((float *)p[{len(memory) - 1}])"}
     for value in graph.values:
         if value.base == value.id and value.id not in memory:
             memory[value.id] = torch.full((max(value.bytes // 4, 1),), float("nan"))
@@ -107,6 +120,8 @@ def _placed(
 
     def place(value: int) -> str:
         found = graph.values[value]
+        if narrow is not None and value == narrow[0]:
+            return f"((signed char *)p[{order[graph.base(value)]}])"
         kind = {"int32": "int32_t", "uint8": "unsigned char", "bool": "unsigned char"}.get(found.dtype, "float")
         start = device.offsets.get(value, 0) + (tensors[value].storage_offset() if value < len(tensors) else 0)
         return f"(({kind} *)p[{order[graph.base(value)]}] + {start})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -57,7 +58,7 @@ def test_an_answer_is_short_and_its_numbers_are_those_of_the_outputs(page: Path)
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of each memplan command that a page shows and that is not run to make the page."""
-    text = GENERATED.sub("", text_of(page))
+    text = GENERATED.sub("", text_of(page)).replace("\\\n", " ")  # a command goes on behind a backslash
     lines = re.findall(r"^(?:\$ |    )(memplan .+?)(?:  +#.*)?$", text, re.M)
     lines += [spaced(code) for code in re.findall(r"(?<!`)`(memplan [^`]+)`(?!`)", text)]
     for line in lines:
@@ -101,6 +102,7 @@ def test_a_notebook_runs_and_prints_what_it_shows(notebook: Path, monkeypatch: p
     nbformat = pytest.importorskip("nbformat")
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)  # importing MONAI sets it
     fresh = nbformat.read(notebook, as_version=4)
     client.NotebookClient(fresh, timeout=300, kernel_name="python3").execute()
     shown = cells(notebook)
@@ -117,7 +119,50 @@ def test_links_of_notebooks_lead_somewhere() -> None:
             assert "://" in link or (notebook.parent / link).exists(), f"{notebook.name}: {link}"
 
 
-@pytest.mark.slow  # the reference imports everything, and furo writes each page
+def gallery() -> Any:
+    spec = importlib.util.spec_from_file_location("gallery_tool", ROOT / "tools" / "gallery.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+def test_each_picture_of_the_gallery_has_its_sentence_and_its_commands() -> None:
+    tool = gallery()
+    _, *sections = re.split(r"^## .+$", text_of(tool.PAGE), flags=re.M)
+    kinds = set()
+    for section in sections:
+        sentence, *blocks = re.split(tool.BLOCK, section)
+        assert spaced(sentence).strip().endswith(".")
+        (block,) = tool.BLOCK.findall(section)
+        written: set[str] = set()
+        for name, *words in tool.commands(block):
+            kinds.add(name)
+            own = [word for word in words if re.search(r"\.(json|pickle|html|png)$", word)]
+            read = [word for place, word in enumerate(words) if word in own and not words[place - 1].startswith("--")]
+            assert set(read) <= written, "what a command reads, one before it has written"
+            written |= set(own)
+        assert tool.report_of(block) in written
+        assert blocks
+    assert len(sections) >= 8
+    assert kinds >= {"explain", "fit", "sweep", "check", "replay", "compare", "largest", "report"}
+
+
+def test_a_report_of_the_gallery_is_what_its_command_writes(tmp_path: Path) -> None:
+    tool = gallery()
+    block = next(one for one in tool.BLOCK.findall(text_of(tool.PAGE)) if "memplan check" in one)
+    (made,) = tool.make([block], tmp_path / "reports")
+    assert made == tmp_path / "reports" / "findings.html"
+    text = made.read_text(encoding="utf-8")
+    assert "examples/unpadded_unet.py:make" in text
+    assert str(ROOT) not in text
+    assert re.search(r"border-erosion.*examples/unpadded_unet\.py:\d+", text, re.S)
+    with pytest.raises(RuntimeError, match=r"nowhere\.py:make --html a\.html ended with 2:\nmemplan: there is no file"):
+        tool.make(["$ memplan explain nowhere.py:make --html a.html"], tmp_path / "none")
+
+
+@pytest.mark.slow  # the reference imports everything, furo writes each page, and the gallery's reports are made
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")
@@ -129,4 +174,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in [*DOCS.rglob("*.md"), *NOTEBOOKS]}
     assert pages <= made
     index = (tmp_path / "index.html").read_text(encoding="utf-8")
+    tool, linked = gallery(), (tmp_path / "gallery.html").read_text(encoding="utf-8")
+    for block in tool.BLOCK.findall(text_of(tool.PAGE)):
+        report = tool.report_of(block)
+        assert f'href="reports/{report}"' in linked
+        assert (tmp_path / "reports" / report).read_text(encoding="utf-8").startswith("<!doctype html>")
+        assert 5_000 < (tmp_path / "reports" / report).stat().st_size < 6_500_000
     assert [page for page in pages if "/" not in page and page != "index" and f'href="{page}.html"' not in index] == []

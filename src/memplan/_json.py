@@ -47,6 +47,16 @@ class Unreadable(ValueError):
     """A value does not match its type hint; the text names the place."""
 
 
+def check_format(plain: Any, name: str, schema: int) -> None:
+    """Check that parsed JSON says that it is of a format and a schema version. Raises Unreadable."""
+    if not isinstance(plain, dict):
+        raise Unreadable(f"it is {_shown(plain)}, not a mapping")
+    if plain.get("format") != name:
+        raise Unreadable(f"its format is {_shown(plain.get('format'))}, not {name}")
+    if plain.get("schema") != schema:
+        raise Unreadable(f"its schema version is {_shown(plain.get('schema'))}; this memplan reads {schema}")
+
+
 def to_plain(value: Any) -> Any:
     """Convert a value for `json.dumps`: dataclasses to mappings by field, tuples to lists, sets to sorted lists."""
     if is_dataclass(value) and not isinstance(value, type):

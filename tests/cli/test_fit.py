@@ -129,6 +129,18 @@ def test_a_model_in_evaluation_is_fitted_in_training(net: str, engine: Engine) -
     assert model[0].weight.dtype is inputs[0].dtype is torch.bfloat16
 
 
+def test_lazy_layers_are_made_before(tmp_path: Path, engine: Engine) -> None:
+    lazy = tmp_path / "lazy.py"
+    lazy.write_text(
+        "from torch import nn\ndef make(): return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Dropout())\n"
+    )
+    run(f"{lazy}:make", "--input", "2x4", "--budget", "400MiB")
+    ((model, _, _),) = engine.asked
+    assert model[0].weight.shape == (3, 4)
+    assert (model[1].running_mean == 0).all()
+    assert model.training
+
+
 def test_a_prediction_runs_nothing_and_makes_no_model(net: str, engine: Engine) -> None:
     engine.answer = Fitted(plan(), None, changed=True)
     result = run(net, "--input", "2x4", "--budget", "400MiB", "--predict")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -11,7 +11,7 @@ from memplan.cli.files import write
 from memplan.cli.options import StepArguments, advised, describe, json_option, step_options, without
 from memplan.cli.progress import progress
 from memplan.errors import BudgetError, InputError, StepError, VerificationError
-from memplan.trace.naming.targets import contained
+from memplan.trace.naming.targets import contained, resolve
 
 HELP = """Write a training step as C99 for a small device, under a budget of bytes.
 
@@ -38,6 +38,21 @@ operation without a C kernel.
 @click.option("--budget", metavar="SIZE", required=True, help="256KiB, 1MiB: RAM of the device.")
 @click.option("--out", metavar="FOLDER", required=True, help="Where the files go.")
 @click.option("--name", metavar="NAME", help="Of files and functions. Default: the model's class.")
+@click.option(
+    "--search-update",
+    "batches",
+    metavar="TARGET",
+    help="A callable that returns batches of inputs and targets: by their gradients it is chosen what to train.",
+)
+@click.option(
+    "--frozen-weights",
+    type=click.Choice(["float32", "int8"]),
+    default="float32",
+    show_default=True,
+    help="How weights lie in flash that are not trained. int8: a scale for each output channel.",
+)
+@click.option("--weights-file", is_flag=True, help="Write weights to NAME.bin, which the caller reads, not weights.h.")
+@click.option("--flash", metavar="SIZE", help="256KiB, 1MiB: refuse what takes more flash than that.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
 @click.option(
     "--on", "core", type=click.Choice(["cortex-m4", "cortex-m7"]),
@@ -49,6 +64,10 @@ def command(
     budget: str,
     out: str,
     name: str | None,
+    batches: str | None,
+    frozen_weights: Literal["float32", "int8"],
+    weights_file: bool,
+    flash: str | None,
     verify: bool | None,
     core: str | None,
     force: bool,
@@ -70,9 +89,11 @@ def command(
         loss, optimizer = step.callables
         try:
             made = described.target.what(**described.arguments)
+            data = None if batches is None else _batches(batches)
             done = export(
                 made, *step.inputs, targets=step.targets, loss=loss, optimizer=optimizer, budget=budget,
-                folder=out, name=name, verify=verify, device=core, force=force,
+                folder=out, name=name, search_update=data, frozen_weights=frozen_weights, weights_file=weights_file,
+                flash=flash, verify=verify, device=core, force=force,
             )  # fmt: skip
         except StepError as error:
             raise advised(error, arguments) from error.__cause__
@@ -87,6 +108,11 @@ def command(
     if json_file != "-":
         print_export(done)
     return 0
+
+
+def _batches(target: str) -> Any:
+    with contained(target):
+        return resolve(target).what()
 
 
 without(command, "infer", "device", "settings", "assume", "cudnn")

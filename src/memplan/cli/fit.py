@@ -321,11 +321,25 @@ def _maker(described: Described) -> Callable[[], nn.Module]:
                 expected="a module: what can be made to fit is a model, not a step that is written out",
                 do="Name a callable that returns the model, and give --input, --loss and --optimizer",
             )
+        _make_lazy_layers(made, described)
         made = made if described.options.dtype is None else made.to(described.options.dtype)
         return made if made.training else made.train()
 
     make.__qualname__ = make.__name__ = target.name
     return make
+
+
+def _make_lazy_layers(made: nn.Module, described: Described) -> None:
+    """Call a model that has lazy layers once, which makes them."""
+    import torch
+    from torch.nn.parameter import is_lazy
+
+    from memplan.trace.spec import realize
+
+    if any(is_lazy(tensor) for tensor in (*made.parameters(), *made.buffers())):
+        with torch.no_grad():
+            made.eval()(*realize(described.options.inputs), **realize(described.options.kwargs))
+        made.train()
 
 
 def _frontier(

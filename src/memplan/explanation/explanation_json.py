@@ -47,9 +47,7 @@ def is_explanation(plain: Any) -> bool:
 
 def explanation_of(plain: Any) -> Explanation:
     """Return the explanation of `Explanation.to_dict`. Raises Unreadable."""
-    if not isinstance(plain, dict) or (plain.get("format"), plain.get("schema")) != (FORMAT, SCHEMA):
-        kind = [plain.get("format"), plain.get("schema")] if isinstance(plain, dict) else type(plain).__name__
-        raise Unreadable(f"its format and schema version are {kind!r:.60}")
+    _json.check_format(plain, FORMAT, SCHEMA)
     fields = {key: value for key, value in plain.items() if key not in ("format", "schema", "course", *BESIDE)}
     if isinstance(fields.get("timeline"), dict):
         fields["timeline"] = {"events": [], **fields["timeline"]}

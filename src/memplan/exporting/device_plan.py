@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -12,11 +14,13 @@ from memplan.errors import BudgetError, InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
 from memplan.exporting.arena.offsets import ROUNDS, placed
+from memplan.exporting.fused_updates import with_fused, worthwhile
+from memplan.exporting.kernels.frozen_weights import quantized, readable
 from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.program_text import held_of
-from memplan.exporting.source.step_layout import Memory, Pass, StepLayout
+from memplan.exporting.source.step_layout import Held, Memory, Pass, StepLayout
 from memplan.exporting.tiling.tilings import tilings
 from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
@@ -34,9 +38,21 @@ PLACINGS = 60_000
 """Times that a buffer is given an address, in rounds of local search that find no smaller arena."""
 QUICK = Heuristics(pairs=False, shakes=0)
 """Of the search where values come in groups: there are many of them."""
+Narrow = Literal["float32", "int8"]
+
 EARLY = GradientUse(updates=True)
 Inputs = Mapping[int, str]
 """Name of the C argument of each tensor of the call, by its number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How weights lie in flash."""
+
+    frozen: Narrow = "float32"
+    """Those that are not trained, where kernels can read them so."""
+    file: bool = False
+    """In a file of their own, not in the program."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +66,13 @@ class DevicePlan:
     """What was done one after another, and the bytes in use at once with it."""
     smallest: int
     """Bytes of RAM of the smallest plan that was found."""
+    could_be_int8: tuple[Held, ...]
+    """Weights in float32 in flash that eight bits would do for."""
 
 
-def planned_step(name: str, asked: Request, captured: Captured, infer: Captured, rules: UpdateRules) -> DevicePlan:
+def planned_step(
+    name: str, asked: Request, captured: Captured, infer: Captured, rules: UpdateRules, stored: Stored
+) -> DevicePlan:
     """Plan both passes of an export within its budget.
 
     Raises:
@@ -66,14 +86,13 @@ def planned_step(name: str, asked: Request, captured: Captured, infer: Captured,
     alone = _forward_only(infer)
     of_infer = {value.id: value.path in paths for value in alone.values if value.kind == "parameter"}
     infer_device = lowered(alone, infer.constants, of_infer)
-    memory = _memory(asked, (device.graph, infer_device.graph), paths)
+    memory = _memory(asked, (device.graph, infer_device.graph), paths, stored)
     inputs = _arguments(device.graph, asked)
-    numbers = 4 * (3 + sum(len(group.logarithms) for group in rules.groups))
-    around = Surroundings(state=4 * memory.floats("trained") * rules.floats + numbers)
+    around = _beside(memory.floats("trained"), rules, stored)
     step, tiles = _within(device, around, asked.bytes, inputs)
     infer_pass = _alone(infer_device, step.placement.bytes, inputs)
     output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
-    layout = StepLayout(name, memory, rules, step, infer_pass, output)
+    layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
     fused, outside = tiles[0].device, _outside(device, around)
     kept = [
         ("everything kept, gradients until the update", device, Choices(in_place=False)),
@@ -85,7 +104,34 @@ def planned_step(name: str, asked: Request, captured: Captured, infer: Captured,
     again = ("results made again, signs as bits: at most", tiles[0].live - outside)
     less = [("a few channels of large values at a time: at most", one.live - outside) for one in tiles[1:]]
     smallest = min(one.bytes for one in tiles)
-    return DevicePlan(layout, around, (*lines, again, *less[-1:]), smallest)
+    narrow = readable((device.graph, infer_device.graph), (one.path for one in memory.frozen))
+    could = tuple(one for one in memory.frozen if one.path in narrow)
+    return DevicePlan(layout, around, (*lines, again, *less[-1:]), smallest, could)
+
+
+def _beside(trained: int, rules: UpdateRules, stored: Stored) -> Surroundings:
+    """Return what is in RAM beside the graph's values: what the optimizer holds, and a few numbers."""
+    numbers = 3 + sum(len(group.logarithms) for group in rules.groups) + stored.file
+    return Surroundings(state=4 * (trained * rules.floats + numbers))
+
+
+def ram_of_updates(asked: Request, captured: Captured, rules: UpdateRules, stored: Stored) -> Callable[..., int]:
+    """Return what gives the bytes of RAM of a step that trains some of the parameters.
+
+    It takes their names, and whether to search with all levers; addresses can take a little more.
+    """
+    graph = _named(captured.graph, asked)
+
+    def ram(paths: Collection[str], levers: bool) -> int:
+        kept = tuple(pair for pair in graph.gradients if graph.values[pair[0]].path in paths)
+        device = lowered(replace(graph, gradients=kept), captured.constants, {of: True for of, _ in kept})
+        fused = with_fused(device, worthwhile(device.graph))
+        around = _beside(sum(math.prod(graph.values[of].shape) for of, _ in kept), rules, stored)
+        if levers:
+            return Search(fused.graph, around, gradients=EARLY).floor_peak
+        return levels(schedule(fused.graph, Choices(gradients=EARLY)), around).peak
+
+    return ram
 
 
 def _outside(device: DeviceGraph, around: Surroundings) -> int:
@@ -220,7 +266,7 @@ def _arguments(graph: JointGraph, asked: Request) -> dict[int, str]:
     return dict(enumerate([*names, *(f"y{k}" if targets > 1 else "y" for k in range(targets))]))
 
 
-def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str]) -> Memory:
+def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str], stored: Stored) -> Memory:
     """Lay out what is there from step to step."""
     step = graphs[0]
     read = {value.path for graph in graphs for op in graph.ops for base in op.reads
@@ -232,9 +278,15 @@ def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str]) -
     order = [path for path in tensors if path in read | trained | changed]
     shapes = {path: tuple(tensors[path].shape) for path in order}
     frozen = [path for path in order if path not in trained and path not in changed]
+    values = {path: tensors[path].detach().numpy().astype(np.float32) for path in order}
+    narrow = readable(graphs, frozen) if stored.frozen == "int8" else set()
+    int8 = {path: quantized(values[path]) for path in frozen if path in narrow}
     return Memory(
         held_of((path, shapes[path]) for path in order if path in trained),
         held_of((path, shapes[path]) for path in order if path in changed),
-        held_of((path, shapes[path]) for path in frozen),
-        {path: tensors[path].detach().numpy().astype(np.float32) for path in order},
+        held_of((path, shapes[path]) for path in frozen if path not in int8),
+        values,
+        held_of((path, shapes[path]) for path in int8),
+        held_of((path, shapes[path][:1]) for path in int8),
+        int8,
     )

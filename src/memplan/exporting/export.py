@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from memplan._bytes import parse_bytes
 from memplan.errors import InputError, UsageError
-from memplan.exporting.device_plan import DevicePlan, planned_step
+from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
+from memplan.exporting.flash import check_flash
 from memplan.exporting.folder import c_name, prepared_folder
 from memplan.exporting.optimizer_rules import update_rules
+from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.program_text import program_text
 from memplan.exporting.source.step_layout import StepLayout
+from memplan.exporting.source.stored_weights import weights_bytes, weights_text
 from memplan.exporting.trials.cortex import run_on_core
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict, prove
 from memplan.exporting.trials.reference_steps import reference
+from memplan.exporting.update_search import UpdateChoice, chosen_update
 from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request, request
 from memplan.planning.settings import PlanOptions
+from memplan.trace.naming.step_parts import Loss, Optimizer, optimizer_of
 from memplan.trace.recording.session import undisturbed
 from memplan.trace.step import StepOptions, copy_module
 
@@ -34,15 +41,33 @@ STEPS = 20
 """Steps that are recorded, and repeated by the test."""
 
 
+@dataclass(frozen=True)
+class _Options:
+    """What an export is beside its step; see `export`."""
+
+    budget: Any
+    name: str | None
+    stored: Stored
+    flash: int | None
+    batches: Any
+    verify: bool | None
+    device: str | None
+    force: bool
+
+
 def export(
     model: Any,
     *inputs: Any,
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     budget: Any = "256 KiB",
     folder: str | Path,
     name: str | None = None,
+    search_update: Any = None,
+    frozen_weights: Narrow = "float32",
+    weights_file: bool = False,
+    flash: Any = None,
     verify: bool | None = None,
     device: str | None = None,
     force: bool = False,
@@ -55,52 +80,94 @@ def export(
     Args:
         model: a module, or a callable that makes one; parameters in float32.
         inputs, targets, loss: as for `memplan.explain`; shapes are fixed by them.
-        optimizer: a callable of the parameters: SGD, Adam or AdamW of torch.
+        optimizer: a name ("sgd:lr=0.1") or a callable of the parameters: SGD, Adam or AdamW of torch.
         budget: bytes of RAM: weights that are trained, what the optimizer holds, statistics, inputs and the arena.
         folder: where the files go; made where it is missing.
         name: of files and functions; None: from the model's class.
+        search_update: batches of inputs and targets, by whose gradients it is chosen what to train within the budget.
+        frozen_weights: ``"int8"``: eight bits for weights that are not trained; the error is measured and said.
+        weights_file: write weights to NAME.bin, which the caller of the code reads, instead of weights.h.
+        flash: bytes that weights and code may take; None: no bound.
         verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
         device: ``"cortex-m4"`` or ``"cortex-m7"``: compile for it, too, and run the steps on an emulated one.
         force: write into a folder with other files.
 
     Raises:
-        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does.
+        BudgetError: the step does not fit; ``smallest_budget`` is the smallest that does, of flash where that is short.
         RecordingError: an operation has no kernel (layer and line are named), or the step cannot be captured.
         UsageError: an argument is wrong.
         VerificationError: what was written does not compute what PyTorch does; the files are left for a look.
 
     Example:
-        >>> memplan.export(model, "1x3x32x32", targets="1:int64<10", loss=F.cross_entropy,
-        ...                optimizer=lambda p: torch.optim.SGD(p, lr=0.01), budget="1 MiB", folder="device")
+        >>> done = memplan.export(
+        ...     model, "1x3x16x16", targets="1:int64<10", loss="cross_entropy", optimizer="sgd:lr=0.1",
+        ...     budget="512 KiB", folder="device", name="net", verify=False,
+        ... )
+        >>> done.ram <= 512 << 10
+        True
     """
-    if optimizer is None:
+    bound = None if flash is None else parse_bytes(flash)
+    options = _Options(
+        budget, name, _stored(frozen_weights, weights_file), bound, search_update, verify, device, force
+    )  # fmt: skip
+    return _exported(model, StepOptions(inputs, {}, targets, loss, optimizer, None), Path(folder), options)
+
+
+def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:
+    if step.optimizer is None:
         raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
     own = _own(model)
-    title, place = c_name(name or type(own).__name__), prepared_folder(Path(folder), force)
-    step = StepOptions(inputs, {}, targets, loss, optimizer, None)
+    title, place = c_name(options.name or type(own).__name__), prepared_folder(folder, options.force)
     with undisturbed():
-        asked = request(own, step, PlanOptions(budget=budget), fake=False)
-        if not isinstance(asked.budget, int):
-            raise UsageError(
-                f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size"
-            )
-        plan = _planned(asked, title, optimizer)
+        asked = _asked(own, step, options.budget)
+        plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
+        check_flash(plan, options.flash)
+        rounding = round_frozen(asked, plan.layout.memory) if options.stored.frozen == "int8" else None
         recorded = reference(asked, plan.layout, STEPS)
-    result = Exported.of(plan, place, asked.bytes)
+    result = Exported.of(plan, place, asked.bytes, rounding, choice)
     _write(place, plan.layout, recorded)
+    verify, device = options.verify, options.device
     verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
-    core = None if device is None else run_on_core(device, place.resolve(), title, recorded)
+    core = None if device is None else run_on_core(device, place.resolve(), plan.layout, recorded)
     _describe(place, plan.layout, verdict)
+    if core is not None:
+        check_flash(plan, options.flash, core)
     return result.proven(verdict, core)
 
 
-def _planned(asked: Request, name: str, optimizer: Callable[[Any], Any]) -> DevicePlan:
-    """Plan the step. What the optimizer does not have is frozen."""
+def _stored(frozen: Any, file: bool) -> Stored:
+    if frozen not in get_args(Narrow):
+        raise UsageError(
+            f"frozen_weights={frozen!r}", expected=" or ".join(map(repr, get_args(Narrow))), do="Leave it out"
+        )
+    return Stored(frozen, file)
+
+
+def _asked(own: Any, step: StepOptions, budget: Any) -> Request:
+    """Check the arguments of the step."""
+    asked = request(own, step, PlanOptions(budget=budget), fake=False)
+    if not isinstance(asked.budget, int):
+        raise UsageError(f"budget={budget!r}", expected="bytes of the device, such as '256 KiB'", do="Give its size")
+    return asked
+
+
+def _planned(
+    asked: Request, name: str, optimizer: Any, options: _Options
+) -> tuple[DevicePlan, UpdateChoice | None]:  # fmt: skip
+    """Plan the step. What the optimizer does not have is frozen, and what a search does not choose."""
     rules = update_rules(optimizer, asked.model)
-    for path, one in asked.model.named_parameters():
-        one.requires_grad_(path in rules.group_of)
-    captured, infer = _captured(asked)
-    return planned_step(name, asked, captured, infer, rules)
+    _train_only(asked.model, rules.group_of)
+    if options.batches is None:
+        return planned_step(name, asked, *_captured(asked), rules, options.stored), None
+    ram = ram_of_updates(asked, _captured(asked)[0], rules, options.stored)
+    choice = chosen_update(asked, rules, options.batches, ram)
+    _train_only(asked.model, [one.path for one in choice.trained])
+    return planned_step(name, asked, *_captured(asked), update_rules(optimizer, asked.model), options.stored), choice
+
+
+def _train_only(model: nn.Module, paths: Collection[str]) -> None:
+    for path, one in model.named_parameters():
+        one.requires_grad_(path in paths)
 
 
 def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
@@ -109,13 +176,15 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     files = {
         f"{name}.c": program_text(layout),
         f"{name}.h": companion_files.header_text(layout),
-        "weights.h": companion_files.weights_text(layout),
+        **({} if layout.weights_file else {"weights.h": weights_text(layout)}),
         f"test_{name}.c": companion_files.repeating_text(layout, recorded),
-        "Makefile": companion_files.makefile_text(name),
+        "Makefile": companion_files.makefile_text(layout),
         f"{name}.json": companion_files.tensors_text(layout),
     }
     for file, text in files.items():
         (folder / file).write_text(text, encoding="utf-8")
+    if layout.weights_file:
+        (folder / f"{name}.bin").write_bytes(weights_bytes(layout))
     _describe(folder, layout, NOT_VERIFIED)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
 from memplan.exporting.device_plan import DevicePlan
+from memplan.exporting.rounding import Rounding
 from memplan.exporting.trials.cortex import CortexRun
 from memplan.exporting.trials.proving import NOT_VERIFIED, Verdict
+from memplan.exporting.update_search import UpdateChoice
 from memplan.planning.plan.budget_error import Holder, budget_error
 from memplan.planning.schedule.to_trace import timeline_of
 from memplan.simulation.timeline import Timeline
@@ -51,6 +53,10 @@ class Exported(Displayed):
     """What is in RAM at the peak, the largest first."""
     timeline: Timeline
     """RAM over the step."""
+    rounding: Rounding | None = None
+    """What eight bits change, where frozen weights were asked for in these."""
+    choice: UpdateChoice | None = None
+    """What is trained, where a search chose it."""
     verdict: Verdict = NOT_VERIFIED
     core: CortexRun | None = None
     """What it takes and does on an emulated core, where that was asked for."""
@@ -61,19 +67,20 @@ class Exported(Displayed):
         return self.arena + self.state + self.inputs
 
     @classmethod
-    def of(cls, plan: DevicePlan, folder: Path, budget: int) -> Exported:
+    def of(
+        cls, plan: DevicePlan, folder: Path, budget: int, rounding: Rounding | None = None,
+        choice: UpdateChoice | None = None,
+    ) -> Exported:  # fmt: skip
         """Gather the figures of a plan."""
         layout, step = plan.layout, plan.layout.step
         memory, graph = layout.memory, step.device.graph
-        floats = {kind: memory.floats(kind) for kind in ("trained", "statistics", "frozen")}
-        constants = sum(array.size for of in (step, layout.infer) for array in of.device.constants.values())
         return cls(
             layout.name, folder, budget, layout.arena, step.lifetimes.peak, layout.state,
-            sum(value.bytes for value in graph.values if value.kind == "input"), 4 * (sum(floats.values()) + constants),
-            floats["trained"], floats["frozen"],
+            sum(value.bytes for value in graph.values if value.kind == "input"), memory.flash + layout.constants,
+            memory.floats("trained"), memory.floats("frozen") + memory.floats("int8"),
             sum(action.recomputed for action in step.schedule.backward), len(step.device.fused),
             plan.smallest, plan.levers, budget_error(step.schedule, plan.around, budget).held_by,
-            timeline_of(step.schedule, plan.around),
+            timeline_of(step.schedule, plan.around), rounding, choice,
         )  # fmt: skip
 
     def proven(self, verdict: Verdict, core: CortexRun | None = None) -> Exported:
@@ -91,6 +98,8 @@ class Exported(Displayed):
             "held_by": [{"what": str(one), "bytes": one.bytes} for one in self.held_by],
             "proven": self.verdict.proven,
             "verdict": str(self.verdict),
+            "choice": None if self.choice is None else {"share": self.choice.share, **asdict(self.choice)},
+            "rounding": None if self.rounding is None else asdict(self.rounding),
             "core": None if self.core is None else {name: getattr(self.core, name) for name in _OF_CORE},
         }
 

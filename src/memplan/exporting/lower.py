@@ -22,7 +22,8 @@ from memplan.planning.levers.encode import Encode
 from memplan.planning.levers.lever import Situation
 from memplan.planning.levers.registry import offered
 from memplan.planning.passes.split_convolution_backward import CONVOLUTION_BACKWARD
-from memplan.planning.passes.split_dropout import MASK
+from memplan.planning.passes.split_dropout import DROPOUT as WHOLE_DROPOUT
+from memplan.planning.passes.split_dropout import MASK, scale_of
 
 WINDOW = 255
 """Largest number of places in a pool's window: an index is one byte."""
@@ -251,6 +252,19 @@ def _mask(low: Lowering, op: GraphOp) -> None:
     low.call(op, MASK, op.args, (mask,), random=True)
 
 
+def _dropout(low: Lowering, op: GraphOp) -> None:
+    """Split a dropout whose mask no derivative reads: what is below it is frozen."""
+    (x, p), made = op.args[:2], op.outputs[0]
+    assert made is not None, "somebody reads it"
+    value = low.values[made]
+    if op.args[2] is False:
+        low.alias(op, made, x)
+        return
+    mask = low.buffer(f"{value.name}_mask", value, value.shape, "bool", words(-(-math.prod(value.shape) // 8)))
+    low.call(op, MASK, (x, p), (mask,), random=True)
+    _masked(low, op, (x, Ref(mask), scale_of(p, value)))
+
+
 def _max_pool(low: Lowering, op: GraphOp) -> None:
     x, kernel = op.args[0], op.args[1]
     if math.prod(kernel if len(kernel) > 1 else kernel * 2) > WINDOW:
@@ -317,6 +331,7 @@ RULES: Mapping[str, Rule] = {
     "aten.mul.Tensor": _mul,
     "aten.native_dropout_backward.default": lambda low, op: _masked(low, op, op.args),
     MASK: _mask,
+    WHOLE_DROPOUT: _dropout,
     "aten.max_pool2d_with_indices.default": _max_pool,
     "aten.max_pool2d_with_indices_backward.default": _max_pool_gradient,
     "aten.hardtanh_backward.default": _hardtanh_backward,

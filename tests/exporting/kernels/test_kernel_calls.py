@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kernel_cases import Case, worst_error
 from torch.nn import functional as F
 
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
+from memplan.exporting.kernels.frozen_weights import quantized
 from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lower import RULES
 from memplan.exporting.lowering.device_graph import FILL
@@ -291,7 +293,40 @@ def embedding(backward: bool) -> Draw:
     return draw
 
 
+def in_eight_bits(draw: Draw, weight: int) -> Draw:
+    """The same op, which reads its weight in eight bits: PyTorch computes with what these are in float32."""
+
+    def narrow(r: random.Random) -> Case:
+        case = draw(r)
+        given = case.args[weight]
+        assert isinstance(given, torch.Tensor)
+        linear = case.target in ("aten.mm.default", "aten.addmm.default") and r.random() < 0.5
+        found = quantized((given.t() if linear else given).contiguous().numpy())
+        floats = torch.from_numpy(found.floats)
+        args = [*case.args]
+        args[weight] = floats.t() if linear else floats
+        place = sum(isinstance(one, torch.Tensor) for one in case.args[:weight])
+        return replace(case, args=tuple(args), narrow=(place, found))
+
+    return narrow
+
+
+def input_gradient(transposed: bool) -> Draw:
+    def draw(r: random.Random) -> Case:
+        case = convolution(transposed, True)(r)
+        return replace(case, args=(*case.args[:-1], [True, False, False]))
+
+    return draw
+
+
 DRAWS: dict[str, Draw] = {
+    "convolution in eight bits": in_eight_bits(convolution(False, False), 1),
+    "transposed in eight bits": in_eight_bits(convolution(True, False), 1),
+    "input gradient in eight bits": in_eight_bits(input_gradient(False), 2),
+    "transposed input gradient in eight bits": in_eight_bits(input_gradient(True), 2),
+    "mm in eight bits": in_eight_bits(product("mm"), 1),
+    "addmm in eight bits": in_eight_bits(product("addmm"), 2),
+    "embedding in eight bits": in_eight_bits(embedding(False), 0),
     "aten.convolution.default": convolution(False, False),
     "transposed": convolution(True, False),
     "aten.convolution_backward.default": convolution(False, True),
@@ -371,7 +406,7 @@ EVERY = DRAWS | {target: elementwise(target) for target in ELEMENTWISE}
 ELSEWHERE = {
     DROPOUT, MASK, FILL, CROSS_ENTROPY, "aten.native_dropout_backward.default", "aten._to_copy.default",
     "aten._native_batch_norm_legit_functional.default", "aten.native_batch_norm.default",
-    "aten.max_pool2d_with_indices_backward.default",
+    "aten.max_pool2d_with_indices_backward.default", "aten.native_dropout.default",
 }  # fmt: skip
 """Seen in whole steps only (tests/exporting/test_export.py)."""
 
@@ -393,6 +428,9 @@ def checked(count: int, folder: Path) -> dict[str, float]:
 
 def test_kernels_compute_what_torch_does(tmp_path: Path) -> None:
     assert checked(6, tmp_path) == {}
+    written = (tmp_path / "cases.c").read_text()
+    narrow = ("matmul", "embedding", "convolution_gather", "convolution_scatter")
+    assert all(f"    {kernel}_int8(" in written for kernel in narrow)
 
 
 @pytest.mark.slow

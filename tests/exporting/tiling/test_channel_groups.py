@@ -42,14 +42,22 @@ def exported(model: nn.Module, folder: Path, input: str = "1x3x16x16", **options
 
 
 @needs_compiler
-def test_groups_of_channels_compute_what_the_whole_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("frozen", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_groups_of_channels_compute_what_the_whole_does(
+    frozen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tilings, "SMALL", 0)
     monkeypatch.setattr(tilings, "MOST", 150)
     torch.manual_seed(0)
     model = Excited()
+    for one in model.layers.modules():  # what makes the channels, and what reads them: rows and columns of weights
+        if isinstance(one, nn.Conv2d) and one.kernel_size == (1, 1):
+            one.requires_grad_(frozen is None)
+    weights: dict[str, Any] = {} if frozen is None else {"frozen_weights": frozen}
+    weights["optimizer"] = lambda p: torch.optim.SGD([one for one in p if one.requires_grad], lr=0.05, momentum=0.9)
     with pytest.raises(BudgetError) as caught:
-        exported(model, tmp_path / "a", budget=0)
-    tight = exported(model, tmp_path / "b", budget=caught.value.smallest_budget)
+        exported(model, tmp_path / "a", budget=0, **weights)
+    tight = exported(model, tmp_path / "b", budget=caught.value.smallest_budget, **weights)
     assert tight.verdict.proven, "losses, weights and running statistics as PyTorch has them"
     assert tight.ram == caught.value.smallest_budget == tight.smallest_budget
     text = (tmp_path / "b" / "excited.c").read_text()

@@ -155,10 +155,10 @@ def damaged(key: str, value: Any) -> str:
         ('{"a": 1}', "names no format"),
         ('{"format": "other"}', "its format is 'other'"),
         ('{"format": ["memplan.fit"]}', "its format is ['memplan.fit']"),
-        ('{"format": "memplan.findings", "schema": 99}', "its schema version 99 is newer not 1"),
+        ('{"format": "memplan.findings", "schema": 99}', "its schema version is 99; this memplan reads 1"),
         ('{"format": "memplan.findings", "schema": 1}', "it lacks 'target'"),
         ('{"format": "memplan.compare", "schema": 1}', "it lacks 'a'"),
-        ('{"format": "memplan.explanation", "schema": 99}', "['memplan.explanation', 99]"),
+        ('{"format": "memplan.explanation", "schema": 99}', "its schema version is 99; this memplan reads 1"),
     ],
 )
 def test_what_is_no_result_is_refused_in_one_line(text: str, found: str) -> None:
@@ -213,8 +213,19 @@ def test_the_command_writes_the_page_that_html_writes(tmp_path: Path, capsys: py
 
 def test_files_that_cannot_be_read_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "snapshot.pickle").write_bytes(b"\x80\x04\xff")
-    for name, words in (("missing.json", "cannot be read"), ("snapshot.pickle", "is no text")):
-        assert run("report", str(tmp_path / name), "--html", str(tmp_path / "out.html")) == 2
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "good.json").write_text(explanation())
+    (tmp_path / "cut.json").write_text(explanation()[:-200])
+    (tmp_path / "newer.json").write_text(damaged("schema", 2))
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "foreign.json").write_text('{"dependencies": {}}')
+    for name, words in (
+        ("missing.json", "cannot be read"), ("snapshot.pickle", "is no text"), ("folder.json", "cannot be read"),
+        ("cut.json", "cannot be shown: it is not JSON"), ("empty.json", "it is empty"),
+        ("newer.json", "its schema version is 2; this memplan reads 1"), ("foreign.json", "it names no format"),
+    ):  # fmt: skip
+        good = str(tmp_path / "good.json")
+        assert run("report", good, str(tmp_path / name), "--html", str(tmp_path / "out.html")) == 2
         said = capsys.readouterr().err
         assert words in said
         assert len(said.splitlines()) == 1

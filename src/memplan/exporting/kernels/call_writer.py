@@ -30,6 +30,8 @@ class CallWriter:
     """Text of each kernel, by name, in the order in which they are needed."""
     tables: dict[str, str] = field(default_factory=dict)
     """Name of each table of sizes, by its declaration without the name."""
+    scales: Mapping[int, str] = field(default_factory=dict)
+    """By weight in eight bits: C for a pointer to its scales."""
 
     # -- values
 
@@ -40,6 +42,10 @@ class CallWriter:
     def shape(self, ref: Ref) -> tuple[int, ...]:
         """Return the shape of an argument."""
         return self.graph.values[ref.value].shape
+
+    def scales_of(self, ref: Ref) -> str | None:
+        """Return C for a pointer to an argument's scales; None where it is in float32."""
+        return self.scales.get(self.graph.base(ref.value))
 
     def at(self, given: Any) -> str:
         """Return C for an argument or a result: a pointer, or 0 where it is missing."""

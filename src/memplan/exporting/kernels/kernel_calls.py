@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from memplan.exporting.kernels.call_writer import CallWriter, merged_loops
 from memplan.exporting.kernels.elementwise import ELEMENTWISE
+from memplan.exporting.kernels.product_calls import PRODUCTS, Emit
+from memplan.exporting.kernels.product_calls import emitting as _emitting
+from memplan.exporting.kernels.product_calls import result_of as _result
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
 from memplan.exporting.lowering.device_graph import FILL, INSERT, refusal
 from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of
 from memplan.planning.passes.split_dropout import MASK
-
-Emit = Callable[[CallWriter, GraphOp], list[str]]
 
 DROPOUT = "memplan.masked_scale.default"
 
@@ -29,66 +30,6 @@ def calls_of(writer: CallWriter, op: GraphOp) -> list[str]:
     if op.target in ELEMENTWISE:
         return [writer.elementwise(op)]
     return CALLS[op.target](writer, op)
-
-
-def _emitting(w: CallWriter, op: GraphOp, source: str, name: str) -> tuple[str, str]:
-    """Return a kernel that hands on each element, and its first arguments: what applies a gradient, or its memory."""
-    gradient = op.outputs[0]
-    assert gradient is not None, "somebody reads it"
-    if gradient in w.emits:
-        function, first = w.emits[gradient]
-        state = first.partition(",")[0].strip()
-        defines = {"TARGET": f"STATE *{state}, int at", "EMIT(k, g)": f"{function}({state}, at + (k), g)"}
-        return w.instance(source, f"{name}_{function}", defines), first
-    defines = {"TARGET": "float *out", "EMIT(k, g)": "out[k] = (g)"}
-    return w.instance(source, name, defines), w.at(gradient)
-
-
-# -- products
-
-
-def _product(w: CallWriter, a: Ref, b: Ref, bias: Any = None) -> tuple[int, ...]:
-    (rows, inner), (a_row, a_column) = w.shape(a)[-2:], w.value(a).stride[-2:]
-    columns, (b_row, b_column) = w.shape(b)[-1], w.value(b).stride[-2:]
-    steps = (0, 0)
-    if isinstance(bias, Ref):
-        found = w.value(bias)
-        own = [0 if size == 1 else step for size, step in zip(found.shape, found.stride, strict=True)]
-        steps = tuple([0] * (2 - len(own)) + own)
-    return rows, columns, inner, a_row, a_column, b_row, b_column, *steps
-
-
-def _addmm(w: CallWriter, op: GraphOp) -> list[str]:
-    given = arguments_of(op.target, op.args, op.kwargs)
-    if (given.get("beta", 1), given.get("alpha", 1)) != (1, 1):
-        raise refusal(op, " with alpha or beta", near="addmm without")
-    bias, a, b = op.args[:3]
-    table = w.table("product", *_product(w, a, b, bias))
-    return [w.call(w.kernel("matmul"), Ref(_result(op)), a, b, bias, table)]
-
-
-def _mm(w: CallWriter, op: GraphOp) -> list[str]:
-    a, b = op.args
-    table = w.table("product", *_product(w, a, b))
-    if op.phase == "backward" and op.outputs[0] in w.emits:
-        name, first = _emitting(w, op, "matmul_gradient", "matmul_gradient")
-        return [w.call(name, first, a, b, table)]
-    return [w.call(w.kernel("matmul"), Ref(_result(op)), a, b, None, table)]
-
-
-def _bmm(w: CallWriter, op: GraphOp) -> list[str]:
-    a, b = op.args[:2]
-    rows, columns, *_ = sizes = _product(w, a, b)
-    table = w.table("product", *sizes)
-    name, made, count = w.kernel("matmul"), Ref(_result(op)), w.shape(a)[0]
-    steps = (rows * columns, w.value(a).stride[0], w.value(b).stride[0])
-    to, one, two = (f"{w.at(ref)} + i * {step}" for ref, step in zip((made, a, b), steps, strict=True))
-    return [f"for (int i = 0; i < {count}; i++)", f"    {w.call(name, to, one, two, None, table)}"]
-
-
-def _result(op: GraphOp) -> int:
-    assert op.outputs[0] is not None, "somebody reads it"
-    return op.outputs[0]
 
 
 # -- convolutions
@@ -115,14 +56,25 @@ def _gather(w: CallWriter, op: GraphOp) -> list[str]:
     x, weight, bias, *given = op.args
     made = Ref(_result(op))
     table = w.table("convolution", *geometry(w, made, x, w.value(weight), tuple(given[:4])))
-    return [w.call(w.kernel("convolution_gather"), made, x, weight, bias, _before(op), table)]
+    return [_convolve(w, "convolution_gather", made, (x, weight, bias, _before(op)), table)]
+
+
+def _convolve(w: CallWriter, source: str, made: Ref, given: tuple[Ref, Ref, Any, Ref | None], table: str) -> str:
+    x, weight, *added = given
+    scales = w.scales_of(weight)
+    if scales is None:
+        name = w.instance(source, source, {"WEIGHT": "float", "SCALES": "", "SCALED(row, weight)": "(weight)"})
+        return w.call(name, made, x, weight, *added, table)
+    scaled = "scale[row] * (float)(weight)"
+    defines = {"WEIGHT": "signed char", "SCALES": ", const float *scale", "SCALED(row, weight)": scaled}
+    return w.call(w.instance(source, f"{source}_int8", defines), made, x, weight, scales, *added, table)
 
 
 def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
     x, weight, bias, *given = op.args
     made = Ref(_result(op))
     table = w.table("convolution", *geometry(w, x, made, w.value(weight), tuple(given[:4])))
-    return [w.call(w.kernel("convolution_scatter"), made, x, weight, bias, _before(op), table)]
+    return [_convolve(w, "convolution_scatter", made, (x, weight, bias, _before(op)), table)]
 
 
 def _before(op: GraphOp) -> Ref | None:
@@ -390,7 +342,10 @@ def _insert(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
     table, rows = op.args[:2]
-    return [w.call(w.kernel("embedding"), Ref(_result(op)), table, rows, math.prod(w.shape(rows)), w.shape(table)[1])]
+    sizes, scales = (math.prod(w.shape(rows)), w.shape(table)[1]), w.scales_of(table)
+    if scales is None:
+        return [w.call(w.kernel("embedding"), Ref(_result(op)), table, rows, *sizes)]
+    return [w.call(w.kernel("embedding_int8"), Ref(_result(op)), table, scales, rows, *sizes)]
 
 
 def _embedding_gradient(w: CallWriter, op: GraphOp) -> list[str]:
@@ -427,9 +382,7 @@ def _fill(w: CallWriter, op: GraphOp) -> list[str]:
 
 
 CALLS: Mapping[str, Emit] = {
-    "aten.addmm.default": _addmm,
-    "aten.mm.default": _mm,
-    "aten.bmm.default": _bmm,
+    **PRODUCTS,
     conv.GATHER: _gather,
     conv.SCATTER: _scatter,
     conv.WEIGHT_GRADIENT: _weight_gradient,

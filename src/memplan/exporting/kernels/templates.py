@@ -7,8 +7,9 @@ from functools import cache
 from importlib.resources import files
 
 NEEDS: dict[str, tuple[str, ...]] = {
-    "matmul": ("axpy", "dot"),
-    "matmul_gradient": ("matmul",),
+    "matmul": ("axpy", "dot", "product"),
+    "matmul_gradient": ("product",),
+    "matmul_int8": ("product",),
     "convolution_gather": ("axpy", "convolution"),
     "convolution_scatter": ("axpy", "convolution"),
     "convolution_weight_gradient": ("dot", "convolution"),

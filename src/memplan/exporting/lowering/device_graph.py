@@ -23,7 +23,7 @@ WORD = 4
 """Bytes of a float, and to a multiple of which every buffer is rounded."""
 
 ZEROS = ("aten.new_zeros.default", "aten.zeros_like.default", "aten.new_ones.default", "aten.ones_like.default",
-         "aten.new_full.default", "aten.full_like.default")  # fmt: skip
+         "aten.new_full.default", "aten.full_like.default", "aten.new_empty_strided.default")  # fmt: skip
 """Ops that read nothing of a tensor but its shape."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,7 @@ import numpy as np
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.step_layout import StepLayout
-
-COLUMNS = 8
-"""Numbers in a line."""
+from memplan.exporting.source.stored_weights import lines_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,7 @@ def header_text(layout: StepLayout) -> str:
         *([f"    float squares[{trained}];"] if rules.squares else []),
         *([f"    float statistics[{statistics}];    /* running means and variances */"] if statistics else []),
         *([f"    float correction[{corrections}];"] if corrections else []),
+        *(["    const float *flash;    /* what init was given */"] if layout.weights_file else []),
         "    float rate;    /* factor on the learning rates; 1 at first */",
         "    uint32_t step, random;",
         f"    float arena[{upper}_ARENA_BYTES / 4];",
@@ -59,7 +58,7 @@ def header_text(layout: StepLayout) -> str:
         f"#define {upper}_OUTPUTS {math.prod(layout.output)}    /* floats that infer writes */", "",
         "/* All that changes. The caller gives it memory; a program may have several. */",
         "typedef struct {", *members, f"}} {name}_state;", "",
-        f"void {name}_init({name}_state *s);",
+        *_init_declared(layout),
         f"void {name}_seed({name}_state *s, uint32_t seed);",
         f"float {name}_step({name}_state *s, {step});    /* returns the loss */",
         f"void {name}_infer({name}_state *s, {infer}, float *output);",
@@ -69,20 +68,16 @@ def header_text(layout: StepLayout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def weights_text(layout: StepLayout) -> str:
-    """Return weights.h: what the device starts with, and what never changes."""
-    memory, name = layout.memory, layout.name
-    kinds = {"trained": memory.trained, "initial_statistics": memory.statistics, "frozen": memory.frozen}
-    lines = [f"/* Weights of {name}, in flash. Only {name}.c includes this. */", ""]
-    for kind, tensors in kinds.items():
-        if tensors:
-            size = sum(one.size for one in tensors)
-            lines.append(f"static const float {name}_{kind}[{size}] = {{")
-            for one in tensors:
-                lines.append(f"/* {one.path}: {'x'.join(map(str, one.shape)) or 'a number'} */")
-                lines += _numbers(memory.values[one.path].reshape(-1))
-            lines.append("};")
-    return "\n".join(lines) + "\n"
+def _init_declared(layout: StepLayout) -> list[str]:
+    """Return the header's lines on what starts a device."""
+    name = layout.name
+    if not layout.weights_file:
+        return [f"void {name}_init({name}_state *s);"]
+    return [
+        f"#define {name.upper()}_FLASH_BYTES {layout.memory.flash}    /* of {name}.bin */",
+        f"/* `flash`: the contents of {name}.bin, aligned as floats are, which have to stay where they are. */",
+        f"void {name}_init({name}_state *s, const float *flash);",
+    ]
 
 
 def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
@@ -91,7 +86,7 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
     for value, argument in layout.step.inputs.items():
         kind = "int32_t" if graph.values[value].dtype == "int32" else "float"
         array = recorded.inputs[argument].reshape(-1)
-        arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *_numbers(array), "};",
+        arrays += [f"static const {kind} given_{argument}[{array.size}] = {{", *lines_of(array), "};",
                    f"static {kind} {argument}[{array.size}];"]  # fmt: skip
         rolls += [f"for (int i = 0; i < {array.size}; i++)",
                   f"    {argument}[i] = given_{argument}[(i + {recorded.roll} * k) % {array.size}];"]  # fmt: skip
@@ -110,10 +105,23 @@ def repeating_text(layout: StepLayout, recorded: Recorded) -> str:
         "OUTPUT_BOUND": number(recorded.output_bound),
         "CHECKED": str(min(4, recorded.output.size)),
         "SAMPLES": _samples(recorded),
+        **_reading(layout),
     }
     for mark, value in filled.items():
         text = text.replace(f"@{mark}@", value)
     return text
+
+
+def _reading(layout: StepLayout) -> dict[str, str]:
+    """Return what the test needs of a weights file: the part that reads it, its call, and the argument of `init`."""
+    if not layout.weights_file:
+        return {"READ_FLASH": "", "IF_UNREAD": "", "FLASH": ""}
+    name, upper = layout.name, layout.name.upper()
+    return {
+        "READ_FLASH": template("test_flash").replace("@NAME@", name).replace("@UPPER@", upper),
+        "IF_UNREAD": template("test_flash_call"),
+        "FLASH": ", flash",
+    }
 
 
 def _samples(recorded: Recorded) -> str:
@@ -125,9 +133,10 @@ def _samples(recorded: Recorded) -> str:
     )
 
 
-def makefile_text(name: str) -> str:
+def makefile_text(layout: StepLayout) -> str:
     """Return the Makefile."""
-    return template("Makefile.txt").replace("@NAME@", name)
+    weights = "" if layout.weights_file else " weights.h"
+    return template("Makefile.txt").replace("@NAME@", layout.name).replace("@WEIGHTS@", weights)
 
 
 def readme_text(layout: StepLayout, verified: str) -> str:
@@ -138,6 +147,8 @@ def readme_text(layout: StepLayout, verified: str) -> str:
         "UPPER": layout.name.upper(),
         "STATE": str(layout.state),
         "ARENA": str(layout.arena),
+        "INIT": f"init(&state, {layout.name}_bin);  " if layout.weights_file else "init(&state);        ",
+        "FROM": f"{layout.memory.flash} bytes of {layout.name}.bin" if layout.weights_file else "flash",
     }
     for mark, value in changes.items():
         text = text.replace(f"@{mark}@", value)
@@ -152,9 +163,3 @@ def tensors_text(layout: StepLayout) -> str:
 
 def _declared(dtype: str, name: str) -> str:
     return f"const {'int32_t' if dtype == 'int32' else 'float'} *{name}"
-
-
-def _numbers(array: Iterable[float]) -> list[str]:
-    """Return lines of an initializer."""
-    values = [str(int(one)) if isinstance(one, (int, np.integer)) else number(float(one)) for one in array]
-    return [", ".join(values[at : at + COLUMNS]) + "," for at in range(0, len(values), COLUMNS)]

@@ -9,6 +9,7 @@ from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.step_layout import Held, Pass, StepLayout
+from memplan.exporting.source.stored_weights import pointers
 from memplan.planning.graph.joint_graph import Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, is_contiguous, short
 from memplan.planning.levers.encode import DIRECT
@@ -33,7 +34,10 @@ class _ProgramWriter:
         memory = layout.memory
         for kind, tensors in (("s->weights", memory.trained), ("s->statistics", memory.statistics)):
             self.held |= {one.path: _plus(kind, one.offset) for one in tensors}
-        self.held |= {one.path: _plus(f"{self.name}_frozen", one.offset) for one in memory.frozen}
+        self.flash = pointers(layout)
+        self.held |= {one.path: _plus(self.flash["frozen"], one.offset) for one in memory.frozen}
+        self.held |= {one.path: _plus(self.flash["int8"], one.offset) for one in memory.int8}
+        self.scales = {one.path: _plus(self.flash["scales"], one.offset) for one in memory.scales}
         self.offset_of = {one.path: one.offset for one in memory.trained}
         self.constants: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
@@ -75,7 +79,10 @@ class _ProgramWriter:
         return lines
 
     def _body(self, of: Pass) -> list[str]:
-        writer = CallWriter(of.schedule.graph, lambda value: "", self._emits(of), self.kernels, self.tables)
+        scales = {value.id: _plus(self.scales[value.path], of.device.offsets.get(value.id, 0) // value.stride[0])
+                  for value in of.schedule.graph.values
+                  if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
+        writer = CallWriter(of.schedule.graph, lambda value: "", self._emits(of), self.kernels, self.tables, scales)
         lines, before = list[str](), ""
         for at, action in enumerate((*of.schedule.forward, *of.schedule.backward)):
             writer.place = lambda value, at=at: self._place(of, at, value)
@@ -192,7 +199,7 @@ class _ProgramWriter:
         lines = [
             f"/* {self.name}: a training step, written by memplan. See {self.name}.h for what to call. */",
             f'#include "{self.name}.h"',
-            '#include "weights.h"',
+            *([] if self.layout.weights_file else ['#include "weights.h"']),
             "#include <math.h>",
             "",
             f"#define STATE {self.name}_state",
@@ -212,17 +219,23 @@ class _ProgramWriter:
             *constants,
         ]
 
+    def _start(self) -> list[str]:
+        name = self.name
+        if not self.layout.weights_file:
+            return [f"void {name}_init({name}_state *s)", "{"]
+        return [f"void {name}_init({name}_state *s, const float *flash)", "{", f"{INDENT}s->flash = flash;"]
+
     def interface(self) -> str:
         """Return the functions that start a device, and that move its weights."""
         name, memory = self.name, self.layout.memory
         trained, statistics = memory.floats("trained"), memory.floats("statistics")
         lines = [
-            f"void {name}_init({name}_state *s)", "{",
-            f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = {name}_trained[k];",
+            *self._start(),
+            f"    for (int k = 0; k < {trained}; k++) {{", f"        s->weights[k] = ({self.flash['trained']})[k];",
             *(["        s->momentum[k] = 0;"] if self.layout.rules.momentum else []),
             *(["        s->squares[k] = 0;"] if self.layout.rules.squares else []),
             "    }",
-            *_copy(statistics, f"s->statistics[k] = {name}_initial_statistics[k];"),
+            *_copy(statistics, f"s->statistics[k] = ({self.flash['statistics']})[k];"),
             "    s->step = 0;", "    s->rate = 1;", f"    {name}_seed(s, 1);", "}", "",
             f"void {name}_seed({name}_state *s, uint32_t seed)", "{", "    s->random = seed ? seed : 1;", "}", "",
             f"void {name}_get_weights(const {name}_state *s, float *weights)", "{",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
+from memplan.exporting.kernels.frozen_weights import Quantized
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.planning.schedule.scheduler import Schedule
@@ -40,9 +41,15 @@ class Memory:
     statistics: tuple[Held, ...]
     """In RAM: buffers that change."""
     frozen: tuple[Held, ...]
-    """In flash."""
+    """In flash, in float32."""
     values: Mapping[str, np.ndarray]
     """Elements of each when the device starts, by name."""
+    int8: tuple[Held, ...] = ()
+    """In flash, in eight bits."""
+    scales: tuple[Held, ...] = ()
+    """Of these, under the same names: in flash, in float32."""
+    quantized: Mapping[str, Quantized] = field(default_factory=dict)
+    """What the weights in eight bits are, by name."""
 
     @property
     def weights(self) -> tuple[Held, ...]:
@@ -50,8 +57,14 @@ class Memory:
         return (*self.trained, *self.statistics)
 
     def floats(self, kind: str) -> int:
-        """Return the elements of one kind: trained, statistics, frozen."""
+        """Return the elements of one kind: trained, statistics, frozen, scales, int8."""
         return sum(one.size for one in getattr(self, kind))
+
+    @property
+    def flash(self) -> int:
+        """Bytes of all that the device starts with, and of what never changes."""
+        floats = ("trained", "statistics", "frozen", "scales")
+        return 4 * sum(map(self.floats, floats)) + self.floats("int8")
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,8 @@ class StepLayout:
     infer: Pass
     output: tuple[int, ...]
     """Shape of what `infer` writes."""
+    weights_file: bool = False
+    """Weights lie in a file of their own that the caller reads, not in weights.h."""
 
     @property
     def arena(self) -> int:
@@ -85,7 +100,13 @@ class StepLayout:
 
     @property
     def state(self) -> int:
-        """Bytes of RAM beside the arena: weights, what the optimizer holds, statistics, and a few numbers."""
+        """Bytes of RAM beside the arena: weights, what the optimizer holds, statistics, and a few numbers; with a
+        weights file, the four bytes that point to it."""
         trained, statistics = self.memory.floats("trained"), self.memory.floats("statistics")
         numbers = 3 + sum(len(group.logarithms) for group in self.rules.groups)
-        return 4 * (trained * (1 + self.rules.floats) + statistics + numbers)
+        return 4 * (trained * (1 + self.rules.floats) + statistics + numbers + self.weights_file)
+
+    @property
+    def constants(self) -> int:
+        """Bytes of tensors that the model's code makes: they lie in the program."""
+        return 4 * sum(array.size for of in (self.step, self.infer) for array in of.device.constants.values())

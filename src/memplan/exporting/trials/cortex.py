@@ -16,6 +16,7 @@ from memplan._display import Printed
 from memplan.errors import UsageError, VerificationError
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.companion_files import Recorded
+from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.trials.proving import STRICT, Verdict, compared
 
 COMPILER, EMULATOR = "arm-none-eabi-gcc", "qemu-system-arm"
@@ -62,7 +63,7 @@ def missing(core: str) -> str:
     return f"{' and '.join(lacking)} not found" if lacking else ""
 
 
-def run_on_core(core: str, folder: Path, name: str, recorded: Recorded) -> CortexRun:
+def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded) -> CortexRun:
     """Compile an export for a core, and run its test there.
 
     Raises:
@@ -75,12 +76,14 @@ def run_on_core(core: str, folder: Path, name: str, recorded: Recorded) -> Corte
             lacks, expected=f"{COMPILER} and {EMULATOR}", do="Install them (Debian: gcc-arm-none-eabi, "
             "libnewlib-arm-none-eabi, qemu-system-arm), or leave device out"
         )  # fmt: skip
-    board, unit = CORES[core]
+    (board, unit), name = CORES[core], layout.name
     flags = [f"-mcpu={core}", "-mthumb", f"-mfpu={unit}", "-mfloat-abi=hard", *STRICT, "-Os", f"-I{folder}"]
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         for file in ("cortex_startup.c", "cortex.ld"):
             (place / file).write_text(template(file), encoding="utf-8")
+        if layout.weights_file:
+            shutil.copy(folder / f"{name}.bin", place)
         _done([COMPILER, *flags, "-fstack-usage", "-c", str(folder / f"{name}.c"), "-o", "export.o"], place)
         parts = ["cortex_startup.c", "export.o", str(folder / f"test_{name}.c")]
         link = [

@@ -66,8 +66,8 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
     with tempfile.TemporaryDirectory() as scratch:
         program, results = Path(scratch) / "test", Path(scratch) / "weights"
         sources = [str(folder / f"test_{layout.name}.c"), str(folder / f"{layout.name}.c")]
-        define = f'-DWEIGHTS_FILE="{results}"'
-        _done([cc, *STRICT, *SANITIZED, define, *sources, "-lm", "-o", str(program)], "does not compile")
+        defines = [f'-DWEIGHTS_FILE="{results}"', f'-DFLASH_FILE="{folder.resolve() / layout.name}.bin"']
+        _done([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
         output = _done([str(program)], "differs from PyTorch, or a sanitizer stopped it")
         written = np.fromfile(results, dtype=np.float32).astype(np.float64)
     return compared(output, written, recorded)

@@ -100,7 +100,8 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             continue
         kind = _torch.peculiarity(tensor)
         if kind is not None:
-            called = "Call the model once before" if not _torch.has_shape(tensor) else None
+            lazy = not _torch.has_shape(tensor)
+            called = "Call the model once before, also where a function makes it" if lazy else None
             raise InputError(
                 f"{name} is {kind}", expected="dense tensors with data, of no class of their own", do=called
             )

@@ -13,7 +13,8 @@ from memplan._bytes import format_bytes
 from memplan._text import printable
 from memplan.errors import BudgetError
 from memplan.exporting.exported import Exported
-from memplan.reports.output import Page, facts_table, name_field, number_field, print_parts
+from memplan.exporting.update_search import UpdateChoice
+from memplan.reports.output import Field, Page, facts_table, name_field, number_field, print_parts
 
 FORMAT = "memplan.export"
 SCHEMA = 1
@@ -40,6 +41,7 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
             "weights and state": f"{format_bytes(found.state)} ({found.trained} weights are trained)",
             "inputs": format_bytes(found.inputs),
             "flash": f"{format_bytes(found.flash)} of weights, beside the code ({found.frozen} are frozen)",
+            **({} if found.rounding is None else {"in eight bits": str(found.rounding)}),
             "smallest budget": format_bytes(found.smallest_budget),
             "in the backward pass": f"{found.recomputed} results made again",
             "updated element by element": f"{found.fused} parameters",
@@ -51,6 +53,8 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
         [name_field("One after another", lambda one: one[0], 20), number_field("in use at once", lambda one: one[1])],
     )
     yield ""
+    if found.choice is not None:
+        yield from _choice(found.choice, page)
     fields = [
         name_field("In RAM at the peak", lambda one: printable(str(one)), 20),
         number_field("bytes", lambda one: one.bytes),
@@ -62,11 +66,24 @@ def render(found: Exported, page: Page) -> Iterator[RenderableType]:
         yield Text(f"On {found.core}")
 
 
+def _choice(choice: UpdateChoice, page: Page) -> Iterator[RenderableType]:
+    """Yield what a search chose to train."""
+    yield Text(str(choice))
+    fields = [
+        name_field("Trained", lambda one: printable(one.path), 20),
+        number_field("bytes", lambda one: one.bytes),
+        Field("gradient norm", lambda one: f"{one.gradient:.3g}", right=True),
+    ]
+    yield page.rows(sorted(choice.trained, key=lambda one: -one.gradient), fields, HOLDERS, "all")
+    yield ""
+
+
 def print_shortfall(error: BudgetError, file: TextIO | None = None) -> None:
     """Print why no plan fits."""
     least = format_bytes(error.smallest_budget)
+    ram = error.timeline is not None
     lines = [
-        Text(f"It does not fit. The smallest budget that it fits is {least}.", "bold red"),
+        Text(f"It does not fit. The smallest {'budget' if ram else 'flash'} that it fits is {least}.", "bold red"),
         Text(printable(str(error))),
     ]
     print_parts(lambda page: lines, file)

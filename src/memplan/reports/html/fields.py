@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from memplan import _json
@@ -60,6 +60,10 @@ class Fields:
     def sizes(self, key: str) -> dict[str, int]:
         """Return a field that maps names to bytes."""
         return dict(self.get(key, Mapping[str, int]))  # pyright: ignore[reportArgumentType, reportAbstractUsage]
+
+    def sizes_of(self, keys: Iterable[str]) -> dict[str, int]:
+        """Return fields that are bytes, by their names."""
+        return {key: self.get(key, int) for key in keys}
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return a field that is a list of texts; none where it is null or missing."""

@@ -22,7 +22,7 @@ def findings_result(data: Fields) -> Result:
     verdict = f"{' and '.join(counts)}." if found else "Nothing found."
     rows = [
         (
-            text(row.get("id", str)), text(row.get("severity", str)), size(row.get("bytes", int)),
+            text(row.get("id", str)), text(_severity(row)), size(row.get("bytes", int)),
             text(row.get("layer", str)), text(row.get("message", str)), text(row.maybe("where", str)),
         )
         for row in found
@@ -34,7 +34,14 @@ def findings_result(data: Fields) -> Result:
         sections.append(Section("What to do", (Paragraphs(tuple(dict.fromkeys(advice))),)))
     mood: Mood = "bad" if warnings else "good"
     facts = (("findings", str(len(found))), ("cost together, at most", format_bytes(cost)))
-    return Result("findings", data.get("target", str), verdict, mood, facts, tuple(sections))
+    lines = tuple(f"{_severity(row)}: {row.get('message', str)}" for row in found[:1])
+    return Result("findings", data.get("target", str), verdict, mood, facts, tuple(sections), lines)
+
+
+def _severity(row: Fields) -> str:
+    """Return a finding's severity as the terminal names it."""
+    severity = row.get("severity", str)
+    return "note" if severity == "info" else severity
 
 
 def replay_result(data: Fields) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -50,12 +51,14 @@ def page_of(results: Sequence[Result]) -> str:
     for result in results:
         for section in result.sections:
             charts += [{"kind": part.kind, **part.data} for part in section.parts if isinstance(part, Chart)]
-    beside = _beside(results)
+    names = names_of(results)
+    beside = _beside(results, names)
     if beside is not None:
-        charts.insert(0, {"kind": beside[0].kind, **beside[0].data})
+        charts.insert(0, {"kind": beside[1].kind, **beside[1].data})
     drawn = bool(charts)
     return _environment().get_template("page.html.j2").render(
         results=results,
+        names=names,
         beside=beside,
         title=results[0].title if len(results) == 1 else f"{len(results)} results",
         version=__version__,
@@ -68,27 +71,43 @@ def page_of(results: Sequence[Result]) -> str:
     )  # fmt: skip
 
 
-def _beside(results: Sequence[Result]) -> tuple[Chart, Table] | None:
-    """Return several results that have a peak, side by side."""
-    shown = [one for one in results if one.causes is not None]
+def names_of(results: Sequence[Result]) -> list[str]:
+    """Return what results are told apart by on one page: their titles, where these differ, else their files.
+
+    Of several files of one name the whole paths; what is shown twice gets its place among them.
+    """
+    titles = [one.title for one in results]
+    files = [os.path.basename(one.source) or one.title for one in results]
+    paths = [one.source or one.title for one in results]
+    for names in (titles, files, paths):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({place})" for place, name in enumerate(paths, 1)]
+
+
+def _beside(results: Sequence[Result], names: Sequence[str]) -> tuple[str, Chart, Table] | None:
+    """Return several results that have a peak, side by side: in one sentence, as a picture and as a table."""
+    shown = [(name, one, one.causes) for name, one in zip(names, results, strict=True) if one.causes is not None]
     if len(shown) < 2:
         return None
-    causes = [cause for cause in LOOKS if any((one.causes or {}).get(cause) for one in shown)]
+    causes = [cause for cause in LOOKS if any(found.get(cause) for _, _, found in shown)]
+    peaks = [one.peak or sum(found.values()) for _, one, found in shown]
     data = {
-        "names": [_label(one) for one in shown],
-        "causes": {cause: [(one.causes or {}).get(cause, 0) for one in shown] for cause in causes},
-        "capacities": [one.capacity for one in shown],
+        "names": [name for name, _, _ in shown],
+        "causes": {cause: [found.get(cause, 0) for _, _, found in shown] for cause in causes},
+        "capacities": [one.capacity for _, one, _ in shown],
     }
     rows = [
-        (text(_label(one)), size(one.peak), *(size((one.causes or {}).get(cause, 0)) for cause in causes))
-        for one in shown
+        (text(name), size(peak), *(size(found.get(cause, 0)) for cause in causes))
+        for (name, _, found), peak in zip(shown, peaks, strict=True)
     ]
     headers = ("result", "peak", *(LABELS[cause] for cause in causes))
-    return Chart("beside", "Peaks side by side, by cause", data), table("Side by side", headers, rows)
-
-
-def _label(result: Result) -> str:
-    return f"{result.title} ({result.source})" if result.source else result.title
+    most, least = peaks.index(max(peaks)), peaks.index(min(peaks))
+    ends = " and the least ".join(f"{format_bytes(peaks[at])} ({shown[at][0]})" for at in (most, least))
+    sentence = (
+        f"The highest peak is {ends}." if peaks[most] > peaks[least] else f"All peak at {format_bytes(peaks[0])}."
+    )
+    return sentence, Chart("beside", "Peaks side by side, by cause", data), table("Side by side", headers, rows)
 
 
 def _kind_of(part: Any) -> str:

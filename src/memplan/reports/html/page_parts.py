@@ -43,7 +43,7 @@ class Table:
         return len(self.rows) > _SEARCHED
 
 
-_SEARCHED = 8
+_SEARCHED = 12
 
 
 @dataclass(frozen=True, slots=True)

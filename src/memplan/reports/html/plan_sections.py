@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from memplan._bytes import format_bytes
 from memplan._text import format_seconds
+from memplan.explanation.course import Course
 from memplan.planning.plan.decision import Decision
 from memplan.planning.plan.plan import Plan
 from memplan.reports.html.fields import Fields
@@ -64,7 +66,7 @@ def _causes(plan: Plan) -> dict[str, int]:
 
 def _sections(plan: Plan) -> Iterator[Section]:
     if plan.course is not None:
-        courses = [("before", plan.eager_course)] if plan.eager_course is not None else []
+        courses = [("before", _from_first_op(plan.eager_course))] if plan.eager_course is not None else []
         shown = [(name, course) for name, course in (*courses, ("after", plan.course)) if course is not None]
         yield Section("Memory over time, before and after", (over_time(shown, budget=plan.budget),))
     if plan.decisions:
@@ -73,6 +75,16 @@ def _sections(plan: Plan) -> Iterator[Section]:
         yield Section("Fused kernels", (Paragraphs((plan.fusion.summary,)),))
     if plan.program:
         yield Section("The planned step", (Code("as Python", plan.program),))
+
+
+def _from_first_op(course: Course) -> Course:
+    """Return it from the first op of its first step on: before, what the step before has left is freed."""
+    step = course.spans[0].step if course.spans else 0
+    first = next((at for at, op in enumerate(course.ops) if op >= 0 and course.op_rows[op].step == step), 0)
+    columns = {name: getattr(course, name)[first:] for name in ("ticks", "allocated", "reserved", "ops")}
+    causes = {name: column[first:] for name, column in course.causes.items()}
+    spans = (replace(course.spans[0], start=columns["ticks"][0]), *course.spans[1:]) if first else course.spans
+    return replace(course, **columns, causes=causes, spans=spans)
 
 
 def _decisions(decisions: tuple[Decision, ...]) -> Part:

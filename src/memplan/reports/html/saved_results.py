@@ -27,10 +27,7 @@ Reader = Callable[[str, Any, str], Result]
 
 def _by_fields(show: Callable[[Fields], Result], schema: int = 1) -> Reader:
     def read(content: str, plain: Any, source: str) -> Result:
-        found = plain.get("schema", schema)
-        if found != schema:
-            newer = "newer " if isinstance(found, int) and found > schema else ""
-            raise Unreadable(f"its schema version {found!r:.20} is {newer}not {schema}, which this memplan reads")
+        _json.check_format({"schema": schema, **plain}, plain["format"], schema)
         return show(Fields(plain))
 
     return read

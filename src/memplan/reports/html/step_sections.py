@@ -138,14 +138,14 @@ def _by_layer(explanation: Explanation) -> Iterator[Any]:
     for holder in explanation.holders:
         at_peak[holder.layer] = at_peak.get(holder.layer, 0) + holder.bytes
     saved = {row.name: row.saved_bytes for row in explanation.layers}
-    nodes = _tree({**dict.fromkeys(at_peak, 0), **saved}, at_peak)
+    nodes = _tree({**saved, **{name: 0 for name in at_peak if name not in saved}}, at_peak)
     controls = (("saved", "what each saves"), ("peak", "share of the peak"))
     if not any(saved.values()):
         controls = controls[1:]
     yield Chart("layers", "Layers by bytes", {"nodes": nodes}, controls, "Click a layer to go in.")
     rows = [_layer_cells(row, at_peak.get(row.name, 0), explanation.train) for row in explanation.layers]
     rows.sort(key=lambda row: (-(row[2].sort or 0), -(row[3].sort or 0)))
-    headers = ("layer", "kind", "saves", "at the peak", "outputs", "weights", "needed for", "shared with", "why", "at")
+    headers = ("layer", "kind", "saves", "at the peak", "outputs", "weights", "why", "shared with", "needed for", "at")
     yield table("Layers", headers, rows, _LAYERS, "{} layers that save less are not listed; the picture has them.")
 
 
@@ -159,9 +159,9 @@ def _layer_cells(row: LayerRow, at_peak: int, train: bool) -> tuple[Cell, ...]:
         size(at_peak),
         size(row.output_bytes),
         size(row.weight_bytes),
-        text(", ".join(need.replace("_", " ") for need in row.needed_for) if row.kept_bytes else ""),
-        text(", ".join(row.shared_with)),
         text("; ".join(row.why)),
+        text(", ".join(row.shared_with)),
+        text(", ".join(need.replace("_", " ") for need in row.needed_for) if row.kept_bytes else ""),
         text(row.where),
     )
 

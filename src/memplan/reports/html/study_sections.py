@@ -104,25 +104,58 @@ def largest_result(data: Fields) -> Result:
     )  # fmt: skip
     room = f"{format_bytes(limit)} ({data.get('device', str)})"
     verdict = f"The largest {axis} in {room} is {value}." if value else f"No {axis} fits {room}."
-    sections = [Section("Tried", (_tried(data, axis),))]
+    sections = [Section("Tried", tuple(_tried(data, axis)))]
     planned = data.inner("planned")
     if planned is not None:
         most = planned.get("value", int)
         lines = Paragraphs((f"With a plan, the largest {axis} is {most}.",))
-        sections.append(Section("Planned", (lines, _tried(planned, axis))))
+        sections.append(Section("Planned", (lines, *_tried(planned, axis))))
     facts = (("largest", str(value)), ("room", format_bytes(limit)))
     mood: Mood = "good" if value else "bad"
     remarks = data.texts("notes")
     return Result("largest", f"{title}: largest {axis}", verdict, mood, facts, tuple(sections), remarks=remarks)
 
 
-def _tried(data: Fields, axis: str) -> Part:
-    rows = []
-    for row in data.rows("tried"):
-        value, need, fits = row.get("value", int), row.maybe("need", int), row.get("fits", bool)
-        why = row.maybe("reason", str)
-        rows.append((Cell(str(value), value), size(need), text("fits" if fits else "does not fit"), text(why)))
-    return table("Tried", (axis, "needs", "fits", "reason"), rows)
+def _tried(data: Fields, axis: str) -> Iterator[Part]:
+    """Yield what was recorded to find the largest: by cause as a picture, and a table of what each takes and needs."""
+    tried = sorted(data.rows("tried"), key=lambda row: row.get("value", int))
+    recorded = [row for row in tried if row.maybe("peak", int) is not None]
+    if recorded:
+        parts = [row.sizes_of((*KNOWN, "rounding")) | {"workspace": row.get("workspace_low", int)} for row in recorded]
+        causes = {cause: [one[cause] for one in parts] for cause in LOOKS if any(one.get(cause) for one in parts)}
+        names = [f"{axis} {row.get('value', int)}" for row in recorded]
+        picture = {"names": names, "causes": causes, "capacities": [data.maybe("limit", int)] * len(names)}
+        yield Chart("beside", f"Peak by cause at each {axis}", picture)
+    on_card = data.maybe("device", str) != "cpu"
+    need = "least budget" if any(row.maybe("least_budget", int) for row in tried) else "needs"
+    headers = (
+        axis,
+        "peak",
+        "with workspaces",
+        "reserved, with context" if recorded and on_card else need,
+        "fits",
+        "why",
+    )
+    rows = [
+        (
+            Cell(str(row.get("value", int)), row.get("value", int)), size(row.maybe("peak", int)),
+            size(row.maybe("peak_high", int)), size(row.maybe("need", int)),
+            text("failed" if row.maybe("reason", str) else "fits" if row.get("fits", bool) else "does not fit"),
+            text(row.maybe("reason", str)),
+        )
+        for row in tried
+    ]  # fmt: skip
+    shown = [place for place, _ in enumerate(headers) if not 1 <= place <= 2 or (recorded and (on_card or place == 1))]
+    yield table("Tried", [headers[place] for place in shown], [[row[place] for place in shown] for row in rows])
+    limit, answer = data.maybe("limit", int), data.maybe("value", int)
+    beyond = [
+        row for row in tried if row.get("value", int) == answer and limit and (row.maybe("need", int) or 0) > limit
+    ]
+    if beyond:
+        yield Paragraphs((
+            f"{axis} {answer} would reserve more than the limit; the allocator gives cached segments back then, and it "
+            "was recorded to fit.",
+        ))  # fmt: skip
 
 
 def comparison_result(data: Fields) -> Result:

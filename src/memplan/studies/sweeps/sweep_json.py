@@ -62,9 +62,7 @@ def loads(text: str, source: str = "The text") -> SweepFile:
 
 
 def _checked(plain: Any) -> SweepFile:
-    if not isinstance(plain, dict) or (plain.get("format"), plain.get("schema")) != (FORMAT, SCHEMA):
-        kind = [plain.get("format"), plain.get("schema")] if isinstance(plain, dict) else type(plain).__name__
-        raise Unreadable(f"its format and schema version are {kind!r:.60}")
+    _json.check_format(plain, FORMAT, SCHEMA)
     for fit in plain["fits"] if isinstance(plain.get("fits"), list) else ():
         if isinstance(fit, dict):
             fit.pop("holds", None)  # follows from the rest

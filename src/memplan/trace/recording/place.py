@@ -34,6 +34,7 @@ _PACKAGES = tuple(_PYTHON + name + os.sep for name in ("site-packages", "dist-pa
 _OUTERMOST = {
     "record_for": os.path.join(_OURS, "trace", "record.py"),
     "measure": os.path.join(_OURS, "trace", "measure.py"),
+    "capture": os.path.join(_OURS, "planning", "capture", "capture.py"),
 }
 _KNOWN: dict[str, bool] = {}
 
@@ -54,7 +55,8 @@ def is_users(filename: str) -> bool:
 def user_frame() -> tuple[str, int] | None:
     """Return file and line of the innermost frame that is neither torch's, numpy's nor ours.
 
-    Whoever called `record_for` or `measure` (a test, the command line) runs no op of the step and does not count.
+    Whoever called `record_for`, `measure` or `capture` (a test, the command line) runs no op of the step and does not
+    count.
     """
     frame = sys._getframe(1)
     while frame is not None:

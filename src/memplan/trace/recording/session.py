@@ -298,9 +298,7 @@ def _loaded_in_order() -> Iterator[None]:
     samplers = ((RandomSampler, _count), (WeightedRandomSampler, _weighted), (SubsetRandomSampler, _subset))
     with ExitStack() as patches:
         patches.enter_context(_torch.patched(DataLoader, __init__=init_here))
-        patches.enter_context(
-            _torch.patched(dataset, randperm=_split)
-        )  # by which random_split shuffles
+        patches.enter_context(_torch.patched(dataset, randperm=_split))  # by which random_split shuffles
         for sampler, order in samplers:
             patches.enter_context(_torch.patched(sampler, __iter__=order))
         yield

@@ -1,12 +1,12 @@
 /* Convolve: each row of weights adds a multiple of a row of x to a row of y; to what was there before, if anything. */
-static void convolution_gather(float *y, const float *x, const float *w, const float *bias,
-                               const float *before, const convolution *c)
+static void KERNEL(float *y, const float *x, const WEIGHT *w SCALES, const float *bias, const float *before,
+                   const convolution *c)
 {
     const int plane = c->height * c->width, area = c->rows * c->columns;
     for (int b = 0; b < c->batch; b++)
         for (int o = 0; o < c->groups * c->wide; o++, y += area) {
             const float *from = x + (b * c->groups + o / c->wide) * c->narrow * plane;
-            const float *weight = w + o * c->row;
+            const WEIGHT *weight = w + o * c->row;
             for (int k = 0; k < area; k++)
                 y[k] = before ? *before++ : bias ? bias[o] : 0;
             for (int i = 0; i < c->narrow; i++, from += plane)
@@ -16,7 +16,7 @@ static void convolution_gather(float *y, const float *x, const float *w, const f
                     for (int kx = 0; kx < c->kernel_w; kx++) {
                         const int left = kx * c->step_w - c->pad_w, first = first_inside(left, c->stride_w);
                         const int count = end_inside(left, c->stride_w, c->width, c->columns) - first;
-                        const float factor = *weight++;
+                        const float factor = SCALED(o, *weight++);
                         for (int r = first_inside(above, c->stride_h); r < last; r++) {
                             float *to = y + r * c->columns + first;
                             const float *row = from + (r * c->stride_h + above) * c->width + first * c->stride_w + left;

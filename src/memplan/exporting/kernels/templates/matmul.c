@@ -1,9 +1,5 @@
-/* y[i, j] = bias[j] + sum of a[i, k] * b[k, j]. Operands have a step for each dimension; y is contiguous. Where rows of b
+/* y[i, j] = bias[j] + sum of a[i, k] * b[k, j]. y is contiguous. Where rows of b
    are contiguous, multiples of them are added; else rows of a meet columns of b. */
-typedef struct {
-    int rows, columns, inner, a_row, a_column, b_row, b_column, bias_row, bias_column;
-} product;
-
 static void matmul(float *y, const float *a, const float *b, const float *bias, const product *p)
 {
     for (int i = 0; i < p->rows; i++, y += p->columns) {

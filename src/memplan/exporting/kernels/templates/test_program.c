@@ -28,7 +28,7 @@ uint32_t ticks(void); /* 24 bits of a clock */
 #else
 #define ticks() 0u
 #endif
-
+@READ_FLASH@
 static int differs(const char *what, int at, float found, float wanted, float bound)
 {
     if (fabsf(found - wanted) <= bound)
@@ -42,7 +42,7 @@ int main(void)
     int failures = 0;
     for (int k = 0; k < 64; k++)
         memory.before[k] = memory.after[k] = 0xA5;
-    @NAME@_init(&memory.state);
+@IF_UNREAD@    @NAME@_init(&memory.state@FLASH@);
     for (int k = 0; k < @STEPS@; k++) {
         @ROLLS@
         uint32_t before = ticks();

@@ -24,14 +24,19 @@
   }
   const seconds = (number) => (Math.abs(number) >= 0.9995 ? `${number.toFixed(1)} s` : `${(1000 * number).toFixed(1)} ms`);
 
-  function sizes(most) { // ticks of an axis of bytes
-    const unit = 1024 ** Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(most, 1)) / 10)));
-    const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500];
-    const step = unit * (steps.find((one) => most / (one * unit) <= 6) ?? 1000);
+  function sizes(most, count = 6, least = 0) { // ticks of an axis of bytes, at round numbers of a unit
+    const unit = 1024 ** Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(most - least, 1)) / 10)));
+    const steps = [0.25, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500];
+    const step = Math.max(1, unit * (steps.find((one) => (most - least) / (one * unit) <= count) ?? 1000));
     const vals = [];
-    for (let at = 0; at <= most * 1.001; at += step) vals.push(at);
-    return { tickmode: "array", tickvals: vals, ticktext: vals.map((one) => (one === 0 ? "0" : bytes(one))), range: [0, most * 1.08 || 1] };
+    for (let at = Math.ceil(least / step) * step; at <= most * 1.001; at += step) vals.push(at);
+    const text = (value) => { // exact: a tick is at its number
+      const power = value < 1024 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
+      return `${Number((value / 1024 ** power).toFixed(2))} ${UNITS[power]}`;
+    };
+    return { tickmode: "array", tickvals: vals, ticktext: vals.map((one) => (one === 0 ? "0" : text(one))), range: [0, most * 1.08 || 1] };
   }
+  const places = { zeroline: false, showgrid: false }; // of an axis that counts bars
   const theme = () => ({
     font: { color: colour("text"), size: 12 },
     "xaxis.gridcolor": colour("dim") + "40", "yaxis.gridcolor": colour("dim") + "40",
@@ -51,27 +56,32 @@
   const config = { responsive: true, displaylogo: false, displayModeBar: false, doubleClick: "reset" };
   const pattern = (cause) => ({ shape: look[cause].pattern, bgcolor: look[cause].colour, fgcolor: "#ffffff", size: 6, solidity: 0.3 });
   const fill = (cause) => ({ color: look[cause].colour, ...(look[cause].pattern ? { pattern: pattern(cause) } : {}) });
-  const label = (cause) => look[cause]?.label ?? cause;
+  const FREE = ""; // of a block that no storage is in
+  const label = (cause) => look[cause]?.label ?? (cause === FREE ? "free" : cause);
 
+  // The key of a cause has its pattern, too: causes of one hue differ by it
+  const stripes = (angle) => `repeating-linear-gradient(${angle}deg, transparent 0 2px, #fff 2px 3px)`;
+  const DRAWN = {
+    "/": stripes(135), "\\": stripes(45), "-": stripes(0), "|": stripes(90), x: `${stripes(45)}, ${stripes(135)}`,
+    ".": "radial-gradient(#fff 1px, transparent 1.2px) 0 0 / 4px 4px",
+  };
+  const swatch = (cause) => [DRAWN[look[cause].pattern], look[cause].colour].filter(Boolean).join(", ");
+
+  function named(cause, text) {
+    const span = document.createElement("span");
+    const mark = document.createElement("i");
+    mark.className = cause === FREE ? "key free" : "key";
+    if (look[cause]) mark.style.background = swatch(cause);
+    span.append(mark, text);
+    return span;
+  }
   function readout(figure, head, parts) {
-    const out = figure.querySelector(".readout");
-    out.textContent = "";
     const bold = document.createElement("b");
     bold.textContent = head;
-    out.append(bold);
-    for (const [cause, value] of parts) {
-      if (!value) continue;
-      const span = document.createElement("span");
-      if (look[cause]) {
-        const key = document.createElement("i");
-        key.className = "key";
-        key.style.background = look[cause].colour;
-        span.append(key);
-      }
-      span.append(`${label(cause)} ${bytes(value)}`);
-      out.append(span);
-    }
+    const shown = parts.filter(([, value]) => value).map(([cause, value]) => named(cause, `${label(cause)} ${bytes(value)}`));
+    figure.querySelector(".readout").replaceChildren(bold, ...shown);
   }
+  const keys = (figure, causes) => figure.querySelector(".readout").replaceChildren(...causes.map((cause) => named(cause, label(cause))));
 
   const PHASES = ["forward", "backward", "optimizer"];
   // Several steps on one axis: each phase is as wide as in the others
@@ -86,12 +96,13 @@
     return at;
   }
   function opText(one, place) {
+    if (!one.opRows.length) return `event ${one.ticks[place]}`;
     const row = one.opRows[one.ops[place]];
     if (!row) return "before the first op";
     const [name, layer, where, phase, step] = row;
     return `${name}${layer ? ` of ${layer}` : ""}${where ? ` (${where})` : ""}, ${step < 0 ? "building" : `${phase} ${step + 1}`}`;
   }
-  function phases(series, xs, together) { // bands and their names
+  function phases(series, width, together) { // bands, and their names where there is room
     const shapes = [];
     const notes = [];
     const last = series.at(-1);
@@ -100,7 +111,7 @@
     spans.forEach(([phase, step, start, end], place) => {
       if (place % 2) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: start, x1: end, y0: 0, y1: 1, fillcolor: "#8c8c8c", opacity: 0.13, line: { width: 0 }, layer: "below" });
       const name = together || step < 0 ? phase : `${phase} ${step + 1}`;
-      if ((end - start) / whole > (wide() ? 0.06 : 0.16)) notes.push({ text: name, x: (start + end) / 2, y: 1.02, yref: "paper", yanchor: "bottom", showarrow: false });
+      if ((width * (end - start)) / whole > 7 * name.length + 6) notes.push({ text: name, x: (start + end) / 2, y: 1.02, yref: "paper", yanchor: "bottom", showarrow: false });
     });
     return { shapes, notes };
   }
@@ -124,7 +135,7 @@
     data.series.slice(0, -1).forEach((one, place) => traces.push({ x: xs[place], y: one.allocated, name: one.name, meta: one.name, mode: "lines", line: { shape: "hv", width: 2, color: "#8c8c8c" }, text: one.ticks.map((_, at) => `${one.name}: ${bytes(one.allocated[at])}<br>${safe(opText(one, at))}`), hovertemplate: "%{text}<extra></extra>" }));
     const total = traces.length;
     traces.push({ x, y: last.allocated, name: last.name || "allocated", meta: "allocated", mode: "lines", line: { shape: "hv", width: 1.5, color: colour("text") }, text: last.ticks.map((_, at) => `${last.name ? `${last.name}: ` : ""}${bytes(last.allocated[at])}<br>${safe(opText(last, at))}`), hovertemplate: "%{text}<extra></extra>" });
-    const { shapes, notes } = phases(data.series, xs, together);
+    const { shapes, notes } = phases(data.series, plot.clientWidth - (wide() ? 86 : 70), together);
     let most = Math.max(...data.series.map((one) => Math.max(...one.allocated, ...(one.reserved.length ? one.reserved : [0]))));
     for (const [value, text] of [[data.capacity, "card"], [data.budget, "budget"]])
       if (value && value < 2 * most) {
@@ -185,9 +196,9 @@
     Plotly.newPlot(plot, [{
       type: "icicle", ids: data.nodes.map((node) => id(node[0])), labels: data.nodes.map((node) => safe(node[1])),
       parents: data.nodes.map((node) => (node[2] === null ? "" : id(node[2]))), values: values(key), branchvalues: "total",
-      text: data.nodes.map((node) => bytes(node[column[key]])), hovertext: texts(), hovertemplate: "%{hovertext}<extra></extra>", textinfo: "label+text",
+      text: data.nodes.map((node) => bytes(node[column[key]])), hovertext: texts(), hovertemplate: "%{hovertext}<extra></extra>", textinfo: "label+text", textfont: { size: 12 },
       marker: { colors: values(key), colorscale: "Cividis", reversescale: true, cmin: 0 }, tiling: { orientation: "v" }, maxdepth: 5, pathbar: { visible: true }, sort: false,
-    }], layout({ height: 420, margin: { l: 4, r: 4, t: 28, b: 4 } }), config);
+    }], layout({ height: 420, margin: { l: 4, r: 4, t: 28, b: 4 }, uniformtext: { minsize: 10, mode: "hide" } }), config);
     const open = (path) => {
       Plotly.restyle(plot, { level: id(path) }).then(() => tell(path));
     };
@@ -210,30 +221,38 @@
   };
 
   draw.allocator = (figure, plot, data) => {
-    const causes = [...order, ""].filter((cause) => data.segments.some((one) => one.blocks.some((block) => block[2] === cause)));
+    const causes = [...order, FREE].filter((cause) => data.segments.some((one) => one.blocks.some((block) => block[2] === cause)));
     const traces = causes.map((cause) => {
       const rows = data.segments.flatMap((one, place) => one.blocks.filter((block) => block[2] === cause).map((block) => [place, block]));
       return {
-        type: "bar", orientation: "h", width: 0.8, name: cause ? label(cause) : "free", meta: cause || "free", y: rows.map(([place]) => place), x: rows.map(([, block]) => block[1]), base: rows.map(([, block]) => block[0]),
+        type: "bar", orientation: "h", width: 0.8, name: label(cause), meta: cause || "free", y: rows.map(([place]) => place), x: rows.map(([, block]) => block[1]), base: rows.map(([, block]) => block[0]),
         marker: cause ? fill(cause) : { color: "rgba(140,140,140,0.12)", line: { width: 1, color: "#8c8c8c" } },
         text: rows.map(([place, block]) => `${bytes(block[1])} ${cause ? label(cause) : ""}<br>${safe(block[3])}<br>segment ${place + 1}: ${bytes(data.segments[place].size)}, ${data.segments[place].name}`),
         textposition: "none", hovertemplate: "%{text}<extra></extra>",
       };
     });
     const most = Math.max(...data.segments.map((one) => one.size));
-    const height = 90 + 14 * data.segments.length;
-    Plotly.newPlot(plot, traces, layout({ barmode: "overlay", bargap: 0.25, height: Math.max(160, height), hovermode: "closest", xaxis: sizes(most), yaxis: { autorange: "reversed", showticklabels: false, title: { text: "segments" } }, showlegend: true, legend: { orientation: "h", y: -60 / Math.max(160, height) - 0.02, yanchor: "top" }, margin: { l: 34, r: 12, t: 8, b: 96 } }), config);
+    const height = 60 + Math.max(80, 14 * data.segments.length);
+    keys(figure, causes);
+    Plotly.newPlot(plot, traces, layout({ barmode: "overlay", bargap: 0.25, height, hovermode: "closest", xaxis: sizes(most, wide() ? 6 : 3), yaxis: { ...places, autorange: "reversed", showticklabels: false, title: { text: "segments" } }, margin: { l: 34, r: 12, t: 8, b: 30 } }), config);
   };
 
   const bars = (causes, names) => order.filter((cause) => causes[cause]).map((cause) => ({
     type: "bar", orientation: "h", y: names.map((_, place) => place), x: causes[cause], name: label(cause), meta: cause, marker: fill(cause),
     text: causes[cause].map((value, place) => `${safe(names[place])}<br>${label(cause)}: ${bytes(value)}`), textposition: "none", hovertemplate: "%{text}<extra></extra>",
   }));
-  const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+  // Names cut to a length: of several, what they begin with together goes first
+  function shortened(names, most) {
+    let same = names.length > 1 ? Math.min(...names.map((name) => name.length)) : 0;
+    while (same && !names.every((name) => name.slice(0, same) === names[0].slice(0, same))) same -= 1;
+    const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+    return names.map((name) => (name.length > most && same > 8 ? `…${cut(name.slice(same), most - 1)}` : cut(name, most)));
+  }
   draw.beside = (figure, plot, data) => {
     const totals = data.names.map((_, place) => Object.values(data.causes).reduce((sum, column) => sum + column[place], 0));
-    const ticks = data.names.map((name) => safe(short(name, wide() ? 40 : 16)));
-    Plotly.newPlot(plot, bars(data.causes, data.names), layout({ barmode: "stack", height: 150 + 34 * data.names.length, hovermode: "closest", xaxis: { ...sizes(Math.max(...totals)), fixedrange: true }, yaxis: { autorange: "reversed", tickvals: data.names.map((_, place) => place), ticktext: ticks, automargin: true }, showlegend: true, legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }, margin: { l: 40, r: 12, t: 8, b: 110 } }), config);
+    const ticks = shortened(data.names, wide() ? 40 : 16).map(safe);
+    keys(figure, order.filter((cause) => data.causes[cause]));
+    Plotly.newPlot(plot, bars(data.causes, data.names), layout({ barmode: "stack", height: 40 + 40 * data.names.length, hovermode: "closest", xaxis: { ...sizes(Math.max(...totals), wide() ? 6 : 3), fixedrange: true }, yaxis: { ...places, autorange: "reversed", tickvals: data.names.map((_, place) => place), ticktext: ticks, automargin: true }, margin: { l: 40, r: 12, t: 8, b: 30 } }), config);
   };
 
   function slider(box, name, texts, at, moved) {
@@ -266,14 +285,14 @@
     const show = (place) => readout(figure, `batch ${batches[place]}: ${bytes(peak(batches[place]))} peak`, []);
     slider(sliders(figure, plot), "batch", batches.map(String), batches.indexOf(data.batch), (place) => {
       show(place);
-      Plotly.restyle(plot, { x: [[batches[place]]], y: [[peak(batches[place])]] }, [1]);
+      Plotly.restyle(plot, { x: [[batches[place]]], y: [[peak(batches[place])]] }, [2]);
     });
     const near = batches.filter((batch) => batch <= 8 * data.batch);
     const most = peak(near.at(-1));
     Plotly.newPlot(plot, [
       { x: near, y: near.map(peak), mode: "lines", name: "predicted", line: { color: colour("link") }, hovertemplate: near.map((batch) => `batch ${batch}: ${bytes(peak(batch))}<extra></extra>`) },
-      { x: [data.batch], y: [peak(data.batch)], mode: "markers", marker: { size: 12, color: look.saved.colour }, hoverinfo: "skip" },
       { x: data.batches, y: data.peaks, mode: "markers", name: "recorded", marker: { symbol: "square", size: 8, color: look.weight.colour }, hovertemplate: data.batches.map((batch, place) => `recorded at batch ${batch}: ${bytes(data.peaks[place])}<extra></extra>`) },
+      { x: [data.batch], y: [peak(data.batch)], mode: "markers", name: "chosen", marker: { size: 14, symbol: "circle-open", line: { width: 3 }, color: look.saved.colour }, hoverinfo: "skip" },
     ], layout({ height: 260, xaxis: { title: { text: "batch" }, fixedrange: true }, yaxis: sizes(most) }), config);
     show(batches.indexOf(data.batch));
   };
@@ -301,7 +320,7 @@
       const shapes = [];
       const notes = [];
       if (data.capacity && data.capacity < 2 * most) rule(data.capacity, "card", shapes, notes);
-      Plotly.react(plot, traces, layout({ barmode: "stack", height: 380, hovermode: "closest", xaxis: { tickvals: names.map((_, place) => place), ticktext: names.map(safe), title: { text: safe(data.axes[main].name) }, fixedrange: true }, yaxis: sizes(Math.max(most, shapes.length ? data.capacity : 0)), shapes, annotations: notes }), config);
+      Plotly.react(plot, traces, layout({ barmode: "stack", height: 380, hovermode: "closest", xaxis: { ...places, tickvals: names.map((_, place) => place), ticktext: names.map(safe), title: { text: safe(data.axes[main].name) }, fixedrange: true }, yaxis: sizes(Math.max(most, shapes.length ? data.capacity : 0)), shapes, annotations: notes }), config);
       const place = data.axes.map((axis, number) => `${axis.name} ${axis.texts[at[number]]}`).join(", ");
       if (!row) readout(figure, `${place}: not recorded`, []);
       else if (!row.parts) readout(figure, `${place}: failed: ${row.reason}`, []);
@@ -311,17 +330,20 @@
   };
 
   draw.frontier = (figure, plot, data) => {
-    const base = data.base;
     const groups = [["planned", "circle", look.weight.colour], ["planned, lossy", "diamond", look.temporary.colour], ["without a plan", "square", "#8c8c8c"], ["this plan", "star", look.saved.colour], ["measured", "triangle-up", look.optimizer_state.colour]];
     const traces = groups.map(([name, symbol, colour_]) => {
       const points = data.points.filter((one) => one.group === name);
-      return { x: points.map((one) => one.peak), y: points.map((one) => base + one.seconds), mode: name === "planned" ? "lines+markers" : "markers", name, meta: name, marker: { symbol, size: 11, color: colour_ }, line: { color: colour_, shape: "hv" }, text: points.map((one) => `${safe(one.text)}<br>${bytes(one.peak)}, ${seconds(one.seconds)} added`), hovertemplate: "%{text}<extra></extra>" };
+      return { x: points.map((one) => one.peak), y: points.map((one) => one.seconds), mode: name === "planned" ? "lines+markers" : "markers", name, meta: name, marker: { symbol, size: 11, color: colour_ }, line: { color: colour_, shape: "hv" }, text: points.map((one) => `${safe(one.text)}<br>${bytes(one.peak)}, ${seconds(one.seconds)} added`), hovertemplate: "%{text}<extra></extra>" };
     }).filter((trace) => trace.x.length);
     const all = data.points.map((one) => one.peak);
-    const axis = sizes(Math.max(...all));
-    const heights = data.points.map((one) => base + one.seconds);
+    const [least, most] = [Math.min(...all), Math.max(...all)];
+    const room = 0.05 * (most - least) || 1;
+    const axis = { ...sizes(most, wide() ? 6 : 3, least), range: [least - room, most + room] };
+    const heights = data.points.map((one) => one.seconds);
+    const high = Math.max(...heights) || 1;
+    const low = Math.min(...heights, 0);
     const shapes = data.budget ? [{ type: "line", yref: "paper", y0: 0, y1: 1, x0: data.budget, x1: data.budget, line: { dash: "dash", color: colour("bad") } }] : [];
-    Plotly.newPlot(plot, traces, layout({ hovermode: "closest", xaxis: { ...axis, range: [Math.min(...all) * 0.9, Math.max(...all) * 1.05], title: { text: "peak" } }, yaxis: { title: { text: base ? "seconds of a step" : "seconds added" }, range: [Math.min(...heights, 0) , Math.max(...heights) * 1.15 || 1] }, shapes, showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" } }), config);
+    Plotly.newPlot(plot, traces, layout({ hovermode: "closest", xaxis: { ...axis, title: { text: "peak" } }, yaxis: { title: { text: `seconds added${data.base ? ` to a step of ${seconds(data.base)}` : ""}` }, range: [low - 0.08 * (high - low), high + 0.08 * (high - low)] }, shapes, showlegend: true, legend: { orientation: "h", y: 1.02, yanchor: "bottom" } }), config);
   };
 
   // Pictures are drawn when they come near the window, and all of them before the page is printed

@@ -1,0 +1,106 @@
+"""Frozen weights in eight bits: how they are quantized, and which kernels read them.
+
+Symmetric, with a scale for each index of the first dimension: an output channel of a linear layer or a convolution (an
+input channel of a transposed one), a row of an embedding. Kernels multiply by the scale where they read an element.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.exporting.lowering import convolution_splitting as conv
+from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, Value, refs
+from memplan.planning.graph.op_schema import is_contiguous
+
+LARGEST = 127
+"""Largest magnitude of an element: -128 is left out, so that zero is in the middle."""
+
+WEIGHT_AT = {
+    "aten.addmm.default": 2,
+    "aten.mm.default": 1,
+    "aten.embedding.default": 0,
+    conv.GATHER: 1,
+    conv.SCATTER: 1,
+}
+"""By op whose kernel reads weights in eight bits: the position of the weight among its arguments."""
+_PRODUCTS = ("aten.addmm.default", "aten.mm.default")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A weight in eight bits."""
+
+    numbers: np.ndarray
+    """int8, in the weight's shape."""
+    scales: np.ndarray
+    """float32, one for each index of the first dimension."""
+
+    @property
+    def floats(self) -> np.ndarray:
+        """Return the weight that kernels compute with, in float32."""
+        shape = (-1, *(1,) * (self.numbers.ndim - 1))
+        return self.scales.reshape(shape) * self.numbers.astype(np.float32)
+
+
+def quantized(weight: np.ndarray) -> Quantized:
+    """Round a weight to eight bits: the largest element of each index of the first dimension becomes 127.
+
+    Example:
+        >>> quantized(np.array([[1.0, -0.5], [0.0, 0.0]], np.float32)).numbers.tolist()
+        [[127, -64], [0, 0]]
+    """
+    rows = weight.reshape(weight.shape[0], -1).astype(np.float32)
+    scales = (np.abs(rows).max(axis=1, initial=0.0) / LARGEST).astype(np.float32)
+    divisors = np.where(scales > 0, scales, np.float32(1.0))[:, None]
+    numbers = np.clip(np.rint(rows / divisors), -LARGEST, LARGEST).astype(np.int8)
+    return Quantized(numbers.reshape(weight.shape), scales)
+
+
+def readable(graphs: Iterable[JointGraph], frozen: Iterable[str]) -> set[str]:
+    """Return the frozen parameters that every op which reads them can read in eight bits."""
+    wanted, refused = set(frozen), set[str]()
+    for graph in graphs:
+        for value in graph.values:
+            if value.kind == "parameter" and value.path in wanted and not _readable(graph, value):
+                refused.add(value.path)
+    return wanted - refused
+
+
+def _readable(graph: JointGraph, parameter: Value) -> bool:
+    if len(parameter.shape) < 2 or not is_contiguous(parameter):
+        return False
+    outputs = {graph.base(value) for value in graph.outputs}
+    reading = [op for op in graph.ops if not op.is_view and parameter.id in op.reads]
+    return parameter.id not in outputs and all(_reads_as_weight(graph, op, parameter) for op in reading)
+
+
+def _reads_as_weight(graph: JointGraph, op: GraphOp, parameter: Value) -> bool:
+    at = WEIGHT_AT.get(op.target)
+    reads = [value for value in refs((op.args, op.kwargs)) if graph.base(value) == parameter.id]
+    if at is None or len(reads) != 1 or not isinstance(op.args[at], Ref) or op.args[at].value != reads[0]:
+        return False
+    value = graph.values[reads[0]]
+    if op.target in _PRODUCTS:
+        return by_column(graph, value) is not None
+    return is_contiguous(value) and value.shape[0] == parameter.shape[0] and _is_whole(value, parameter)
+
+
+def by_column(graph: JointGraph, value: Value) -> bool | None:
+    """Return whether each column of a matrix has its own scale; False: each row; None: neither."""
+    weight = graph.values[graph.base(value.id)]
+    rows, inner = weight.shape[0], math.prod(weight.shape[1:])
+    if len(value.shape) != 2 or not _is_whole(value, weight):
+        return None
+    for found, shape, steps in ((False, (rows, inner), (inner, 1)), (True, (inner, rows), (1, inner))):
+        follow = all(size == 1 or have == step for size, have, step in zip(shape, value.stride, steps, strict=True))
+        if value.shape == shape and follow:
+            return found
+    return None
+
+
+def _is_whole(value: Value, weight: Value) -> bool:
+    return math.prod(value.shape) == math.prod(weight.shape)

@@ -1,0 +1,7 @@
+/* The same of a table in eight bits: each row has its own scale. */
+static void embedding_int8(float *y, const signed char *table, const float *scale, const int32_t *rows, int n, int size)
+{
+    for (int k = 0; k < n; k++, y += size)
+        for (int j = 0; j < size; j++)
+            y[j] = scale[rows[k]] * (float)table[rows[k] * size + j];
+}
