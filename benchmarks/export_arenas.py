@@ -27,11 +27,11 @@ from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-for _path in (str(ROOT), str(ROOT / "src"), str(ROOT / "tests")):
+for _path in (str(ROOT), str(ROOT / "src")):
     if _path not in sys.path:
         sys.path.insert(0, _path)
 
-from small_networks import NETWORKS  # noqa: E402
+from tests.small_networks import NETWORKS  # noqa: E402
 
 import memplan  # noqa: E402
 from memplan.errors import BudgetError  # noqa: E402
