@@ -91,6 +91,9 @@ def planned_step(
     around = _beside(memory.floats("trained"), rules, stored)
     step, tiles = _within(device, around, asked.bytes, inputs)
     infer_pass = _alone(infer_device, step.placement.bytes, inputs)
+    alone_bytes = infer_pass.placement.bytes + _outside(device, around)
+    if alone_bytes > asked.bytes:  # what the model computes alone can take more than a step that computes parts again
+        raise _for_device(budget_error(infer_pass.schedule, around, asked.bytes).but(smallest_budget=alone_bytes))
     output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
     layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
     fused, outside = tiles[0].device, _outside(device, around)
