@@ -13,7 +13,7 @@ from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, InputError
 from memplan.exporting.arena.lifetimes import lifetimes
 from memplan.exporting.arena.offset_check import check_offsets
-from memplan.exporting.arena.offsets import placed
+from memplan.exporting.arena.offsets import ROUNDS, placed
 from memplan.exporting.fused_updates import with_fused, worthwhile
 from memplan.exporting.kernels.frozen_weights import quantized, readable
 from memplan.exporting.lower import lowered
@@ -21,6 +21,7 @@ from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.program_text import held_of
 from memplan.exporting.source.step_layout import Held, Memory, Pass, StepLayout
+from memplan.exporting.tiling.tilings import tilings
 from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.resident import Surroundings
@@ -30,12 +31,18 @@ from memplan.planning.request import Request
 from memplan.planning.schedule.actions import Choices
 from memplan.planning.schedule.byte_levels import levels
 from memplan.planning.schedule.scheduler import Schedule, schedule
-from memplan.planning.search.search import Infeasible, Search
+from memplan.planning.search.search import Found, Heuristics, Search
 from memplan.planning.validation.validate import validate
 
+PLACINGS = 60_000
+"""Times that a buffer is given an address, in rounds of local search that find no smaller arena."""
+QUICK = Heuristics(pairs=False, shakes=0)
+"""Of the search where values come in groups: there are many of them."""
 Narrow = Literal["float32", "int8"]
 
 EARLY = GradientUse(updates=True)
+Inputs = Mapping[int, str]
+"""Name of the C argument of each tensor of the call, by its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +88,15 @@ def planned_step(
     infer_device = lowered(alone, infer.constants, of_infer)
     memory = _memory(asked, (device.graph, infer_device.graph), paths, stored)
     inputs = _arguments(device.graph, asked)
-    infer_pass = _pass(infer_device, schedule(infer_device.graph, Choices()), inputs)
-
     around = _beside(memory.floats("trained"), rules, stored)
-    fused = with_fused(device, worthwhile(device.graph))
-    search = Search(fused.graph, around, gradients=EARLY)
-    step = _within(fused, search, asked.bytes, inputs)
+    step, tiles = _within(device, around, asked.bytes, inputs)
+    infer_pass = _alone(infer_device, step.placement.bytes, inputs)
+    alone_bytes = infer_pass.placement.bytes + _outside(device, around)
+    if alone_bytes > asked.bytes:  # what the model computes alone can take more than a step that computes parts again
+        raise _for_device(budget_error(infer_pass.schedule, around, asked.bytes).but(smallest_budget=alone_bytes))
     output = infer_device.graph.values[infer_device.graph.outputs[0]].shape
     layout = StepLayout(name, memory, rules, step, infer_pass, output, stored.file)
-    outside = _outside(fused, around)
+    fused, outside = tiles[0].device, _outside(device, around)
     kept = [
         ("everything kept, gradients until the update", device, Choices(in_place=False)),
         ("results in the place of what dies", device, Choices()),
@@ -97,11 +104,12 @@ def planned_step(
         ("element by element, where that takes less", fused, Choices(gradients=EARLY)),
     ]
     lines = [(words, levels(schedule(one.graph, choices), around).peak - outside) for words, one, choices in kept]
-    smallest = search.floor_peak - outside
-    levers = (*lines, ("results made again, signs as bits: at most", smallest))
+    again = ("results made again, signs as bits: at most", tiles[0].live - outside)
+    less = [("a few channels of large values at a time: at most", one.live - outside) for one in tiles[1:]]
+    smallest = min(one.bytes for one in tiles)
     narrow = readable((device.graph, infer_device.graph), (one.path for one in memory.frozen))
     could = tuple(one for one in memory.frozen if one.path in narrow)
-    return DevicePlan(layout, around, levers, smallest + outside, could)
+    return DevicePlan(layout, around, (*lines, again, *less[-1:]), smallest, could)
 
 
 def _beside(trained: int, rules: UpdateRules, stored: Stored) -> Surroundings:
@@ -134,23 +142,67 @@ def _outside(device: DeviceGraph, around: Surroundings) -> int:
     return around.held_bytes + sum(v.bytes for v in device.graph.values if v.kind in ("parameter", "buffer", "input"))
 
 
-def _within(device: DeviceGraph, search: Search, budget: int, inputs: Mapping[int, str]) -> Pass:
-    """Return the fastest pass that fits a budget, addresses included.
+@dataclass(frozen=True)
+class _Tried:
+    """A step with its values in groups of channels, or whole, and the least that it takes."""
+
+    device: DeviceGraph
+    live: int
+    """Bytes of RAM that are in use at once."""
+    bytes: int
+    """Bytes of RAM with addresses."""
+    fits: Pass | None
+    """The fastest pass within the budget."""
+
+
+def _within(device: DeviceGraph, around: Surroundings, budget: int, inputs: Inputs) -> tuple[Pass, list[_Tried]]:
+    """Return a pass that fits a budget with values as large as they can be; and all that was tried, each with a smaller
+    peak than the one before."""
+    tried = list[_Tried]()
+    for tiled in tilings(device):
+        search = Search(tiled.graph, around, gradients=EARLY, heuristics=QUICK if tried else None)
+        if tried and search.floor_peak >= tried[-1].live:
+            break
+        tried.append(_tried(tiled, search, budget, inputs, wanted=all(one.fits is None for one in tried)))
+    for one in tried:
+        if one.fits is not None:
+            return one.fits, tried
+    least = min(tried, key=lambda one: one.bytes)
+    search = Search(least.device.graph, around, gradients=EARLY, heuristics=QUICK)
+    error = budget_error(schedule(least.device.graph, search.within(0).choices), around, budget)
+    raise _for_device(error.but(smallest_budget=least.bytes))
+
+
+def _tried(device: DeviceGraph, search: Search, budget: int, inputs: Inputs, wanted: bool) -> _Tried:
+    """Find the least that a step takes and, where it is wanted, a pass within the budget.
 
     The arena can be a little larger than what is there at once: by so much less it is planned again.
     """
-    target, around = budget, search.around
-    while True:
+    outside, target = _outside(device, search.around), budget
+    least = _pass(device, schedule(device.graph, search.within(0).choices), inputs).placement.bytes + outside
+    while wanted and least <= budget:
         found = search.within(target)
-        made = schedule(device.graph, found.choices)
-        validate(device.graph, made, surroundings=around)
-        step = _pass(device, made, inputs)
-        over = step.placement.bytes + _outside(device, around) - budget
+        step = _pass(device, schedule(device.graph, found.choices), inputs)
+        over = step.placement.bytes + outside - budget
         if over <= 0:
-            return step
-        if isinstance(found, Infeasible):
-            raise _for_device(budget_error(made, around, budget))
+            validate(device.graph, step.schedule, surroundings=search.around)
+            return _Tried(device, search.floor_peak, least, step)
+        assert isinstance(found, Found), "the least fits"
         target = min(target, found.peak) - max(over, 1)
+    return _Tried(device, search.floor_peak, least, None)
+
+
+def _alone(device: DeviceGraph, arena: int, inputs: Inputs) -> Pass:
+    """Return the model alone, with values as large as they can be in the arena of the step."""
+    best: Pass | None = None
+    for tiled in tilings(device):
+        made = _pass(tiled, schedule(tiled.graph, Choices()), inputs)
+        if best is None or made.placement.bytes < best.placement.bytes:
+            best = made
+        if best.placement.bytes <= arena:
+            break
+    assert best is not None, "the first one is as it was"
+    return best
 
 
 def _for_device(error: BudgetError) -> BudgetError:
@@ -161,9 +213,9 @@ def _for_device(error: BudgetError) -> BudgetError:
     return error.but(do=do, lower_by=ways)
 
 
-def _pass(device: DeviceGraph, made: Schedule, inputs: Mapping[int, str]) -> Pass:
+def _pass(device: DeviceGraph, made: Schedule, inputs: Inputs) -> Pass:
     lives = lifetimes(made)
-    placement = placed(lives.buffers, lives.peak)
+    placement = placed(lives.buffers, lives.peak, rounds=min(ROUNDS, PLACINGS // (len(lives.buffers) + 1)))
     check_offsets(lives.buffers, placement.offsets, placement.bytes)
     _check_fused(device, made)
     mine = {value.id: inputs[int(value.path)] for value in device.graph.values if value.kind == "input"}

@@ -14,7 +14,6 @@ from memplan.exporting.lowering.convolution_splitting import WEIGHT_GRADIENT
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph
-from memplan.planning.graph.op_schema import is_contiguous
 
 ELEMENT_BY_ELEMENT = (WEIGHT_GRADIENT, "aten.mm.default")
 """Ops whose kernels can hand on each element as soon as it is complete."""
@@ -29,7 +28,7 @@ def fusible(graph: JointGraph) -> dict[int, GraphOp]:
     for of, gradient in graph.gradients:
         base, maker = graph.base(gradient), graph.maker.get(graph.base(gradient))
         alone = bases.count(base) == 1 and base not in read | outputs
-        whole = is_contiguous(graph.values[gradient]) and graph.values[gradient].stride == graph.values[of].stride
+        whole = graph.values[gradient].stride == graph.values[of].stride
         if maker is not None and maker.target in ELEMENT_BY_ELEMENT and alone and whole:
             found[of] = maker
     return found

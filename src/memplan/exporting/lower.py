@@ -14,6 +14,7 @@ from memplan.exporting.kernels.kernel_calls import CALLS, DROPOUT
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
 from memplan.exporting.lowering.device_graph import COPY, FILL, ZEROS, DeviceGraph, Lowering, refusal, words
+from memplan.exporting.lowering.late_ops import made_late
 from memplan.planning.graph.editor import Rebuild
 from memplan.planning.graph.joint_graph import GraphOp, JointGraph, Ref, refs
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of, short
@@ -51,7 +52,7 @@ def lowered(graph: JointGraph, constants: Mapping[int, torch.Tensor], trained: M
     outputs = tuple(_dense_output(low, graph, value) for value in graph.outputs)
     changed = {target: source for target, source in low.mutations.items() if low.values[target].dtype == "float32"}
     made = replace(low.finished(), outputs=outputs, mutations=tuple(changed.items()))
-    made = _with_dtypes(without_dead(made), low)
+    made = made_late(_with_dtypes(without_dead(made), low))
     constants_read = {v for op in made.ops for v in refs((op.args, op.kwargs))} | set(made.outputs)
     known = {v: t.detach().numpy() for v, t in low.known.items() if v in constants_read}
     made = replace(made, ops=tuple(replace(op, seconds=seconds(work(made, op))) for op in made.ops))
@@ -198,7 +199,7 @@ def _as_it_is(low: Lowering, op: GraphOp) -> None:
     if first is not None and first == op.outputs[0]:
         taken = {name: args[at] for at, name in _OVER.get(op.target, {}).items()}
         over = low.over(first, *taken.values())
-        low.change(first, stride=conv._contiguous(low.values[first].shape))
+        low.change(first, stride=conv.contiguous(low.values[first].shape))
     low.call(op, op.target, args, op.outputs, kwargs=op.kwargs, overwrites=over, random=op.random)
 
 
@@ -225,7 +226,7 @@ def _elementwise(low: Lowering, op: GraphOp) -> None:
     if found is None:
         raise refusal(op, " with these arguments")
     if op.target == COPY and op.kwargs.get("memory_format") in (None, torch.contiguous_format):
-        low.change(made, stride=conv._contiguous(low.values[made].shape))
+        low.change(made, stride=conv.contiguous(low.values[made].shape))
     low.call(op, op.target, op.args, (made,), kwargs=op.kwargs, overwrites=low.over(made, *found[1]), once=op.once)
 
 
@@ -285,7 +286,7 @@ def _shape_only(low: Lowering, op: GraphOp) -> None:
     args = (low.dense(op, op.args[0]), None, *op.args[2:])
     made = op.outputs[0]
     assert made is not None, "somebody reads it"
-    low.change(made, stride=conv._contiguous(low.values[made].shape))
+    low.change(made, stride=conv.contiguous(low.values[made].shape))
     low.call(op, op.target, args, (made,), kwargs=op.kwargs)
 
 

@@ -13,8 +13,8 @@ from memplan.exporting.kernels.product_calls import emitting as _emitting
 from memplan.exporting.kernels.product_calls import result_of as _result
 from memplan.exporting.lowering import convolution_splitting as conv
 from memplan.exporting.lowering import norm_splitting as norm
-from memplan.exporting.lowering.device_graph import FILL, refusal
-from memplan.planning.graph.joint_graph import GraphOp, Ref
+from memplan.exporting.lowering.device_graph import FILL, INSERT, refusal
+from memplan.planning.graph.joint_graph import GraphOp, Ref, Value
 from memplan.planning.graph.op_schema import CROSS_ENTROPY, arguments_of
 from memplan.planning.passes.split_dropout import MASK
 
@@ -35,17 +35,17 @@ def calls_of(writer: CallWriter, op: GraphOp) -> list[str]:
 # -- convolutions
 
 
-def geometry(w: CallWriter, wide: Ref, narrow: Ref, weight: tuple[int, ...], given: tuple[Any, ...]) -> tuple[int, ...]:
+def geometry(w: CallWriter, wide: Ref, narrow: Ref, weight: Value, given: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the table of a convolution. One of single pixels goes over planes as over one row."""
     (sh, sw), (ph, pw), (dh, dw), groups = given
     batch, channels = w.shape(narrow)[:2]
     height, width = _plane(w.shape(narrow))
     rows, columns = _plane(w.shape(wide))
-    kh, kw = weight[2:] if len(weight) == 4 else (1, weight[2])
+    kh, kw = weight.shape[2:] if len(weight.shape) == 4 else (1, weight.shape[2])
     if (kh, kw, sh, sw, ph, pw) == (1, 1, 1, 1, 0, 0):
         height, width, rows, columns = 1, height * width, 1, rows * columns
     return (batch, groups, channels // groups, height, width, w.shape(wide)[1] // groups, rows, columns, kh, kw, sh, sw,
-            ph, pw, dh, dw)  # fmt: skip
+            ph, pw, dh, dw, weight.stride[0])  # fmt: skip
 
 
 def _plane(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -55,31 +55,37 @@ def _plane(shape: tuple[int, ...]) -> tuple[int, int]:
 def _gather(w: CallWriter, op: GraphOp) -> list[str]:
     x, weight, bias, *given = op.args
     made = Ref(_result(op))
-    table = w.table("convolution", *geometry(w, made, x, w.shape(weight), tuple(given)))
-    return [_convolve(w, "convolution_gather", made, x, weight, bias, table)]
+    table = w.table("convolution", *geometry(w, made, x, w.value(weight), tuple(given[:4])))
+    return [_convolve(w, "convolution_gather", made, (x, weight, bias, _before(op)), table)]
 
 
-def _convolve(w: CallWriter, source: str, made: Ref, x: Ref, weight: Ref, bias: Any, table: str) -> str:
+def _convolve(w: CallWriter, source: str, made: Ref, given: tuple[Ref, Ref, Any, Ref | None], table: str) -> str:
+    x, weight, *added = given
     scales = w.scales_of(weight)
     if scales is None:
         name = w.instance(source, source, {"WEIGHT": "float", "SCALES": "", "SCALED(row, weight)": "(weight)"})
-        return w.call(name, made, x, weight, bias, table)
+        return w.call(name, made, x, weight, *added, table)
     scaled = "scale[row] * (float)(weight)"
     defines = {"WEIGHT": "signed char", "SCALES": ", const float *scale", "SCALED(row, weight)": scaled}
-    return w.call(w.instance(source, f"{source}_int8", defines), made, x, weight, scales, bias, table)
+    return w.call(w.instance(source, f"{source}_int8", defines), made, x, weight, scales, *added, table)
 
 
 def _scatter(w: CallWriter, op: GraphOp) -> list[str]:
     x, weight, bias, *given = op.args
     made = Ref(_result(op))
-    table = w.table("convolution", *geometry(w, x, made, w.shape(weight), tuple(given)))
-    return [_convolve(w, "convolution_scatter", made, x, weight, bias, table)]
+    table = w.table("convolution", *geometry(w, x, made, w.value(weight), tuple(given[:4])))
+    return [_convolve(w, "convolution_scatter", made, (x, weight, bias, _before(op)), table)]
+
+
+def _before(op: GraphOp) -> Ref | None:
+    """Return what a convolution adds its result to."""
+    return op.args[conv.BEFORE] if len(op.args) > conv.BEFORE else None
 
 
 def _weight_gradient(w: CallWriter, op: GraphOp) -> list[str]:
     wide, narrow, *given = op.args
-    shape = w.graph.values[_result(op)].shape
-    table = w.table("convolution", *geometry(w, wide, narrow, shape, tuple(given)))
+    gradient = w.graph.values[_result(op)]
+    table = w.table("convolution", *geometry(w, wide, narrow, gradient, tuple(given)))
     name, first = _emitting(w, op, "convolution_weight_gradient", "convolution_weight_gradient")
     return [w.call(name, first, wide, narrow, table)]
 
@@ -326,6 +332,14 @@ def _pad(w: CallWriter, op: GraphOp) -> list[str]:
     return [filled, w.strided_copy(op, w.at(result.id), _part(result, shape), start, source_at, source.stride)]
 
 
+def _insert(w: CallWriter, op: GraphOp) -> list[str]:
+    before, part, low = op.args
+    made, given = w.graph.values[_result(op)], w.value(part)
+    plane = math.prod(made.shape[2:])
+    sizes = (math.prod(made.shape), low * plane, math.prod(given.shape))
+    return [w.call(w.kernel("insert"), Ref(made.id), before, part, *sizes)]
+
+
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
     table, rows = op.args[:2]
     sizes, scales = (math.prod(w.shape(rows)), w.shape(table)[1]), w.scales_of(table)
@@ -422,5 +436,6 @@ CALLS: Mapping[str, Emit] = {
     MASK: _mask,
     DROPOUT: _dropout,
     FILL: _fill,
+    INSERT: _insert,
 }
 """What writes the call of each op."""

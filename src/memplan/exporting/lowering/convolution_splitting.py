@@ -16,6 +16,8 @@ GATHER = "memplan.convolution_gather.default"
 SCATTER = "memplan.convolution_scatter.default"
 WEIGHT_GRADIENT = "memplan.convolution_weight_gradient.default"
 CHANNEL_SUM = "memplan.channel_sum.default"
+BEFORE = 7
+"""Position of what a gather or scatter adds its result to, among its arguments: it may be missing."""
 
 Pair = tuple[int, int]
 
@@ -27,7 +29,7 @@ def convolution(low: Lowering, op: GraphOp) -> None:
     assert made is not None, "somebody reads the result of a convolution"
     _check(low, op, x)
     args = (low.dense(op, x), low.dense(op, weight), bias, *_geometry(stride, padding, dilation), groups)
-    low.change(made, stride=_contiguous(low.values[made].shape))
+    low.change(made, stride=contiguous(low.values[made].shape))
     low.call(op, SCATTER if transposed else GATHER, args, (made,))
 
 
@@ -39,7 +41,7 @@ def convolution_backward(low: Lowering, op: GraphOp) -> None:
     _check(low, op, g)
     geometry = (*_geometry(stride, padding, dilation), groups)
     if input_gradient is not None:
-        low.change(input_gradient, stride=_contiguous(low.values[input_gradient].shape))
+        low.change(input_gradient, stride=contiguous(low.values[input_gradient].shape))
         args = (g, low.dense(op, weight), None, *geometry)
         low.call(op, GATHER if transposed else SCATTER, args, (input_gradient,))
     if bias_gradient is not None:
@@ -61,7 +63,8 @@ def _geometry(*given: Sequence[int]) -> tuple[Any, ...]:
     return tuple((first, one[0]) if len(one) == 1 else tuple(one) for first, one in zip(neutral, given, strict=True))
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the steps of a tensor whose elements follow one another."""
     strides, step = list[int](), 1
     for size in reversed(shape):
         strides.append(step)

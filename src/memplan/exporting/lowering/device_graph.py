@@ -17,6 +17,8 @@ from memplan.planning.graph.op_schema import is_contiguous, overload, short
 
 COPY = "aten.clone.default"
 FILL = "memplan.fill.default"
+INSERT = "memplan.insert_channels.default"
+"""A value with other channels from one on; those of nothing are 0."""
 WORD = 4
 """Bytes of a float, and to a multiple of which every buffer is rounded."""
 
@@ -36,6 +38,8 @@ class DeviceGraph:
     """Elements from the beginning of the memory that a view looks into, where these are not 0."""
     fused: frozenset[int] = frozenset()
     """Gradients that exist one element at a time: the kernel that computes an element applies it at once."""
+    strided: frozenset[int] = frozenset()
+    """Parts of parameters that are not together in memory: their gradients can exist in no other way."""
 
 
 def words(size: int) -> int:

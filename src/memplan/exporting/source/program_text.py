@@ -10,7 +10,7 @@ from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
 from memplan.exporting.source.step_layout import Held, Pass, StepLayout
 from memplan.exporting.source.stored_weights import pointers
-from memplan.planning.graph.joint_graph import Ref
+from memplan.planning.graph.joint_graph import Ref, Value
 from memplan.planning.graph.op_schema import arguments_of, is_contiguous, short
 from memplan.planning.levers.encode import DIRECT
 from memplan.planning.schedule.actions import Action
@@ -79,7 +79,8 @@ class _ProgramWriter:
         return lines
 
     def _body(self, of: Pass) -> list[str]:
-        scales = {value.id: self.scales[value.path] for value in of.schedule.graph.values
+        scales = {value.id: _plus(self.scales[value.path], of.device.offsets.get(value.id, 0) // value.stride[0])
+                  for value in of.schedule.graph.values
                   if value.kind == "parameter" and value.path in self.scales}  # fmt: skip
         writer = CallWriter(of.schedule.graph, lambda value: "", self._emits(of), self.kernels, self.tables, scales)
         lines, before = list[str](), ""
@@ -137,7 +138,11 @@ class _ProgramWriter:
         one = self._rule(value.path)
         name = writer.instance("update_all", f"{one}_all", {"UPDATE": one})
         count = math.prod(value.shape)
-        return [writer.call(name, "s", self.offset_of[value.path], Ref(action.source), count)]
+        return [writer.call(name, "s", self._first(of, value), Ref(action.source), count)]
+
+    def _first(self, of: Pass, parameter: Value) -> int:
+        """Return the position of a parameter's first element among all weights: it can be a part of one."""
+        return self.offset_of[parameter.path] + of.device.offsets.get(parameter.id, 0)
 
     def _rule(self, path: str) -> str:
         """Note the function that updates one weight of a parameter; return its name."""
@@ -154,7 +159,7 @@ class _ProgramWriter:
         return {
             graph.base(gradient): (
                 self._rule(graph.values[param].path),
-                f"s, {self.offset_of[graph.values[param].path]}",
+                f"s, {self._first(of, graph.values[param])}",
             )
             for param, gradient in graph.gradients
             if graph.base(gradient) in of.device.fused
@@ -178,7 +183,7 @@ class _ProgramWriter:
         start = of.placement.offsets[of.lifetimes.placed[at][base.id]]
         assert not start % 4, "buffers are whole words"
         pointer = f"s->arena + {start // 4}" if start else "s->arena"
-        return f"(unsigned char *)({pointer})" if found.dtype in ("bool", "uint8") else _plus(pointer, offset)
+        return _plus(f"(unsigned char *)({pointer})" if found.dtype in ("bool", "uint8") else pointer, offset)
 
     def _constant(self, of: Pass, value: int) -> str:
         array = of.device.constants[value]

@@ -1,13 +1,14 @@
-/* Convolve: each row of weights adds a multiple of a row of x to a row of y. */
-static void KERNEL(float *y, const float *x, const WEIGHT *w SCALES, const float *bias, const convolution *c)
+/* Convolve: each row of weights adds a multiple of a row of x to a row of y; to what was there before, if anything. */
+static void KERNEL(float *y, const float *x, const WEIGHT *w SCALES, const float *bias, const float *before,
+                   const convolution *c)
 {
-    const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
+    const int plane = c->height * c->width, area = c->rows * c->columns;
     for (int b = 0; b < c->batch; b++)
         for (int o = 0; o < c->groups * c->wide; o++, y += area) {
             const float *from = x + (b * c->groups + o / c->wide) * c->narrow * plane;
-            const WEIGHT *weight = w + o * c->narrow * taps;
+            const WEIGHT *weight = w + o * c->row;
             for (int k = 0; k < area; k++)
-                y[k] = bias ? bias[o] : 0;
+                y[k] = before ? *before++ : bias ? bias[o] : 0;
             for (int i = 0; i < c->narrow; i++, from += plane)
                 for (int ky = 0; ky < c->kernel_h; ky++) {
                     const int above = ky * c->step_h - c->pad_h;

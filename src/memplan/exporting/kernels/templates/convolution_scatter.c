@@ -1,5 +1,6 @@
 /* The same rows the other way: what a convolution by these weights gathers from y is added to y. */
-static void KERNEL(float *y, const float *x, const WEIGHT *w SCALES, const float *bias, const convolution *c)
+static void KERNEL(float *y, const float *x, const WEIGHT *w SCALES, const float *bias, const float *before,
+                   const convolution *c)
 {
     const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
     for (int b = 0; b < c->batch; b++)
@@ -7,9 +8,9 @@ static void KERNEL(float *y, const float *x, const WEIGHT *w SCALES, const float
             const int group = i / c->narrow;
             const float *from = x + (b * c->groups + group) * c->wide * area;
             for (int k = 0; k < plane; k++)
-                y[k] = bias ? bias[i] : 0;
+                y[k] = before ? *before++ : bias ? bias[i] : 0;
             for (int o = 0; o < c->wide; o++, from += area) {
-                const WEIGHT *weight = w + ((group * c->wide + o) * c->narrow + i % c->narrow) * taps;
+                const WEIGHT *weight = w + (group * c->wide + o) * c->row + i % c->narrow * taps;
                 for (int ky = 0; ky < c->kernel_h; ky++) {
                     const int above = ky * c->step_h - c->pad_h;
                     const int last = end_inside(above, c->stride_h, c->height, c->rows);

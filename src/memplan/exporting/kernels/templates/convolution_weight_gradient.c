@@ -1,10 +1,10 @@
 /* Each weight's gradient is the sum of products of the rows that it joins. */
 static void KERNEL(TARGET, const float *wide, const float *narrow, const convolution *c)
 {
-    const int plane = c->height * c->width, area = c->rows * c->columns;
-    int weight = 0;
+    const int plane = c->height * c->width, area = c->rows * c->columns, taps = c->kernel_h * c->kernel_w;
     for (int o = 0; o < c->groups * c->wide; o++)
-        for (int i = 0; i < c->narrow; i++)
+        for (int i = 0; i < c->narrow; i++) {
+            int weight = o * c->row + i * taps;
             for (int ky = 0; ky < c->kernel_h; ky++) {
                 const int above = ky * c->step_h - c->pad_h;
                 const int last = end_inside(above, c->stride_h, c->height, c->rows);
@@ -28,4 +28,5 @@ static void KERNEL(TARGET, const float *wide, const float *narrow, const convolu
                     EMIT(weight, sum);
                 }
             }
+        }
 }
