@@ -110,14 +110,15 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     if step.optimizer is None:
         raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
     own = _own(model)
-    title, place = c_name(options.name or type(own).__name__), prepared_folder(folder, options.force)
+    name = options.name or type(own).__name__
+    title, place = c_name(name), prepared_folder(folder, options.force)
     with undisturbed():
         asked = _asked(own, step, options.budget)
         plan, choice = _planned(asked, title, step.optimizer, options)
         check_flash(plan, options.flash)
         rounding = round_frozen(asked, plan.layout.memory) if options.stored.frozen == "int8" else None
         recorded = reference(asked, plan.layout, STEPS)
-    result = Exported.of(plan, place, asked.bytes, rounding, choice)
+    result = Exported.made(plan, name, place, asked.bytes, rounding, choice)
     _write(place, plan.layout, recorded)
     verify, device = options.verify, options.device
     verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
