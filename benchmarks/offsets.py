@@ -91,26 +91,31 @@ def main() -> None:
     parser.add_argument("--instances", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--goal", type=float, default=1.05, help="Where a search ends, in shares of the optimum.")
+    parser.add_argument("--only", default="", help="Instances with this in their name; the results of others stay.")
     given = parser.parse_args()
-    found = []
+    file = RESULTS / "offsets.json"
+    before = json.loads(file.read_text(encoding="utf-8"))["instances"] if given.only and file.exists() else []
+    found = {one["name"]: one for one in before}
     for name, optimum, buffers in instances(given.instances):
-        peak, before = Lifetimes(tuple(buffers), ()).peak, time.process_time()
+        if given.only not in name:
+            continue
+        peak, began = Lifetimes(tuple(buffers), ()).peak, time.process_time()
         made = placed(buffers, max(peak, int(optimum * given.goal)), given.seconds)
-        seconds = time.process_time() - before
+        seconds = time.process_time() - began
         check_offsets(buffers, made.offsets, made.bytes)
-        found.append({"name": name, "buffers": len(buffers), "at_once": peak, "optimum": optimum, "arena": made.bytes,
-                      "seconds": round(seconds, 1)})  # fmt: skip
+        found[name] = {"name": name, "buffers": len(buffers), "at_once": peak, "optimum": optimum, "arena": made.bytes,
+                       "seconds": round(seconds, 1)}  # fmt: skip
         print(
             f"{name}: {len(buffers)} buffers, {made.bytes / optimum:.3f} of the optimum in {seconds:.1f} s", flush=True
         )
     machine = {"python": platform.python_version(), "machine": platform.machine()}
-    data = {"goal": given.goal, "seconds": given.seconds, **machine, "instances": found}
-    (RESULTS / "offsets.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    data = {"goal": given.goal, "seconds": given.seconds, **machine, "instances": [*found.values()]}
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     lines = ["| instance | buffers | bytes at once | optimum | arena | of the optimum | seconds |", "|" + "---|" * 7]
     lines += [
         f"| {one['name']} | {one['buffers']} | {one['at_once']:,} | {one['optimum']:,} | {one['arena']:,} "
         f"| {one['arena'] / one['optimum']:.3f} | {one['seconds']} |"
-        for one in found
+        for one in found.values()
     ]
     (RESULTS / "offsets.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -153,8 +154,8 @@ def _planned(
     _train_only(asked.model, rules.group_of)
     if options.batches is None:
         return planned_step(name, asked, *_captured(asked), rules, options.stored), None
-    ram = ram_of_updates(asked, _captured(asked)[0], rules, options.stored)
-    choice = chosen_update(asked, rules, options.batches, ram)
+    ram = cache(lambda: ram_of_updates(asked, _captured(asked)[0], rules, options.stored))  # once the data is checked
+    choice = chosen_update(asked, rules, options.batches, lambda paths, levers: ram()(paths, levers))
     _train_only(asked.model, [one.path for one in choice.trained])
     return planned_step(name, asked, *_captured(asked), update_rules(optimizer, asked.model), options.stored), choice
 
