@@ -111,7 +111,8 @@ def main() -> None:
     machine = {"python": platform.python_version(), "machine": platform.machine()}
     data = {"goal": given.goal, "seconds": given.seconds, **machine, "instances": [*found.values()]}
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    lines = ["| instance | buffers | bytes at once | optimum, or capacity | arena | of the optimum | seconds |", "|" + "---|" * 7]
+    heads = ("instance", "buffers", "bytes at once", "optimum, or capacity", "arena", "of the optimum", "seconds")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * 7]
     lines += [
         f"| {one['name']} | {one['buffers']} | {one['at_once']:,} | {one['optimum']:,} | {one['arena']:,} "
         f"| {one['arena'] / one['optimum']:.3f} | {one['seconds']} |"
