@@ -1,5 +1,6 @@
 """A keyword spotter that goes on learning on a device: exported as C, and repaired there when its sensor drifts.
 
+    python examples/keyword_spotting.py           # in a folder that is removed again
     python examples/keyword_spotting.py FOLDER
 
 The data is made up: each word is a pattern of 25 frames by 10 bands, in noise. The device is this machine: the C files
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -118,4 +120,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "device"))
+    with tempfile.TemporaryDirectory() as scratch:
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else scratch))

@@ -70,6 +70,20 @@ class Transformer(nn.Module):
         return self.head(h.mean(1))
 
 
+class Segmenter(nn.Module):
+    """A small U-Net: what went down is concatenated to what comes up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = normed(1, 6, 3), normed(6, 12, 3, 2)
+        self.up = nn.ConvTranspose2d(12, 6, 2, 2)
+        self.last, self.head = normed(12, 6, 3), nn.Conv2d(6, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return self.head(self.last(torch.cat([y, self.up(self.second(y))], 1)))
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -159,5 +173,6 @@ NETWORKS: dict[str, Network] = {
     "sensor_cnn": (sensor_cnn, ("1x3x64",), ("1:int64<6",), "cross_entropy"),
     "gru": (Gru, ("1x8x6",), ("1:int64<4",), "cross_entropy"),
     "transformer": (Transformer, ("1x12:int64<50",), ("1:int64<5",), "cross_entropy"),
+    "segmenter": (Segmenter, ("1x1x16x16",), ("1x16x16:int64<3",), "cross_entropy"),
     "denoiser": (denoiser, ("1x1x16x16",), ("1x1x16x16",), "mse_loss"),
 }

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memplan
+from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, UsageError, VerificationError
 from memplan.exporting.exported import Exported
 from memplan.exporting.kernels.frozen_weights import quantized
@@ -46,6 +47,8 @@ class Frozen(nn.Module):
 
 
 READ_SO = ("words.weight", "first.weight", "up.weight", "inner.weight")
+NARROW, ROWS = 9 * 12 + 8 * 6 * 3 + 8 * 3 * 2 + 10 * 3, 9 + 8 + 8 + 10
+"""Their elements, and their scales."""
 STEP: dict[str, Any] = {
     "targets": "2:int64<3", "loss": F.cross_entropy, "optimizer": lambda p: torch.optim.SGD(p, lr=0.05),
 }  # fmt: skip
@@ -89,10 +92,8 @@ def test_frozen_weights_in_eight_bits_are_proven_and_their_error_is_said(tmp_pat
     done, plain = exported(tmp_path, model, frozen_weights="int8"), exported(tmp_path / "plain", verify=False)
     assert done.verdict.proven
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items()), "the model is as it was"
-    count = 9 * 12 + 8 * 6 * 3 + 8 * 3 * 2 + 10 * 3
-    rows = 9 + 8 + 8 + 10
     assert done.rounding is not None
-    assert (done.rounding.weights, done.rounding.saved) == (count, 3 * count - 4 * rows)
+    assert (done.rounding.weights, done.rounding.saved) == (NARROW, 3 * NARROW - 4 * ROWS)
     assert done.flash == plain.flash - done.rounding.saved
     assert (done.ram, done.frozen, done.trained) == (plain.ram, plain.frozen, plain.trained)
     assert set(done.rounding.kept) == {
@@ -149,8 +150,8 @@ def test_weights_in_a_file_are_the_callers(tmp_path: Path) -> None:
     assert (tmp_path / "net.bin").read_bytes() == filed(made())
     size = (tmp_path / "net.bin").stat().st_size
     assert done.flash == size + 4, "the loss's own gradient, 1, is in the code"
-    plain = exported(tmp_path / "plain", verify=False)
-    assert done.state == plain.state + 4, "a pointer of the device"
+    floats = 8 + 3 * 10 + 3 + 2 * 8
+    assert done.state == 4 * (floats + 3) + 4, "weights, statistics, rate, step and random state, and a pointer"
     assert subprocess.run(["make", "test"], cwd=tmp_path, capture_output=True, check=False).returncode == 0
     (tmp_path / "net.bin").write_bytes(b"too short")
     found = subprocess.run(["./test_net"], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -167,8 +168,8 @@ def test_a_model_over_the_flash_is_refused_with_what_would_help(tmp_path: Path) 
     said = str(caught.value)
     assert re.search(r"first.weight 576 B, words.weight 432 B, up.weight 192 B, and \d+ more", said)
     assert "weights_file=True" in said
-    narrow = exported(tmp_path / "d", verify=False, frozen_weights="int8")
-    assert f"frozen_weights='int8' ({memplan._bytes.format_bytes(narrow.flash)})" in said
+    left = fits.flash - (3 * NARROW - 4 * ROWS)
+    assert f"frozen_weights='int8' ({format_bytes(left)})" in said
     assert exported(tmp_path / "e", verify=False, flash=4, weights_file=True).name == "net", "its flash is elsewhere"
     with pytest.raises(UsageError, match="frozen_weights='int4'"):
         exported(tmp_path / "f", frozen_weights="int4")

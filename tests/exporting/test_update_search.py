@@ -119,7 +119,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="has no batch"):
         wrong([])
-    with pytest.raises(UsageError, match="search_update=Tensor"):
+    with pytest.raises(UsageError, match="search_update=a Tensor"):
         wrong(torch.zeros(2))
     with pytest.raises(InputError, match=r"batch 0 of search_update: .*Give each batch as a tuple"):
         wrong([torch.zeros(2, 2, 16)])

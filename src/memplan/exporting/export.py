@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -117,14 +118,15 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     if step.optimizer is None:
         raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
     own = _own(model)
-    title, place = c_name(options.name or type(own).__name__), prepared_folder(folder, options.force)
+    name = options.name or type(own).__name__
+    title, place = c_name(name), prepared_folder(folder, options.force)
     with undisturbed():
         asked = _asked(own, step, options.budget)
         plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(asked, plan.layout.memory) if options.stored.frozen == "int8" else None
         recorded = reference(asked, plan.layout, STEPS)
-    result = Exported.of(plan, place, asked.bytes, rounding, choice)
+    result = Exported.made(plan, name, place, asked.bytes, rounding, choice)
     _write(place, plan.layout, recorded)
     verify, device = options.verify, options.device
     verdict = NOT_VERIFIED if verify is False else prove(place, plan.layout, recorded, needed=bool(verify))
@@ -159,8 +161,8 @@ def _planned(
     _train_only(asked.model, rules.group_of)
     if options.batches is None:
         return planned_step(name, asked, *_captured(asked), rules, options.stored), None
-    ram = ram_of_updates(asked, _captured(asked)[0], rules, options.stored)
-    choice = chosen_update(asked, rules, options.batches, ram)
+    ram = cache(lambda: ram_of_updates(asked, _captured(asked)[0], rules, options.stored))  # once the data is checked
+    choice = chosen_update(asked, rules, options.batches, lambda paths, levers: ram()(paths, levers))
     _train_only(asked.model, [one.path for one in choice.trained])
     return planned_step(name, asked, *_captured(asked), update_rules(optimizer, asked.model), options.stored), choice
 

@@ -25,6 +25,9 @@ class Exported(Displayed):
     """What was written."""
 
     name: str
+    """Of files and functions: a C identifier."""
+    given_name: str
+    """Name that was asked for, or the model's class."""
     folder: Path
     budget: int
     arena: int
@@ -67,15 +70,15 @@ class Exported(Displayed):
         return self.arena + self.state + self.inputs
 
     @classmethod
-    def of(
-        cls, plan: DevicePlan, folder: Path, budget: int, rounding: Rounding | None = None,
+    def made(
+        cls, plan: DevicePlan, given_name: str, folder: Path, budget: int, rounding: Rounding | None = None,
         choice: UpdateChoice | None = None,
     ) -> Exported:  # fmt: skip
         """Gather the figures of a plan."""
         layout, step = plan.layout, plan.layout.step
         memory, graph = layout.memory, step.device.graph
         return cls(
-            layout.name, folder, budget, layout.arena, step.lifetimes.peak, layout.state,
+            layout.name, given_name, folder, budget, layout.arena, step.lifetimes.peak, layout.state,
             sum(value.bytes for value in graph.values if value.kind == "input"), memory.flash + layout.constants,
             memory.floats("trained"), memory.floats("frozen") + memory.floats("int8"),
             sum(action.recomputed for action in step.schedule.backward), len(step.device.fused),
@@ -89,7 +92,7 @@ class Exported(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain data. Bytes."""
-        names = ("name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget")
+        names = ("name", "given_name", "budget", "ram", "arena", "live", "state", "inputs", "flash", "smallest_budget")
         counts = ("trained", "frozen", "recomputed", "fused")
         return {
             **{name: getattr(self, name) for name in (*names, *counts)},

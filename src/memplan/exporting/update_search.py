@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._display import Printed
@@ -125,9 +126,9 @@ def squared_norms(asked: Request, paths: Collection[str], batches: Iterable[Any]
 
 
 def _batches(batches: Any) -> Iterable[Any]:
-    if isinstance(batches, (torch.Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
+    if isinstance(batches, (torch.Tensor, nn.Module, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise UsageError(
-            f"search_update={type(batches).__name__}", expected="an iterable of batches, each a tuple of inputs and "
+            f"search_update=a {type(batches).__name__}", expected="an iterable of batches, each a tuple of inputs and "
             "targets", do="Pass such as [(x, y)], or a DataLoader"
         )  # fmt: skip
     return batches

@@ -1,4 +1,4 @@
-"""Addresses for buffers whose lifetimes are known: several orders of placing them, then local search on the best."""
+"""Addresses for buffers whose lifetimes are known: several orders of placing them, local search on the best, stacks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memplan.exporting.arena.lifetimes import Buffer
+from memplan.exporting.arena.stacking import Stacking
 
 ROUNDS = 400
 """Rounds of local search without a smaller arena, after which it ends."""
+
+TRIES = 20
+"""Stacks that are tried where no time is given."""
+PATIENCE, BOLDNESS = 0.02, 0.1
+"""By so much the target comes nearer to the best arena after a failure, in shares of the rest; and farther after one
+that was found, in shares of what is between that and the smallest possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,7 @@ def placed(buffers: Sequence[Buffer], least: int, seconds: float | None = None, 
     Args:
         buffers: to be placed.
         least: bytes that are there at once; an arena of that size is the smallest possible.
-        seconds: time for local search; None: a fixed number of rounds, the same on every machine.
+        seconds: time of the processor to search; None: a fixed number of rounds, the same on every machine.
         rounds: rounds without a smaller arena.
 
     Example:
@@ -43,7 +50,8 @@ def placed(buffers: Sequence[Buffer], least: int, seconds: float | None = None, 
         if best is None or made.bytes < best[0].bytes:
             best = made, order
     assert best is not None, "there are orders"
-    return _improved(buffers, meeting, best[0], best[1], least, seconds, rounds)
+    found = _improved(buffers, meeting, best[0], best[1], least, None if seconds is None else seconds / 10, rounds)
+    return _stacked(buffers, found, least, None if seconds is None else seconds * 0.9)
 
 
 _ORDERS: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
@@ -80,10 +88,10 @@ def _improved(
     seconds: float | None, rounds: int,
 ) -> Placement:  # fmt: skip
     """Place what lies highest earlier, or swap two; keep what is not worse."""
-    drawn, idle, until = random.Random(0), 0, None if seconds is None else time.monotonic() + seconds
+    drawn, idle, until = random.Random(0), 0, None if seconds is None else time.process_time() + seconds
     current, best_order = best, order
-    while current.bytes > least and len(order) > 1:
-        if (until is None and idle >= rounds) or (until is not None and time.monotonic() > until):
+    while current.bytes > least and len(order) > 1 and idle < rounds:
+        if until is not None and time.process_time() > until:
             break
         tried = list(best_order)
         top = [n for n in tried if current.offsets[n] + buffers[n].bytes == current.bytes]
@@ -99,3 +107,22 @@ def _improved(
         if made.bytes <= current.bytes:
             current, best_order = made, tried
     return current
+
+
+def _stacked(buffers: Sequence[Buffer], best: Placement, least: int, seconds: float | None) -> Placement:
+    """Look for stacks within smaller arenas: the more often that fails, the nearer to the best one."""
+    until, tries, share, near = None if seconds is None else time.process_time() + seconds, 0, 0.5, None
+    stacking = Stacking.of(buffers) if best.bytes > least else None
+    while stacking is not None and best.bytes > least:
+        if (until is None and tries >= TRIES) or (until is not None and time.process_time() > until):
+            break
+        tries += 1
+        target = min(least + int((best.bytes - least) * share), best.bytes - 1)
+        rank = stacking.order(tries, near)
+        offsets = stacking.within(target, rank)
+        if offsets is None:
+            share += (1 - share) * PATIENCE
+        else:
+            best = Placement(offsets, max(at + one.bytes for at, one in zip(offsets, buffers, strict=True)))
+            share, near = max(share - BOLDNESS, 0.0), rank
+    return best

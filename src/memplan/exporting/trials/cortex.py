@@ -20,11 +20,12 @@ from memplan.exporting.source.step_layout import StepLayout
 from memplan.exporting.trials.proving import STRICT, Verdict, compared
 
 COMPILER, EMULATOR = "arm-none-eabi-gcc", "qemu-system-arm"
-CORES: Mapping[str, tuple[str, str]] = {
-    "cortex-m4": ("mps2-an386", "fpv4-sp-d16"),
-    "cortex-m7": ("mps2-an500", "fpv5-sp-d16"),
+CORES: Mapping[str, tuple[str, str, str]] = {
+    "cortex-m4": ("mps2-an386", "fpv4-sp-d16", "0x21000000"),
+    "cortex-m7": ("mps2-an500", "fpv5-sp-d16", "0x60000000"),
 }
-"""By core: the board that is emulated, and its floating-point unit. Arm's application notes 386 and 500."""
+"""By core: the board that is emulated, its floating-point unit, and where it has 16 MiB of memory. Arm's application
+notes 386 and 500."""
 PER_TICK = 40
 """Instructions to a tick of SysTick: the emulator counts a nanosecond for each, and the boards run at 25 MHz."""
 LIMIT = 900
@@ -76,12 +77,12 @@ def run_on_core(core: str, folder: Path, layout: StepLayout, recorded: Recorded)
             lacks, expected=f"{COMPILER} and {EMULATOR}", do="Install them (Debian: gcc-arm-none-eabi, "
             "libnewlib-arm-none-eabi, qemu-system-arm), or leave device out"
         )  # fmt: skip
-    (board, unit), name = CORES[core], layout.name
+    (board, unit, ram), name = CORES[core], layout.name
     flags = [f"-mcpu={core}", "-mthumb", f"-mfpu={unit}", "-mfloat-abi=hard", *STRICT, "-Os", f"-I{folder}"]
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         for file in ("cortex_startup.c", "cortex.ld"):
-            (place / file).write_text(template(file), encoding="utf-8")
+            (place / file).write_text(template(file).replace("@RAM@", ram), encoding="utf-8")
         if layout.weights_file:
             shutil.copy(folder / f"{name}.bin", place)
         _done([COMPILER, *flags, "-fstack-usage", "-c", str(folder / f"{name}.c"), "-o", "export.o"], place)

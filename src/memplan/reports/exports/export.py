@@ -35,8 +35,10 @@ def print_export(found: Exported, file: TextIO | None = None) -> None:
 def render(found: Exported, page: Page) -> Iterator[RenderableType]:
     """Yield the parts of the report as rich renderables, in order."""
     yield Text(f"{found.folder}/{found.name}.c: a training step in {format_bytes(found.ram)} of RAM", "bold")
+    renamed = found.name != found.given_name.lower()
     yield facts_table(
         {
+            **({"name": f"{found.name}, for {printable(found.given_name)}"} if renamed else {}),
             "arena": f"{format_bytes(found.arena)} ({format_bytes(found.live)} in use at once)",
             "weights and state": f"{format_bytes(found.state)} ({found.trained} weights are trained)",
             "inputs": format_bytes(found.inputs),

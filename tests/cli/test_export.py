@@ -1,0 +1,186 @@
+"""`memplan export` as a user runs it: what is written and printed, exit codes, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from memplan.cli import main
+from memplan.exporting.trials.proving import compiler
+
+MODELS = """
+import torch
+from torch import nn
+
+
+def net():
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(3, 6, 3, padding=1), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(48, 4))
+
+
+def broken():
+    model = net()
+    model[5].bias.data[1] = float("nan")
+    return model
+
+
+class Sorted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(x.mean(1)).sort(1).values
+
+
+def batches():
+    drawn = torch.Generator().manual_seed(0)
+    return [(torch.randn(1, 3, 8, generator=drawn), torch.tensor([k])) for k in range(4)]
+
+
+nothing = None
+"""
+STEP = ("--input", "1x3x8", "--target", "1:int64<4", "--loss", "cross_entropy", "--optimizer", "sgd:lr=0.05")
+NET = ("models.py:net", *STEP, "--budget", "16KiB", "--out", "device")
+UNPROVEN = (*NET, "--no-verify")
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.py").write_text(MODELS)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["export", *arguments])
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_a_small_part_is_trained_and_the_rest_is_in_a_file_in_eight_bits(models: Path) -> None:
+    options = (
+        "--frozen-weights",
+        "int8",
+        "--weights-file",
+        "--flash",
+        "600",
+        "--json",
+        "found.json",
+        "--name",
+        "2 Nets",
+    )
+    done = run(*NET, "--search-update", "models.py:batches", *options, "--budget", "560")
+    assert done.exit_code == 0, done.output
+    found = json.loads((models / "found.json").read_text())
+    assert (found["format"], found["proven"], found["name"]) == ("memplan.export", True, "net_2_nets")
+    assert found["ram"] == found["arena"] + found["state"] + found["inputs"] <= 560
+    trained = [one["path"] for one in found["choice"]["candidates"] if one["trained"]]
+    assert 0 < len(trained) < 6
+    assert found["rounding"]["weights"] == sum(
+        size for path, size in (("0.weight", 6 * 3 * 3), ("5.weight", 48 * 4)) if path not in trained
+    )
+    assert found["flash"] == (models / "device" / "net_2_nets.bin").stat().st_size + 4
+    assert all(f"\n{path} " in done.output for path in trained)
+    wide = " ".join(done.output.split())
+    assert "name net_2_nets, for 2 Nets" in wide
+    assert f"the outputs move by {found['rounding']['forward_error']:.2%} of their norm" in wide
+    assert f"{len(trained)} of 6 parameters are trained: {found['choice']['share']:.0%} of the squared" in wide
+    assert done.output.rstrip().endswith("no sanitizer report")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_two_exports_are_the_same_byte_for_byte(models: Path) -> None:
+    for folder in ("device", "again"):
+        assert run(*UNPROVEN, "--frozen-weights", "int8", "--out", folder).exit_code == 0
+    assert files(models / "again") == files(models / "device")
+    assert set(files(models / "device")) == {
+        "sequential.c", "sequential.h", "sequential.json", "weights.h", "test_sequential.c", "Makefile", "README.md"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_other_processes_write_the_same(models: Path) -> None:
+    for seed in ("1", "2"):
+        command = [sys.executable, "-m", "memplan.cli", "export", *UNPROVEN, "--out", seed]
+        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": seed})
+    assert files(models / "1") == files(models / "2")
+
+
+def test_what_does_not_fit_ends_with_1() -> None:
+    done = run(*UNPROVEN, "--budget", "300")
+    assert done.exit_code == 1, done.output
+    assert "It does not fit. The smallest budget that it fits is " in done.output
+    done = run(*UNPROVEN, "--flash", "100")
+    assert done.exit_code == 1, done.output
+    assert "It does not fit. The smallest flash that it fits is " in done.output
+    assert "weights_file=True" in done.output
+    done = run(*UNPROVEN, "--budget", "50", "--search-update", "models.py:batches")
+    assert done.exit_code == 1, done.output
+    assert "training one parameter takes" in " ".join(done.output.split())
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_code_that_computes_something_else_ends_with_1(monkeypatch: pytest.MonkeyPatch, models: Path) -> None:
+    from memplan.exporting.kernels import call_writer
+
+    right = call_writer.template
+    wrong = lambda name: right(name).replace("sum -= share", "sum -= 2 * share")  # noqa: E731
+    monkeypatch.setattr(call_writer, "template", wrong)
+    done = run(*NET)
+    assert done.exit_code == 1, done.output
+    assert "differs from PyTorch" in done.output
+    assert (models / "device" / "sequential.c").is_file(), "left for a look"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (NET[:-2], "Missing option '--out'"),
+        (("models.py:nothing", *NET[1:]), "models.py:nothing"),
+        (("models.py:broken", *NET[1:]), "5.bias has elements that are not finite"),
+        (("models.py:Sorted", *NET[1:]), "sort (at models.py:24)"),
+        ((*NET, "--kwarg", "x=1"), "--kwarg"),
+        ((*NET, "--on", "cortex-a72"), "'cortex-a72' is not one of 'cortex-m4', 'cortex-m7'"),
+        ((*NET, "--flash", "much"), "'much'"),
+        ((*NET, "--budget", "80%"), "budget='80%'"),
+        ((*NET, "--frozen-weights", "int4"), "'int4' is not one of 'float32', 'int8'"),
+        ((*NET, "--search-update", "models.py:net"), "search_update=a Sequential"),
+        ((*NET, "--search-update", "models.py:none"), "models.py has no 'none'"),
+        ((*NET, "--optimizer", "rmsprop"), "RMSprop"),
+    ],
+)
+def test_wrong_arguments_end_with_2(arguments: tuple[str, ...], said: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.split())
+
+
+def test_files_of_others_are_left_alone(models: Path) -> None:
+    (models / "device").mkdir()
+    (models / "device" / "notes.txt").write_text("mine")
+    done = run(*UNPROVEN)
+    assert done.exit_code == 2
+    assert "holds other files (notes.txt)" in " ".join(done.output.split())
+    assert os.listdir(models / "device") == ["notes.txt"]
+    assert run(*UNPROVEN, "--force").exit_code == 0
+    assert (models / "device" / "notes.txt").read_text() == "mine"
+
+
+def test_without_a_compiler_it_is_written_but_not_verified(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("PATH", "")
+    done = run(*NET)
+    assert done.exit_code == 0, done.output
+    assert done.output.rstrip().endswith("Proof: not verified: no C compiler was found")
+    assert "not verified: no C compiler was found" in (models / "device" / "README.md").read_text()
+    assert run(*NET, "--verify").exit_code == 2
