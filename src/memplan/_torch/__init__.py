@@ -3,7 +3,7 @@
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memplan._torch.autocast import casts_kept, outside_autocast
-from memplan._torch.compiled import GraphBreak, graph_break, memory_budget
+from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, memory_budget
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     clear_cublas_workspaces,
@@ -216,6 +216,7 @@ __all__ = [
     "backward_watched",
     "bare_step",
     "become",
+    "before_compiling",
     "call_of_module",
     "call_with_hooks",
     "called_by_engine",
