@@ -18,7 +18,7 @@ from memplan.rewriting.calls import CallStats
 from memplan.rewriting.install import Installed
 
 X = torch.linspace(-1, 1, 64).reshape(4, 16)
-GIVEN = {"backend": "eager"}
+GIVEN: dict[str, Any] = {"backend": "eager"}
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_what_traces_the_model_gets_it_as_it_is_written() -> None:
         assert torch.equal(torch.export.export(model, (X,), strict=strict).module()(X), reference(X))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch.jit itself
-        traced = torch.jit.trace(model, X)
+        traced: Any = torch.jit.trace(model, X)
     assert torch.equal(traced(X), reference(X))
     assert plan.calls.stats().planned == plan.calls.stats().unplanned == 0
     assert equal(reference, model, model)

@@ -77,6 +77,11 @@ def _reached(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Modu
     return [one for one in found if isinstance(one, nn.Module)]
 
 
+def is_jit_tracing() -> bool:
+    """Return whether `torch.jit.trace` is at work in this thread."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
 @contextmanager
 def memory_budget(share: float) -> Iterator[None]:
     """Compile in this context with at most this share (1: all that it would) of the bytes kept for backward."""

@@ -200,7 +200,7 @@ class Installed:
         captured = getattr(_planning, "modules", ())
         if model in captured:
             return model.forward(*args, **kwargs)
-        if captured or is_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if captured or is_capturing() or torch.compiler.is_compiling() or _torch.is_jit_tracing():
             return _torch.original_call(model)(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.calls.without_grad()
