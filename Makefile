@@ -45,8 +45,9 @@ browser:
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 \
 	  || echo "no Chromium, and apt-get cannot install it: tests of pages in a browser are skipped"
 
-# The site, in build/site; a warning is an error. Nothing is downloaded.
-docs: $(VENV)/.docs
+# The site, in build/site; a warning is an error. Nothing is downloaded. The reports of its gallery are made by the
+# commands that it shows, which takes a minute.
+docs: $(VENV)/.docs $(VENV)/.report $(VENV)/.charts $(VENV)/.examples
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/site
 
 changelog: $(VENV)/.check

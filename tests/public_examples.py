@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -44,6 +46,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+FULL = (
+    "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which 1.50 GiB is "
+    "free. Of the allocated memory 21.00 GiB is allocated by PyTorch, and 225.28 MiB is reserved by PyTorch but "
+    "unallocated."
+)
+
+
+def written_weights(folder: Path, model: nn.Module) -> None:
+    """Write what a device would: the trained weights as floats, beside the layout of an export."""
+    folder.mkdir()
+    parameters = dict(model.named_parameters())
+    np.concatenate([one.detach().numpy().ravel() for one in parameters.values()]).tofile(folder / "weights.bin")
+    tensors = [{"name": name, "shape": list(one.shape)} for name, one in parameters.items()]
+    (folder / "net.json").write_text(json.dumps({"export": "net", "tensors": tensors}), encoding="utf-8")
+
+
 def names(folder: Path) -> dict[str, Any]:
     """Return the names that docstrings use, and write the snapshot that they read."""
     write_snapshot(folder / "snapshot.pickle", memplan.simulate(memplan.record(build, device="h100")), {})
@@ -59,7 +77,9 @@ def names(folder: Path) -> dict[str, Any]:
         nn.Flatten(),
         nn.Linear(16 * 8 * 8, 10),
     )
+    written_weights(folder / "written", model)
     given = {"memplan": memplan, "torch": torch, "nn": nn, "F": F, "resnet18": resnet18, "build": build, "train": train}
     given |= {"BudgetError": memplan.BudgetError, "MemplanError": memplan.MemplanError, "model": model}
     given |= {"images": torch.randn(16, 3, 16, 16), "labels": torch.arange(16) % 10}
+    given |= {"error": torch.OutOfMemoryError(FULL)}
     return given | {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}

@@ -65,7 +65,8 @@ def why(text: str) -> Why:
         InputError: no such message in it.
 
     Example:
-        >>> print(memplan.why(str(error)))
+        >>> print(memplan.why(str(error)).reason)
+        Need, not fragmentation: with all that is free and unallocated in one piece, 2.28 GiB are missing.
     """
     message = read_message(text)
     verdict, lack = _judged(message)

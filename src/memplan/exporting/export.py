@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from memplan.planning.capture.capture import Captured, capture
 from memplan.planning.capture.flat_call import call_of
 from memplan.planning.request import Request, request
 from memplan.planning.settings import PlanOptions
+from memplan.trace.naming.step_parts import Loss, Optimizer, optimizer_of
 from memplan.trace.recording.session import undisturbed
 from memplan.trace.step import StepOptions, copy_module
 
@@ -58,8 +59,8 @@ def export(
     model: Any,
     *inputs: Any,
     targets: Any = (),
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
     budget: Any = "256 KiB",
     folder: str | Path,
     name: str | None = None,
@@ -79,7 +80,7 @@ def export(
     Args:
         model: a module, or a callable that makes one; parameters in float32.
         inputs, targets, loss: as for `memplan.explain`; shapes are fixed by them.
-        optimizer: a callable of the parameters: SGD, Adam or AdamW of torch.
+        optimizer: a name ("sgd:lr=0.1") or a callable of the parameters: SGD, Adam or AdamW of torch.
         budget: bytes of RAM: weights that are trained, what the optimizer holds, statistics, inputs and the arena.
         folder: where the files go; made where it is missing.
         name: of files and functions; None: from the model's class.
@@ -97,7 +98,13 @@ def export(
         UsageError: an argument is wrong.
         VerificationError: what was written does not compute what PyTorch does; the files are left for a look.
 
-    Example: see docs/export.md.
+    Example:
+        >>> done = memplan.export(
+        ...     model, "1x3x16x16", targets="1:int64<10", loss="cross_entropy", optimizer="sgd:lr=0.1",
+        ...     budget="512 KiB", folder="device", name="net", verify=False,
+        ... )
+        >>> done.ram <= 512 << 10
+        True
     """
     bound = None if flash is None else parse_bytes(flash)
     options = _Options(
@@ -113,7 +120,7 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
     title, place = c_name(options.name or type(own).__name__), prepared_folder(folder, options.force)
     with undisturbed():
         asked = _asked(own, step, options.budget)
-        plan, choice = _planned(asked, title, step.optimizer, options)
+        plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
         check_flash(plan, options.flash)
         rounding = round_frozen(asked, plan.layout.memory) if options.stored.frozen == "int8" else None
         recorded = reference(asked, plan.layout, STEPS)

@@ -25,7 +25,8 @@ def load_weights(model: nn.Module, file: str | Path, layout: str | Path | None =
         InputError: a file cannot be read, or is of another model.
 
     Example:
-        >>> memplan.load_weights(model, "device/weights.bin")
+        >>> memplan.load_weights(model, "written/weights.bin") is model
+        True
     """
     tensors = _layout(Path(file), layout)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -299,3 +299,11 @@ def test_what_is_missing_is_named(
     assert run("explain", "net.py:make", "--html", "page.html") == 2
     said = capsys.readouterr().err
     assert f"--html needs {name}, which is not installed. Expected memplan's extra report." in said
+
+
+@pytest.mark.slow  # a step of 13,564 ops
+def test_the_page_of_gpt2_xl_has_no_more_than_6_mb(tmp_path: Path) -> None:
+    example = Path(__file__).resolve().parents[3] / "examples" / "gpt2.py"
+    size = ("--arg", "layers=48", "--arg", "width=1600", "--arg", "batch=1")
+    assert run("explain", f"{example}:build", *size, "--device", "h100", "--html", str(tmp_path / "xl.html")) in (0, 1)
+    assert 5_000_000 < (tmp_path / "xl.html").stat().st_size <= 6_000_000

@@ -96,7 +96,7 @@ def test_options_of_an_optimizer() -> None:
         ({"loss": "cross_entropyy"}, "there is no loss 'cross_entropyy'", "Did you mean cross_entropy"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer is of type SGD, which", "torch.optim.SGD, or a"),
         ({"loss": 3}, "loss is of type int, which cannot be called", "Pass one"),
-        ({"dtype": "float33"}, "dtype 'float33'", "Choose one"),
+        ({"dtype": "float33"}, "dtype 'float33'", "Did you mean float32"),
     ],
 )
 def test_what_is_no_name_is_said(options: dict[str, Any], found: str, do: str) -> None:

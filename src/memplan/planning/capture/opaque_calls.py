@@ -377,7 +377,7 @@ def _example(
         held=max(0, left - given_back),
         kept=kept,
         scratch=allocations.most("call") - left,
-        most=allocations.most("derivative") if real else None,
+        most=(allocations.most("derivative") if any(needed) else 0) if real else None,
         layouts=_layouts(needed, made),
     )
     return found, results

@@ -22,7 +22,7 @@ from memplan.trace.records import Assumption
 
 _SEGMENTS = 48
 """Segments that are drawn one by one: the largest."""
-_LAYERS = 1500
+_LAYERS = 1000
 """Layers in the table: those that save the most."""
 _THIN = 500
 """A block below this share of the largest segment is drawn together with its neighbours of the same cause."""

@@ -84,6 +84,7 @@
   const keys = (figure, causes) => figure.querySelector(".readout").replaceChildren(...causes.map((cause) => named(cause, label(cause))));
 
   const PHASES = ["forward", "backward", "optimizer"];
+  const SHORT = { forward: "fwd", backward: "bwd", optimizer: "opt" };
   // Several steps on one axis: each phase is as wide as in the others
   function positions(one, together) {
     if (!together) return one.ticks;
@@ -110,8 +111,9 @@
     const whole = together ? spans.length : last.ticks.at(-1) - last.ticks[0] || 1;
     spans.forEach(([phase, step, start, end], place) => {
       if (place % 2) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: start, x1: end, y0: 0, y1: 1, fillcolor: "#8c8c8c", opacity: 0.13, line: { width: 0 }, layer: "below" });
-      const name = together || step < 0 ? phase : `${phase} ${step + 1}`;
-      if ((width * (end - start)) / whole > 7 * name.length + 6) notes.push({ text: name, x: (start + end) / 2, y: 1.02, yref: "paper", yanchor: "bottom", showarrow: false });
+      const names = [phase, SHORT[phase] ?? phase].map((one) => (together || step < 0 ? one : `${one} ${step + 1}`));
+      const name = names.find((one) => (width * (end - start)) / whole > 7 * one.length + 4);
+      if (name) notes.push({ text: name, x: (start + end) / 2, y: 1.02, yref: "paper", yanchor: "bottom", showarrow: false });
     });
     return { shapes, notes };
   }
@@ -192,12 +194,17 @@
     let key = buttons[0].dataset.key;
     const root = "\u0000"; // the id of all: a path is never it
     const id = (path) => (path === "" ? root : path);
+    const most = 400; // slices that are drawn at once: as many levels as have no more
+    const levels = [0, 0, 0, 0, 0, 0];
+    for (const node of data.nodes) levels[node[2] === null ? 0 : Math.min(5, node[0].split(".").length)] += 1;
+    let shown = 2;
+    while (shown < 5 && levels.slice(0, shown + 1).reduce((sum, count) => sum + count) <= most) shown += 1;
     const texts = () => data.nodes.map((node) => `${safe(node[0] || "all")}<br>${bytes(node[column[key]])}`);
     Plotly.newPlot(plot, [{
       type: "icicle", ids: data.nodes.map((node) => id(node[0])), labels: data.nodes.map((node) => safe(node[1])),
       parents: data.nodes.map((node) => (node[2] === null ? "" : id(node[2]))), values: values(key), branchvalues: "total",
       text: data.nodes.map((node) => bytes(node[column[key]])), hovertext: texts(), hovertemplate: "%{hovertext}<extra></extra>", textinfo: "label+text", textfont: { size: 12 },
-      marker: { colors: values(key), colorscale: "Cividis", reversescale: true, cmin: 0 }, tiling: { orientation: "v" }, maxdepth: 5, pathbar: { visible: true }, sort: false,
+      marker: { colors: values(key), colorscale: "Cividis", reversescale: true, cmin: 0 }, tiling: { orientation: "v" }, maxdepth: shown, pathbar: { visible: true }, sort: false,
     }], layout({ height: 420, margin: { l: 4, r: 4, t: 28, b: 4 }, uniformtext: { minsize: 10, mode: "hide" } }), config);
     const open = (path) => {
       Plotly.restyle(plot, { level: id(path) }).then(() => tell(path));

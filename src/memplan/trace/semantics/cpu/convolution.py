@@ -90,7 +90,7 @@ def _forward(s: Shape) -> Work:
         if max(s.kernel) > 14:
             return plain_forward(s)
         return Work(s.wide_bytes(b), s.weight_bytes(1, b), s.narrow_bytes(b))
-    if s.bf16 and has_amx():
+    if s.tiled:
         scratch = image_scratch(s, s.wide_space, padded(s.wide // s.groups, 32), False)
         return Work(s.wide_bytes(), s.weight_bytes(2, 16), s.narrow_bytes(), scratch, last=True)
     if _by_avx2(s) and onednn_avx2.goes_by_columns(s):
@@ -118,7 +118,7 @@ def _forward(s: Shape) -> Work:
 def _data_gradient(s: Shape) -> Work:
     """Source: the output's gradient. Result: the input's."""
     b = simd()
-    if s.bf16 and has_amx() and not (s.depthwise and not s.strided):
+    if s.tiled and not (s.depthwise and not s.strided):
         return _data_gradient_amx(s)
     if s.dilated and (s.strided or (s.depthwise and s.volumetric)):
         return plain_data_gradient(s)
@@ -231,7 +231,7 @@ def _weight_gradient(s: Shape) -> Work:
         if s.volumetric or s.dilated or s.low or not small:
             return plain_weight_gradient(s)
         return Work(s.narrow_bytes(b), s.weight_bytes(1, b), 0, channel_sums(s), other=s.wide_bytes(b))
-    if s.bf16 and has_amx():
+    if s.tiled:
         return _weight_gradient_amx(s)
     if s.groups > 1 and group_block(s) < 8:
         return plain_weight_gradient(s)
@@ -271,7 +271,7 @@ def _shape(
     padding = (*(0,) * (len(kernel) - len(steps[1])), *steps[1])
     stride = (*(1,) * (len(kernel) - len(steps[0])), *steps[0])
     channels = x.shape[0], into[1], out[1]
-    kind = groups, stride, padding, dilated, x.element_size(), bf16
+    kind = groups, stride, padding, dilated, x.element_size(), bf16, x.dtype is torch.bfloat16 and has_amx()
     return Shape(*channels, wide_space, narrow_space, kernel, *kind)
 
 
@@ -367,7 +367,7 @@ def _for_the_bias(s: Shape, work: Work) -> int:
 
 def _beside_transposed(s: Shape, work: Work) -> int:
     """Return what a bias takes that is added afterwards: the result in float32."""
-    at_once = work.last and not (s.uneven and not (s.bf16 and has_amx()))
+    at_once = work.last and not (s.uneven and not s.tiled)
     return 0 if at_once else work.result // s.itemsize * 4 + ALIGNED
 
 

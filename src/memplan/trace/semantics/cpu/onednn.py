@@ -34,6 +34,9 @@ class Shape:
     dilated: bool
     itemsize: int
     bf16: bool
+    """Whether it is in 16 bits: bfloat16 or float16."""
+    tiled: bool = False
+    """Whether AMX's tiles multiply it, which take bfloat16."""
 
     @property
     def steps(self) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from memplan.trace.semantics.cpu.onednn import PAGE, Shape, batch_pointers, booked, reached
 from memplan.trace.semantics.cpu.onednn_kernels.strided_estimate import Blocks, Estimate
-from memplan.trace.semantics.layout import has_amx, level_2_cache, padded
+from memplan.trace.semantics.layout import level_2_cache, padded
 
 _LEAST_EFFICIENCY = 0.00001
 """Below which the kernel is refused in float32 (``min_eff``)."""
@@ -83,7 +83,7 @@ def strided_data_gradient(s: Shape, blocks: Blocks) -> int:
     turns *= -(-s.wide_space[0] // blocks.depth) if s.volumetric else 1
     row = padded(blocks.width * s.stride[-1] * s.wide, PAGE) if s.uneven else 0
     sums = 4 * blocks.channels * -(-blocks.width // s.stride[-1]) if s.bf16 else 0
-    tiles = 2 * PAGE if s.bf16 and has_amx() else 0
+    tiles = 2 * PAGE if s.tiled else 0
     mask = padded(turns * s.groups, PAGE)
     buffers = batch_pointers(prod(blocks.taps) * s.kernel[-1]), image * s.itemsize, mask, row * s.itemsize, sums, tiles
     return booked(*(torch.get_num_threads() * size for size in buffers), aligned=PAGE)
