@@ -11,7 +11,7 @@ what lies between it and the step without a plan, both with costs="roofline"; th
 optimizer is counted. Each model has a process of its own, on one thread. Seconds are the processor's: of fit in whole,
 and of planning until its proof begins; libraries are imported before. A model is proven (fit's proof: the same bits,
 the measured peak within the budget), or refused by an error of memplan's, whose text is kept; anything else that is
-raised, and a process that dies, is a crash.
+raised, and a process that dies or takes more than its seconds, is a crash.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import resource
 import sys
 import time
 import traceback
@@ -40,7 +41,10 @@ SHARE = 0.3
 """Budget between the floor (0) and the step without a plan (1)."""
 FAMILIES = ("transformers", "monai")
 ENOUGH = 1 << 50
-SECONDS = 600
+SECONDS = 300
+"""Of the processor, which a model may take in whole."""
+PATIENCE = 3600
+"""Seconds on the clock, on a machine that does much else."""
 
 
 def chosen() -> list[tuple[str, str]]:
@@ -57,6 +61,7 @@ def child(connection: Any, family: str, name: str) -> None:
     import memplan
 
     warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     torch.set_num_threads(1)
     row: Row = {}
     try:
@@ -113,7 +118,7 @@ def row_of(context: Any, family: str, name: str) -> Row:
     process.start()
     there.close()
     try:
-        return row | (here.recv() if here.poll(SECONDS) else {"crashed": f"it took more than {SECONDS} s"})
+        return row | (here.recv() if here.poll(PATIENCE) else {"crashed": f"it took more than {PATIENCE} s"})
     except EOFError:
         process.join()
         return row | {"crashed": f"exit code {process.exitcode}"}

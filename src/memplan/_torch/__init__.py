@@ -3,7 +3,7 @@
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from memplan._torch.autocast import casts_kept, outside_autocast
-from memplan._torch.compiled import GraphBreak, graph_break, memory_budget
+from memplan._torch.compiled import GraphBreak, before_compiling, graph_break, is_jit_tracing, memory_budget
 from memplan._torch.cuda import (
     checkpoints_for_cuda,
     clear_cublas_workspaces,
@@ -216,6 +216,7 @@ __all__ = [
     "backward_watched",
     "bare_step",
     "become",
+    "before_compiling",
     "call_of_module",
     "call_with_hooks",
     "called_by_engine",
@@ -264,6 +265,7 @@ __all__ = [
     "is_compiled",
     "is_composite",
     "is_from_outside",
+    "is_jit_tracing",
     "is_mutable",
     "is_observed",
     "is_op",

@@ -4,19 +4,23 @@ what Inductor's kernels hold while they are tuned.
 Seen in torch 2.11, 2.13 and 2.15: the attribute ``compile_subgraph_reason`` of Dynamo's graph modules, with
 ``graph_break``, ``reason`` and ``user_stack``; ``torch._functorch.config.activation_memory_budget``, and ``patch`` of
 that module; ``bench`` and ``optimize_mem`` of ``CachingAutotuner`` in ``torch._inductor.runtime.triton_heuristics``;
-``benchmarker`` in ``torch._inductor.runtime.benchmarking``, and its ``L2_cache_size``.
+``benchmarker`` in ``torch._inductor.runtime.benchmarking``, and its ``L2_cache_size``. Seen in 2.13:
+``callback_handler`` of ``torch._dynamo.callback``, and ``_compile`` of ``torch._dynamo.convert_frame`` with
+the arguments ``code``, ``globals``, ``locals`` and ``closure``.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from memplan._torch.patches import here_alone, patched
 
@@ -37,6 +41,45 @@ def graph_break(graph: Any) -> GraphBreak | None:
         return None
     frame = found.user_stack[-1]
     return GraphBreak(str(found.reason).strip().split("\n")[0], frame.filename, frame.lineno or 0)
+
+
+def before_compiling(said: Callable[[str, list[nn.Module]], None]) -> Callable[[], None]:
+    """Call ``said`` before Dynamo compiles a function: with its name, and the modules that it has in its arguments,
+    its closure and the globals that it names. Returns what ends that."""
+    from torch._dynamo.callback import callback_handler  # a capture has imported it
+
+    def begins(_: Any) -> None:
+        frame = sys._getframe(1)
+        while frame is not None and (frame.f_code.co_name, frame.f_globals["__name__"]) != _COMPILE:
+            frame = frame.f_back
+        if frame is not None:
+            code = frame.f_locals["code"]
+            said(code.co_qualname, _reached(**{name: frame.f_locals[name] for name in _OF_FUNCTION}))
+
+    def end() -> None:
+        with suppress(ValueError):  # torch.compiler.reset() has ended it
+            callback_handler.remove_start_callback(begins)
+
+    callback_handler.register_start_callback(begins)
+    return end
+
+
+_COMPILE = "_compile", "torch._dynamo.convert_frame"
+_OF_FUNCTION = "code", "globals", "locals", "closure"
+
+
+def _reached(code: Any, globals: Any, locals: Any, closure: Any) -> list[nn.Module]:
+    """Return the modules that a function can call."""
+    found = [*locals.values(), *(globals.get(name) for name in code.co_names)]
+    for cell in closure or ():
+        with suppress(ValueError):  # it is empty yet
+            found.append(cell.cell_contents)
+    return [one for one in found if isinstance(one, nn.Module)]
+
+
+def is_jit_tracing() -> bool:
+    """Return whether `torch.jit.trace` is at work in this thread."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextmanager

@@ -295,6 +295,8 @@ class Study:
             notes.append(f"seconds are estimates for {settings.device.title}; bytes are those of {kernels}")
         notes.extend(map(str, self.captured.opaque))
         notes.extend(foreign(self.captured.graph))
+        if self.captured.printed:
+            notes.append("what forward() prints is not shown while it is traced: it has no values then")
         read = dict.fromkeys(self.call.name_of(condition.input) for condition in self.captured.conditions)
         if read:
             notes.append(f"values of {', '.join(read)} decide what is computed: a call where they decide otherwise is "

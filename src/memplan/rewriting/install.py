@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +66,10 @@ def install(model: nn.Module, planner: Planner) -> Installed:
     """Make calls of a module run as planned.
 
     A call under grad mode is planned when it is the first of its kind (see keys), and runs as planned from then on;
-    where nothing requires grad, or under a transform or a compiler, the module runs unplanned. It keeps its parameters,
-    attributes and methods. Copies and pickles of it are not planned. Of all kinds of calls the last 64 are remembered.
+    where nothing requires grad, or under a transform, the module runs unplanned. `torch.compile` of the module leaves
+    its calls to the plan; of a function that calls it, it takes the module into its own graph, and that is warned of.
+    `torch.export` and `torch.jit.trace` trace it as it is written. It keeps its parameters, attributes and methods.
+    Copies and pickles of it are not planned. Of all kinds of calls the last 64 are remembered.
 
     Args:
         model: a module, or `memplan.with_loss` of one.
@@ -166,7 +169,9 @@ class Installed:
         self._keys = Keys(model)
         self._table = _Table()
         self._told: set[str] = set()
+        self._outside = _outside_of_compiled()
         self._restore: Callable[[], None] = _torch.set_call(model, self._call)
+        self._unwatch = _watch_compiler(self)
 
     def undo(self) -> None:
         """Make the module run as before; calls whose backward pass is still to come are not disturbed."""
@@ -180,16 +185,22 @@ class Installed:
 
     def _forget(self) -> None:
         """Drop all references to the model."""
+        self._unwatch()
         self._keys, self._restore, self._planner = Keys(nn.Module()), lambda: None, lambda call, held: None
         self._table.clear()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            return self._outside(self, *args, **kwargs)
+        return self._call_now(*args, **kwargs)
+
+    def _call_now(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         assert model is not None, "it is called by its module"
         captured = getattr(_planning, "modules", ())
         if model in captured:
             return model.forward(*args, **kwargs)
-        if captured or is_capturing() or torch.compiler.is_compiling():
+        if captured or is_capturing() or torch.compiler.is_compiling() or _torch.is_jit_tracing():
             return _torch.original_call(model)(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.calls.without_grad()
@@ -310,11 +321,41 @@ class Installed:
                 above=3,
             )  # fmt: skip
 
+    def tell_of_compiler(self, function: str, modules: list[nn.Module]) -> None:
+        """Warn where Dynamo is about to take the model into a graph: it does not call modules, but compiles them."""
+        model = self._model()
+        if any(one is model for module in modules for one in module.modules()):
+            text = f"torch.compile takes {type(model).__name__} into its graph of {function}, without its plan"
+            self._tell(f"{text}: leave that function uncompiled, or call fitted.undo()")
+
     def _tell(self, text: str, *, above: int = 0) -> None:
         """Warn once, at the user's call. ``above``: functions between the caller and `_run`."""
         if text not in self._told:
             self._told.add(text)
-            warnings.warn(f"memplan: {text}", stacklevel=5 + above)
+            warnings.warn(f"memplan: {text}", stacklevel=6 + above)
+
+
+def _watch_compiler(made: Installed) -> weakref.finalize[..., Installed]:
+    """Let a module's calls hear of what Dynamo compiles, for as long as they are there."""
+    tell = weakref.WeakMethod(made.tell_of_compiler)
+
+    def said(function: str, modules: list[nn.Module]) -> None:
+        method = tell()
+        if method is not None:
+            method(function, modules)
+
+    ends = weakref.finalize(made, _torch.before_compiling(said))
+    ends.atexit = False
+    return ends
+
+
+@cache
+def _outside_of_compiled() -> Callable[..., Any]:
+    """Return what Dynamo calls where it meets a planned module in code that it compiles: it would compile the model."""
+    return torch.compiler.disable(
+        Installed._call_now,
+        reason="memplan: its calls run by its plan, which torch.compile would drop; fitted.undo() takes the plan away",
+    )
 
 
 def _engine(planned: Runnable) -> Engine:

@@ -27,6 +27,7 @@ from memplan.planning.graph.joint_graph import JointGraph
 from memplan.planning.graph.placement import is_on_card
 from memplan.planning.graph.precision import EXACT, Precision
 from memplan.planning.passes.pipeline import prepared
+from memplan.trace.held_output import Printed
 from memplan.trace.recording.place import Place, format_frame, frame_of_error, user_frame
 from memplan.trace.semantics.cpu.batch_norm_results import AT_ONCE
 from memplan.trace.semantics.traced_results import INSTEAD, RESULTS, TRAINING_NORM
@@ -52,6 +53,8 @@ class Captured:
     """Flags that are outputs of the graph, the last ones: with another answer to any, the model raises."""
     relaid: bool = False
     """Whether convolutions work in channels last (see recapture.py)."""
+    printed: bool = False
+    """Whether forward() printed something, which was held back: it has no values while it is traced."""
 
     def holds(self, call: Call) -> bool:
         """Return whether a call of the same shapes takes the same branches."""
@@ -88,7 +91,7 @@ def capture(model: nn.Module, call: Call, precision: Precision = EXACT, *, relai
     finally:
         watch.restore()
     found = read(joint, flat, call, tuple(around.found), precision)
-    return replace(found, relaid=relaid, guards=tuple(guards.found))
+    return replace(found, relaid=relaid, guards=tuple(guards.found), printed=watch.printed.lines > 0)
 
 
 def capture_symbolic(
@@ -201,7 +204,7 @@ def _run(model: nn.Module, call: Call) -> None:
     """Call the model as it is. Its buffers are copied; what else changes is put back by the caller."""
     copies = {id(buffer): buffer.clone() for buffer in model.buffers()}
     args, kwargs = call.rebuild(tensor.detach().clone() for tensor in call.tensors)
-    with torch.no_grad(), _torch.tensors_replaced(model, copies):
+    with torch.no_grad(), _torch.tensors_replaced(model, copies), Printed().held():
         model.forward(*args, **kwargs)
 
 
@@ -236,7 +239,7 @@ def _trace(
     dtypes, like = (plain.dtypes, plain.returned and plain.returned.structure) if plain else (None, None)
     flat = Flat(model, call, inside, lambda outputs: _finished(outputs, dtypes, relaid), like, lambda: guards.flags)
     try:
-        with place.following(), _capturing_now(), _without_cudnn(model):
+        with place.following(), _capturing_now(), _without_cudnn(model), watch.printed.held():
             return _torch.joint_graph(flat, call.tensors, RESULTS, {**INSTEAD, **AT_ONCE}, **how), flat
     except MemplanError:
         raise

@@ -21,6 +21,7 @@ from memplan import _torch
 from memplan.errors import InputError, UsageError
 from memplan.planning.capture.flat_call import is_transparent
 from memplan.planning.capture.loss_module import WithLoss
+from memplan.trace.held_output import Printed
 from memplan.trace.recording.place import format_frame, is_users, user_frame
 
 _HOOKS = {
@@ -130,6 +131,8 @@ class Watch:
         }
         self._torch = torch.get_rng_state()
         self._random = [(called, get(), get, put) for called, get, put in _generators()]
+        self.printed = Printed()
+        """What forward() writes to the terminal."""
         self.seeded: str | None = None
         """Place at which forward() first set torch's random state; None where it did not."""
 
