@@ -11,7 +11,8 @@ what lies between it and the step without a plan, both with costs="roofline"; th
 optimizer is counted. Each model has a process of its own, on one thread. Seconds are the processor's: of fit in whole,
 and of planning until its proof begins; libraries are imported before. A model is proven (fit's proof: the same bits,
 the measured peak within the budget), or refused by an error of memplan's, whose text is kept; anything else that is
-raised, and a process that dies or takes more than its seconds, is a crash.
+raised, and a process that dies or takes more than its seconds, is a crash. What the installed library does not know,
+or eager mode does not run, is left out.
 """
 
 from __future__ import annotations
@@ -130,10 +131,10 @@ def row_of(context: Any, family: str, name: str) -> Row:
 def report(rows: list[Row]) -> str:
     """Return how many are proven, the seconds, and each that is not proven, as Markdown."""
     proven = [row for row in rows if row.get("proven")]
-    counts = (len(rows), len(proven), *(sum(key in row for row in rows) for key in ("refused", "crashed")))
+    counts = (len(rows), len(proven), *(sum(key in row for row in rows) for key in ("refused", "crashed", "left_out")))
     lines = [
-        "| models | proven | refused | crashed | plan p50, s | plan p90, s | fit p50, s | fit p90, s |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| models | proven | refused | crashed | left out | plan p50, s | plan p90, s | fit p50, s | fit p90, s |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
         "| "
         + " | ".join([*map(str, counts), *_quantiles(rows, "plan_seconds"), *_quantiles(rows, "fit_seconds")])
         + " |",
