@@ -18,6 +18,7 @@ from torch_state import kept
 import memplan
 from memplan import _interrupts
 from memplan._interrupts import held_off
+from memplan.trace.recording.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,27 @@ def test_replacing_and_putting_back_come_to_their_end(entering: bool) -> None:
         time.sleep(1)
         log.append("went on")
     assert log == ["replaced", "put back"]
+
+
+def test_a_recording_is_not_interrupted_where_a_storage_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python drops what is raised there: Ctrl-C would be lost, and the storage would never die."""
+    on_death = Ledger._on_death
+    deaths = list[int]()
+
+    def _on_death(ledger: Ledger, reference: Any) -> None:
+        deaths.append(len(deaths))
+        if len(deaths) == 5:
+            interrupt()
+        on_death(ledger, reference)
+
+    def build() -> Callable[[], None]:
+        model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]), torch.randn(4, 8)
+        return lambda: model(x).sum().backward()
+
+    monkeypatch.setattr(Ledger, "_on_death", _on_death)
+    with pytest.raises(KeyboardInterrupt):
+        memplan.record(build, steps=50, device="cpu")
+    assert len(deaths) > 5
 
 
 def test_without_it_they_do_not() -> None:

@@ -21,8 +21,9 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_WHOLE = frozenset({"__enter__", "__exit__", "enter_context", "__del__"})
-"""Functions that have to come to their end: they replace something, or put it back."""
+_WHOLE = frozenset({"__enter__", "__exit__", "enter_context", "__del__", "_on_death", "_forget", "_mark"})
+"""Functions that have to come to their end: they replace something, or put it back; or they are called where a weak
+reference dies, and Python drops what they raise."""
 _MOMENT = 0.005
 _LONGEST = 5.0
 """Seconds after which a signal is let through nevertheless: what takes so long may never end."""
