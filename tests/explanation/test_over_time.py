@@ -155,7 +155,7 @@ def _changed(text: str, *path: str | int, to: object) -> str:
 @pytest.mark.parametrize(
     ("path", "to", "found"),
     [
-        (("schema",), 2, "its format and schema version are ['memplan.explanation', 2]"),
+        (("schema",), 2, "its schema version is 2; this memplan reads 1"),
         (("by_cause", "saved"), 1, "by_cause does not add up"),
         (("course", "ticks"), [1], "columns of different lengths"),
         (("course", "causes", "weight", 3), 7, "causes that do not add up"),
