@@ -116,7 +116,11 @@ def export(
 
 def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) -> Exported:
     if step.optimizer is None:
-        raise UsageError("No optimizer", expected="SGD, Adam or AdamW: the step updates weights", do="Give optimizer")
+        raise UsageError(
+            "No optimizer",
+            expected="SGD, Adam or AdamW: the step updates weights",
+            do="Give optimizer='sgd' (--optimizer sgd)",
+        )
     own = _own(model)
     name = options.name or type(own).__name__
     title, place = c_name(name), prepared_folder(folder, options.force)

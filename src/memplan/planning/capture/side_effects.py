@@ -104,7 +104,9 @@ def refuse_tensors(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             lazy = not _torch.has_shape(tensor)
             called = "Call the model once before, also where a function makes it" if lazy else None
             raise InputError(
-                f"{name} is {kind}", expected="dense tensors with data, of no class of their own", do=called
+                f"{name} is {kind}",
+                expected="parameters that are made" if lazy else "dense tensors with data, of torch's own classes",
+                do=called,
             )
 
 

@@ -184,6 +184,8 @@ class _Reader:
     def read(self, data: Any, gpu: int | None) -> Snapshot:
         if isinstance(data, list):
             self.fail("holds a list, not a snapshot (torch.cuda.memory_snapshot() returns one, without the history)")
+        if isinstance(data, Mapping) and str(data.get("format")).startswith("memplan."):
+            self.fail(f"holds a {shown(str(data['format']))[:40]}, which memplan report and memplan compare read")
         if not isinstance(data, Mapping) or "segments" not in data:
             self.fail("holds no snapshot: there are no segments in it")
         made_by = data.get("memplan")
