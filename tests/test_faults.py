@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ def alone(user: faults.User) -> faults.Alone:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked for here alone: other tests make some at the same time."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 QUICK = {2: "record, error", 22: "measure, memory", 20: "measure, interrupt", 31: "record, beside"}
