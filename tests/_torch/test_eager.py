@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from memplan import _torch
@@ -66,3 +67,42 @@ def test_a_compiled_module_is_told_from_others() -> None:
     assert _torch.is_compiled(torch.compile(layer, backend="eager"))  # pyright: ignore[reportArgumentType]
     layer.compile(backend="eager")
     assert _torch.is_compiled(torch.nn.Sequential(layer))
+
+
+class _Asks(torch.autograd.Function):
+    """Notes whether cuDNN is on, as seen by what is made of ops, in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        _seen_above.append(torch.backends.cudnn.enabled)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _seen_above.append(torch.backends.cudnn.enabled)
+        return gradient.clone()
+
+
+_seen_above = list[bool]()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_cudnn_is_off_above_single_ops_alone(enabled: bool) -> None:
+    seen_by_ops = set[bool]()
+
+    def note(func: Any, args: Any, kwargs: Any, run: _torch.Run) -> Any:
+        seen_by_ops.add(torch.backends.cudnn.enabled)
+        return run(func)
+
+    before = torch.backends.cudnn.enabled
+    _seen_above.clear()
+    x = torch.ones(3, requires_grad=True)
+    try:
+        torch.backends.cudnn.enabled = enabled
+        with _torch.EagerMode(note), _torch.capturable_kernels():
+            _Asks.apply(x * 2).sum().backward()
+        assert torch.backends.cudnn.enabled == enabled
+    finally:
+        torch.backends.cudnn.enabled = before
+    assert _seen_above == [False, False]
+    assert seen_by_ops == {enabled}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.errors import BudgetError, DeviceError
@@ -236,6 +237,84 @@ def test_running_statistics_are_updated_once() -> None:
     model(x).sum().backward()
     assert torch.allclose(statistics["norms.0.running_mean"], 0.9 * before + 0.1 * x.mean(0))
     assert int(statistics["norms.0.num_batches_tracked"]) == 1
+
+
+class OtherNorms(nn.Module):
+    """Rounds differently where cuDNN is on, as its norms do, also in the pass that a checkpoint runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(self.norm, layer(x), use_reentrant=False)
+        return x
+
+    def norm(self, x: Tensor) -> Tensor:
+        """What differs by much more than rounding."""
+        return torch.tanh(x * (1.25 if torch.backends.cudnn.enabled else 1.0))
+
+
+def test_norms_that_are_torchs_own_in_the_plan_alone_are_proven_beside_torchs_own() -> None:
+    torch.manual_seed(0)
+    model, x = OtherNorms().cuda(), torch.randn(8192, 64, device="cuda")
+    plan = memplan.plan(model, x, budget="20 GiB")
+    fitted = memplan.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
+    proof = fitted.proof
+    assert proof.same
+    assert proof.grade == "exact"
+    assert proof.torch_kernels
+    assert "torch's own norms and recurrent layers in place of cuDNN's" in str(proof)
+    assert proof.gradients.tensors == 3 * 8  # every step was compared
+
+
+@torch.library.custom_op("memplan_cases::product", mutates_args=())
+def product(x: Tensor, factor: float) -> Tensor:
+    """A product that TF32 rounds, and whose last bits are others in every call, as where threads add in any order."""
+    chance = (torch.arange(x.numel()) * 7919 + next(_CALLS) * 104729) % 5 - 2
+    made = x * factor * (1 + chance.view_as(x).to(x) * 2**-23)
+    if not torch.backends.cudnn.allow_tf32:
+        return made
+    return (made.view(torch.int32) // 2**13 * 2**13).view(torch.float32)
+
+
+product.register_fake(lambda x, factor: torch.empty_like(x))
+product.register_autograd(
+    lambda ctx, gradient: (product(gradient, ctx.factor), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", inputs[1]),
+)
+
+
+class Cancelling(nn.Module):
+    """Takes away almost all of a product, so that TF32 is off by more than what remains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            x = F.gelu(torch.tanh(400 * (product(h, 1.0005) - h)))
+        return x
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_what_tf32_would_hide_is_compared_without(fits: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Cancelling().cuda(), torch.randn(8192, 64, device="cuda")
+    plan = memplan.plan(model, x, budget="20 GiB")
+    assert plan.floor < plan.eager_peak
+    fitted = memplan.fit(model, x, budget="1 GiB" if fits else (plan.floor + plan.eager_peak) // 2, pairs=0)
+    assert fitted.changed != fits
+    proof = fitted.proof
+    assert proof.same
+    assert proof.grade == "reordered"
+    assert proof.truth == "float64"
+    assert proof.full_float32
+    assert "compared with TF32 off" in str(proof)
+    assert torch.backends.cudnn.allow_tf32
 
 
 def test_what_there_is_no_room_for_is_proven_with_fewer_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ def _fitted(subject: Any, method: str, budget: int | None) -> tuple[Callable[[],
     begun = time.perf_counter()
     fitted = memplan.fit(subject.model, *subject.inputs, budget=budget, **options)
     row: Row = {"given": budget, "predicted": fitted.plan.peak, "fit_seconds": time.perf_counter() - begun}
+    row["proof"] = str(fitted.proof).split(":", 1)[0]
     if engine == "inductor":  # Inductor's own count has torch.compile in it, which the proof runs beside
         row["moved"] = None if fitted.plan.fusion is None else fitted.plan.fusion.bytes_after
     return (lambda: fitted.loss(*subject.inputs, *subject.targets)), row
@@ -219,7 +220,7 @@ def case(step: str, method: str, budget: int | None, pairs: int) -> Row:
     if done.returncode == 0:
         return head | json.loads(done.stdout.strip().splitlines()[-1])
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    return head | {"error": (lines[-1] if lines else f"exit code {done.returncode}")[:300]}
+    return head | {"error": (lines[-1] if lines else f"exit code {done.returncode}")[:2000]}
 
 
 def cases_of_ours(rows: Sequence[Row]) -> list[tuple[str, int | None]]:
@@ -243,6 +244,7 @@ def record(options: argparse.Namespace) -> int:
         row = case(step, method, budget, options.pairs)
         found.append(row)
         print(line(row), flush=True)
+        write(options.output, found)  # each: the machine may be taken away
         return row
 
     for step in steps:

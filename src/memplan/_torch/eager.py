@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +104,38 @@ def memory_profile() -> Any:
     """
     _quieted()
     return torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+
+
+class _Capturable(EagerMode):
+    """cuDNN for single ops, while it is off for what is made of ops: so a step is captured for a card."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(self._with_cudnn)
+        self._enabled = enabled
+
+    def _with_cudnn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
+        cudnn = torch.backends.cudnn
+        cudnn.enabled = self._enabled
+        try:
+            return run(func)
+        finally:
+            cudnn.enabled = False
+
+
+@contextlib.contextmanager
+def capturable_kernels() -> Iterator[None]:
+    """Run norms and recurrent layers by torch's own kernels, as a step captured for a card does, in both passes; all
+    else, convolutions above all, by the kernels that it has without this."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.enabled
+    cudnn.enabled = False
+    try:
+        with _Capturable(before):
+            yield
+    finally:
+        cudnn.enabled = before
 
 
 class YieldingProfile:

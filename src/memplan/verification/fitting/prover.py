@@ -22,7 +22,7 @@ from memplan.planning.request import Request
 from memplan.planning.study import Planned
 from memplan.rewriting.install import Planner, install
 from memplan.verification.fitting.plan_cache import Plans
-from memplan.verification.measurement import cuda_peak, free_memory
+from memplan.verification.measurement import card_kernels, free_memory
 from memplan.verification.measurement.peak_alone import measured_alone
 from memplan.verification.measurement.peak_and_time import storage_bytes
 from memplan.verification.measurement.state_copies import attributes_kept, random_state_kept
@@ -126,7 +126,8 @@ class Prover:
     ) -> Proof:
         if planned is None:
             candidate = self._trial("candidate", call)
-            return compare(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+            proof = compare(sides, candidate, _STEPS - 1, predicted=predicted, budget=budget)
+            return proof if proof.same or self._home.card is None else self._on_a_card(call, sides, candidate, None)
         _log.info("running the planned step beside the unplanned one")
         self._warm_up(call, in_backward=self._settings.gradients.updates)
         candidate = self._trial("candidate", call, in_backward=self._settings.gradients.updates)
@@ -134,21 +135,33 @@ class Prover:
         lossy, exact = planned.plan.grade == "lossy", sides.truth is None
         tolerance, steps = (EXACT, _STEPS) if exact else (LOSSY if lossy else ROUNDING, _STEPS - 1)
         proof = compare(sides, candidate, steps, tolerance, predicted=predicted, budget=budget)
-        if exact and not proof.same and self._home.card is not None:
-            proof = self._but_for_rounding(call, sides.reference, candidate)
+        if not (proof.same or lossy or self._home.card is None):
+            proof = self._on_a_card(call, sides, candidate, planned)
         if not (proof.ok and self._pairs):
             return proof
         _log.info("timing the step with the plan and without")
         return with_times(proof, sides.reference, candidate, self._pairs)
 
-    def _but_for_rounding(self, call: Call, reference: Trial, candidate: Trial) -> Proof:
-        """Prove on a card where bits differ: some kernels add in whatever order threads come, and norms are torch's own
-        instead of cuDNN's. Errors are measured from float64, and those of a second run are accepted."""
-        again, begin = self._trial("the step run again", call), self._trial("begin", call)
-        for side in (reference, candidate):
+    def _on_a_card(self, call: Call, sides: Sides, candidate: Trial, planned: Planned | None) -> Proof:
+        """Prove on a card where bits are not those of the step as it is.
+
+        A plan has torch's own norms and recurrent layers in place of cuDNN's: where the step has them, too, the bits
+        are the same. Where kernels add in whatever order threads come, or are fused, errors are measured from float64,
+        and those of the step run again are accepted; TF32 is off, as its errors can grow beyond all.
+        """
+        begin = self._trial("begin", call)
+        if sides.truth is None:
+            own = _torch.capturable_kernels if planned is not None else nullcontext
+            again = self._trial("the step run again", call, kernels=own)
+            candidate.restart_as(begin)
+            if planned is not None and (proof := compare(Sides(again), candidate, _STEPS)).same:
+                return replace(proof, torch_kernels=True)
+            sides = Sides(sides.reference, self._trial("float64", call, wide=True), again)
+        for side in filter(None, (sides.reference, sides.truth, sides.yardstick, candidate)):
             side.restart_as(begin)
-        sides = Sides(reference, self._trial("float64", call, wide=True), again)
-        return compare(sides, candidate, _STEPS - 1, ROUNDING)
+        with card_kernels.float32_in_full():
+            proof = compare(sides, candidate, _STEPS - 1, ROUNDING)
+        return replace(proof, full_float32=True)
 
     def _measured(self, planned: Planned | None) -> tuple[int, int]:
         """Measure the resident bytes and the peak of the step alone, as it runs now."""
@@ -163,7 +176,7 @@ class Prover:
         return measured_alone(trial, self._home)
 
     def _same_kernels(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._home.card is None else cuda_peak.same_kernels_each_time()
+        return nullcontext() if self._home.card is None else card_kernels.same_kernels_each_time()
 
     def _constants(self, planned: Planned) -> int:
         return storage_bytes(planned.captured.constants.values(), self._home.type)
@@ -178,13 +191,17 @@ class Prover:
     def _trial(
         self, name: str, call: Call, *, in_backward: bool = False, updates: bool = True, wide: bool = False,
         instead: Callable[..., Any] | None = None, autocast: torch.dtype | None = None,
+        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Trial:  # fmt: skip
         args, kwargs = call.rebuild(call.tensors)
         work = Work(
             args, kwargs, optimizer=self._settings.optimizer, autocast=autocast or self._asked.autocast,
             micro_batches=2 if self._settings.gradients.adds else 1,
         )  # fmt: skip
-        return Trial(name, instead or self._step, self._step, work, in_backward=in_backward, updates=updates, wide=wide)
+        return Trial(
+            name, instead or self._step, self._step, work,
+            in_backward=in_backward, updates=updates, wide=wide, kernels=kernels,
+        )  # fmt: skip
 
     # -- memory
 

@@ -53,15 +53,3 @@ def free(place: str) -> int:
     """Return the bytes that are free on the card, or held by the allocator and not allocated."""
     on_card, _ = torch.cuda.mem_get_info(place)
     return on_card + torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-
-
-@contextmanager
-def same_kernels_each_time() -> Iterator[None]:
-    """Make cuDNN take kernels that add in the same order in each run, and not choose among them by their speed."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before

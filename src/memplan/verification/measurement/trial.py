@@ -63,13 +63,16 @@ class Trial:
         in_backward: whether updates happen in the backward pass.
         updates: False for a trial that never updates: its parameters use the module's memory.
         wide: everything of floating point is in float64, without autocast.
+        kernels: entered around both passes: which kernels compute.
     """
 
     def __init__(
         self, name: str, call: Callable[..., Any], module: nn.Module | None, work: Work, *, in_backward: bool = False,
         updates: bool = True, wide: bool = False,
+        kernels: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         self.name, self.call, self.in_backward, self._wide = name, call, in_backward, wide
+        self._kernels = kernels
         self.work = replace(work, autocast=None) if wide else work
         self._copy = None if module is None else ModuleCopy(module, shared=not updates, wide=wide)
         self._place = next((p.device for p in self.parameters.values()), torch.device("cpu"))
@@ -136,7 +139,7 @@ class Trial:
 
     def gradients_of_step(self, meter: Meter | None = None) -> None:
         """Run forward and backward for each micro-batch; keep the last one's output."""
-        with self.running(), _counted(meter, self.name):
+        with self.running(), _counted(meter, self.name), self._kernels():
             for parameter in self._leaves():
                 parameter.grad = None
             for _ in range(self.work.micro_batches):

@@ -79,6 +79,11 @@ class Proof(Displayed):
     cut: Cut | None = None
     """None where the whole step was compared. Else the smaller step was compared and timed, and bytes are those of the
     whole one."""
+    torch_kernels: bool = False
+    """Whether, for the comparison, the step without a plan had torch's own norms and recurrent layers, as every plan on
+    a CUDA card has: by default these are cuDNN's, which round differently."""
+    full_float32: bool = False
+    """Whether both were compared with TF32 off, whose errors hid whether they are the same."""
 
     @property
     def measured(self) -> bool:
@@ -148,13 +153,17 @@ class Proof(Displayed):
         rounding = self.grade != "exact"
         lossy = self.grade == "lossy"
         head = "lossy, and no farther off than allowed" if lossy else "the same but for rounding"
-        head = head if rounding else "the same bit for bit"
+        head = head if rounding else f"the same bit for bit{self._apart_from_norms()}"
+        head += ", compared with TF32 off," if self.full_float32 else ""
         updated = "" if rounding and not self.early else f"{_several(self.parameters.tensors, 'updated parameter')}, "
         return (
             f"{head} over {_several(self.steps, 'step')}{each} with {self.optimizer}"
             f"{', applied early' if self.early else ''}: {_several(self.outputs.tensors, 'output')}, {gradients}"
             f"{updated}{_several(self.buffers.tensors, 'buffer')}, the random streams"
         )
+
+    def _apart_from_norms(self) -> str:
+        return " as with torch's own norms and recurrent layers in place of cuDNN's," if self.torch_kernels else ""
 
     def _rounding(self) -> str:
         """Describe the worst gradient, where rounding was allowed."""

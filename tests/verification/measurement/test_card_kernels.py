@@ -1,0 +1,50 @@
+"""Which kernels compute while steps are compared on a card, and how precisely."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SETTINGS = {
+    "nothing": "pass",
+    "products in TF32": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "products in less": "torch.set_float32_matmul_precision('medium')",
+    "no TF32": "b.cudnn.allow_tf32 = False",
+    "convolutions by the newer setting": "b.cudnn.conv.fp32_precision = 'ieee'",
+    "products by the newer setting": "b.cuda.matmul.fp32_precision = 'tf32'",
+    "all by the newer setting": "b.fp32_precision = 'tf32'",
+}
+PROGRAM = """
+import torch
+from memplan.verification.measurement.card_kernels import float32_in_full
+b = torch.backends
+def read(what):
+    try:
+        return what()
+    except RuntimeError:
+        return "mixed"
+def newer():
+    return [one.fp32_precision for one in (b.cudnn.conv, b.cudnn.rnn, b.cuda.matmul)]
+def now():
+    older = lambda: b.cudnn.allow_tf32, lambda: b.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision
+    return [read(one) for one in older], newer(), b.cudnn.fp32_precision, b.fp32_precision
+{setting}
+before = now()
+try:
+    with float32_in_full():
+        assert "tf32" not in newer(), newer()
+        raise KeyError
+except KeyError:
+    pass
+assert now() == before, (now(), before)
+"""
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_float32_is_in_full_and_all_settings_come_back(setting: str) -> None:
+    """In a process of its own: torch keeps which of its two settings a program has ever used."""
+    program = PROGRAM.format(setting=SETTINGS[setting])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
