@@ -11,8 +11,14 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from memplan._torch.eager import no_modes
 
 Kernel = Callable[..., Any]
+Dtypes = tuple[torch.dtype | None, ...]
 
 AUTOGRAD_CPU = "AutogradCPU"
 ATTENTION_ORDER = [1, 2, 0, 3, 4]
@@ -26,17 +32,21 @@ def overridden(kernels: Mapping[str, Kernel], key: str) -> Iterator[None]:
     """Register Python kernels for ops at a dispatch key, gone again afterwards: calls from C++ are caught, too.
 
     Args:
-        kernels: name of the op without its namespace, with its overload ("dropout", "softmax.int") -> kernel. A
-            kernel leaves out the arguments that have their defaults.
+        kernels: name of the op with its overload ("dropout", "softmax.int"), before it that of its library where it is
+            not torch's own ("torchvision::nms") -> kernel. A kernel leaves out the arguments that have their defaults.
         key: name of the key; ``AUTOGRAD_CPU`` for all that runs on the CPU outside of inference mode.
     """
-    library = torch.library.Library("aten", "IMPL")
+    libraries = dict[str, torch.library.Library]()
     try:
         for name, kernel in kernels.items():
-            library.impl(name, kernel, key)
+            space, _, own = name.rpartition("::")
+            if space not in libraries:
+                libraries[space] = torch.library.Library(space or "aten", "IMPL")
+            libraries[space].impl(own, kernel, key)
         yield
     finally:
-        library._destroy()
+        for library in libraries.values():
+            library._destroy()
 
 
 def composite(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,6 +124,65 @@ def autocast_ops() -> list[str]:
     """Return the names of the ops ("aten::softmax.int") that autocast treats on CUDA, as this build of torch registers
     them."""
     return torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+
+
+def op_of(name: str) -> Any:
+    """Return the op of a name ("aten::softmax.int", "torchvision::nms")."""
+    space, _, own = name.partition("::")
+    base, _, overload = own.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+
+
+class _Sees(TorchDispatchMode):
+    """Notes the dtypes that an op gets, and runs it on the CPU: while a step is recorded, its implementation for
+    tensors without data makes such."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op, self.given, self.made = op, list[Dtypes](), list[Dtypes]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self.op:
+            return func(*args, **(kwargs or {}))
+        given, named = _without_data((args, kwargs or {}), "cpu")
+        result = func(*given, **named)
+        self.given.append(_dtypes((given, named)))
+        self.made.append(_dtypes(result))
+        return _without_data(result, "cuda:0")
+
+
+def _without_data(values: Any, device: str) -> Any:
+    empty = torch.ops.aten.empty_strided.default  # torch.empty_strided is another one while a step is recorded
+
+    def like(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return empty(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=torch.device(device))
+
+    return tree_map(like, values)
+
+
+def _dtypes(values: Any) -> Dtypes:
+    return tuple(leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(values))
+
+
+def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtypes]:
+    """Run an op's own kernel for autocast on CUDA on tensors without data, and see what it casts.
+
+    Returns:
+        For each leaf of ``(args, kwargs)`` the dtype that the op itself gets, None for what is no tensor; for each leaf
+        of the result the dtype that the op makes, and the one that is handed on.
+
+    Raises:
+        Exception: what the kernel raises; RuntimeError where it does not call the op once.
+    """
+    sees = _Sees(op)
+    with no_modes(), torch.no_grad(), FakeTensorMode(), sees:
+        given, named = _without_data((args, kwargs), "cuda:0")
+        result = with_cuda_autocast(op, *given, **named)
+    if len(sees.given) != 1:
+        raise RuntimeError(f"{op} was called {len(sees.given)} times")
+    return sees.given[0], sees.made[0], _dtypes(result)
 
 
 def with_cuda_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint
 
+import memplan
 from memplan.errors import RecordingError
 from memplan.trace.semantics.cuda import autocast
 from memplan.trace.semantics.cuda.autocast import Autocast, installed
@@ -127,7 +128,8 @@ def test_what_is_unsafe_is_refused_as_torch_refuses_it(state: Autocast) -> None:
 
 
 def test_every_op_that_torch_registers_is_known() -> None:
-    assert {name.partition(".")[0] for name in Autocast(lambda t: True).kernels()} <= set(autocast._POLICIES)
+    own = {name for name in Autocast(lambda t: True).kernels() if "::" not in name}
+    assert {name.partition(".")[0] for name in own} <= set(autocast._POLICIES)
 
 
 def test_an_unknown_op_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,3 +403,58 @@ def test_installed_inside_of_autocast() -> None:
             assert torch.mm(weight, weight).dtype is F16
             assert len(state.copies()) == 1
         assert state.copies() == []
+
+
+@torch.library.custom_op("memplan_autocast::scaled", mutates_args=())
+def scaled(x: torch.Tensor, weights: list[torch.Tensor], factor: float) -> torch.Tensor:
+    """An op of another library's, as torchvision's are: it wants float32."""
+    assert {one.dtype for one in (x, *weights)} == {F32}
+    return x * weights[0] * factor
+
+
+@torch.library.custom_op("memplan_autocast::without_fake", mutates_args=())
+def without_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+scaled.register_fake(lambda x, weights, factor: torch.empty_like(x))
+torch.library.register_autocast("memplan_autocast::scaled", "cuda", F32)
+torch.library.register_autocast("memplan_autocast::without_fake", "cuda", F32)
+
+
+@pytest.mark.usefixtures("state")
+def test_ops_of_other_libraries_are_cast_as_these_say() -> None:
+    x, weight = torch.ones(3, dtype=F16), torch.full((3,), 2.0, dtype=F64)
+    with torch.autocast("cuda"):
+        assert scaled(x, [torch.full((3,), 2.0, dtype=BF16)], 1.5).dtype is F32
+        with pytest.raises(AssertionError):  # float64 stays as it is
+            scaled(x, [weight], 1.5)
+    with pytest.raises(AssertionError):
+        scaled(x, [x], 1.5)
+
+
+@pytest.mark.usefixtures("state")
+def test_an_op_of_another_library_that_cannot_be_seen_is_named() -> None:
+    with torch.autocast("cuda"), pytest.raises(RecordingError, match=r"memplan_autocast.without_fake"):
+        without_fake(torch.ones(3))
+
+
+def test_what_a_library_casts_back_is_cast_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's kernels compute in float32, and hand on the dtype that they were given."""
+    monkeypatch.setattr(autocast.dispatch, "cast_on_cuda", lambda *_: ((F32, F32, None), (F32,), (F16,)))
+    with installed(lambda t: True), torch.autocast("cuda"):
+        assert scaled(torch.ones(3, dtype=F16), [torch.ones(3, dtype=F16)], 1.5).dtype is F16
+
+
+def test_a_step_on_a_card_counts_what_such_an_op_casts() -> None:
+    def build() -> Any:
+        x = torch.randn(1 << 18, device="cuda", dtype=F16)
+
+        def step() -> None:
+            with torch.autocast("cuda"):
+                scaled(x, [x], 2.0)
+
+        return step
+
+    peak = memplan.simulate(memplan.record(build, device="h100")).peak_allocated
+    assert peak == (2 + 4 + 4 + 4) << 18  # x, two copies in float32, and the result

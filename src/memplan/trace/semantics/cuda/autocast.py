@@ -60,16 +60,13 @@ class Autocast:
         self._copies.clear()
 
     def kernels(self) -> dict[str, dispatch.Kernel]:
-        """Name of an op, without its namespace -> what stands above it."""
-        found = {}
+        """Name of an op, of another library's with its namespace -> what stands above it."""
         # torch registers the one of cuDNN where it is built with cuDNN
-        for name in {*dispatch.autocast_ops(), "aten::_cudnn_rnn"}:
-            base, _, overload = name.removeprefix("aten::").partition(".")
-            found[name.removeprefix("aten::")] = self._kernel(getattr(getattr(_ATEN, base), overload or "default"))
-        return found
+        names = {*dispatch.autocast_ops(), "aten::_cudnn_rnn"}
+        return {name.removeprefix("aten::"): self._kernel(dispatch.op_of(name)) for name in names}
 
     def _kernel(self, op: Any) -> dispatch.Kernel:
-        prepare = _POLICIES.get(op.overloadpacket.__name__, _unknown)
+        prepare = _POLICIES.get(op.overloadpacket.__name__, _unknown) if op.namespace == "aten" else _of_library
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with dispatch.below_autocast():
@@ -248,6 +245,28 @@ def _banned(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     """torch's kernel raises its own message, whatever the tensors."""
     dispatch.with_cuda_autocast(op, *args, **kwargs)
     raise AssertionError(f"{op} is not refused by this torch")
+
+
+def _of_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
+    """Cast as the op's library has registered it: seen on tensors without data."""
+    try:
+        given, made, handed_on = dispatch.cast_on_cuda(op, args, kwargs)
+    except Exception as error:  # the library's kernel runs
+        raise RecordingError(
+            f"how autocast on CUDA casts for {op} cannot be seen ({type(error).__name__}: {str(error)[:200]})",
+            expected="an op with an implementation for tensors without data, which its kernel for autocast calls once",
+            do="Run that op with autocast off, or run memplan.measure(build)",
+        ) from error
+    leaves, form = _torch.tree_flatten((args, kwargs))
+    cast = [one if dtype is None else state.cast(one, dtype) for one, dtype in zip(leaves, given, strict=True)]
+    positional, named = _torch.tree_unflatten(cast, form)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results, form = _torch.tree_flatten(op(*args, **kwargs))
+        casts = zip(results, made, handed_on, strict=True)
+        return _torch.tree_unflatten([one if own is to else state.cast(one, to) for one, own, to in casts], form)
+
+    return run, positional, named
 
 
 def _unknown(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
