@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -177,7 +178,8 @@ def cast_on_cuda(op: Any, args: Any, kwargs: Any) -> tuple[Dtypes, Dtypes, Dtype
         Exception: what the kernel raises; RuntimeError where it does not call the op once.
     """
     sees = _Sees(op)
-    with no_modes(), torch.no_grad(), FakeTensorMode(), sees:
+    lengths = ShapeEnv()  # of results whose length depends on values, as torchvision::nms has
+    with no_modes(), torch.no_grad(), FakeTensorMode(shape_env=lengths), sees:
         given, named = _without_data((args, kwargs), "cuda:0")
         result = with_cuda_autocast(op, *given, **named)
     if len(sees.given) != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -146,10 +146,11 @@ def _counts_up(call: Call) -> Range | None:
 
 
 def _uniform(call: Call) -> Range:
-    """Arguments at their defaults, 0 and 1, are left out from the end."""
+    """Arguments at their defaults, 0 and 1, are left out from the end. The end is never drawn: the largest number is
+    half an eps of the result's dtype below 1, so that `int(torch.rand(()) * n)` is at most n - 1."""
     low = call.args[1] if len(call.args) > 1 else 0.0
     high = call.args[2] if len(call.args) > 2 else 1.0
-    return low, high
+    return low, low + (high - low) * (1 - torch.finfo(call.result.dtype).eps / 2)
 
 
 def _bin_counts(call: Call) -> Range | None:
@@ -224,7 +225,8 @@ RULES: Mapping[str, Rule] = {
     "bincount": _bin_counts,
     **dict.fromkeys(("_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"), _distinct),
     "repeat_interleave": _same(0),
-    **dict.fromkeys(("rand", "rand_like", "sigmoid", "_softmax", "bernoulli", "bernoulli_"), _fraction),
+    **dict.fromkeys(("sigmoid", "_softmax", "bernoulli", "bernoulli_"), _fraction),
+    **dict.fromkeys(("rand", "rand_like"), lambda call: _uniform(replace(call, args=()))),
     "uniform_": _uniform,
     "random_": _draws,
 }  # fmt: skip
