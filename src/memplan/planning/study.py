@@ -20,7 +20,7 @@ from memplan.planning.capture.recapture import relaid
 from memplan.planning.cost import cpu_workspace
 from memplan.planning.cost.cuda_workspace import on_card
 from memplan.planning.cost.eager_baseline import AS_MODELLED, baseline
-from memplan.planning.cost.op_timing import LIMIT, step_seconds, with_costs
+from memplan.planning.cost.op_timing import seconds_to_measure, step_seconds, with_costs
 from memplan.planning.cost.optimizer_memory import surroundings
 from memplan.planning.graph.joint_graph import RESIDENT, JointGraph
 from memplan.planning.graph.precision import UNSCALED
@@ -158,7 +158,7 @@ class Study:
             self._looked = True
             found = relaid(self.model, self.call, self.captured, settings.settled)
             if found is not None:
-                found = replace(found, graph=_with_costs(found.graph, settings, LIMIT / 2))  # most are known already
+                found = replace(found, graph=_with_costs(found.graph, settings, share=0.5))  # most are known already
                 self._relaid = Study(self.model, self.call, found, self.plain or self)
         if self._relaid is None:
             return [self]
@@ -313,8 +313,8 @@ def _with_fusion(plan: Plan, found: Candidate, settings: Settings) -> Plan:
     return replace(plan, fusion=made, notes=(*plan.notes, *(unfused(made) if made else (UNTOLD,))))
 
 
-def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> JointGraph:
-    """``limit``: seconds that measuring may take."""
+def _with_costs(graph: JointGraph, settings: Settings, *, share: float = 1.0) -> JointGraph:
+    """``share``: of the seconds that measuring may take."""
     card = settings.device or settings.home.card
     if settings.host_memory and card is not None and settings.engine == "graph":
         graph = with_forms(graph, Situation(settings.settled.save, card))
@@ -325,6 +325,7 @@ def _with_costs(graph: JointGraph, settings: Settings, limit: float = LIMIT) -> 
     begin = time.perf_counter()
     if _measures(settings):
         graph = cpu_workspace.with_measured_scratch(graph)
+    limit = share * seconds_to_measure(settings.home.name)
     limit = max(limit - (time.perf_counter() - begin), limit / 2)  # kernels that ran are warm: timing takes less
     return with_costs(graph, device=settings.device, known=settings.costs, on=settings.home.name, limit=limit)
 

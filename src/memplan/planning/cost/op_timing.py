@@ -35,6 +35,8 @@ NEEDS_SEEDS = frozenset(
 are not run on made-up tensors."""
 LIMIT = 1.5
 """Seconds that measuring takes, more or less: what is not measured by then is estimated."""
+CARD_LIMIT = 10.0
+"""The same on a card, where an op's first run loads its kernels, and most of the time is theirs."""
 _RUNS = 3
 _ENOUGH = 0.01
 """Seconds: once the runs of an op have taken so long, it is not run again."""
@@ -48,7 +50,7 @@ def with_costs(
     how: How = "measured",
     known: Mapping[str, float] | None = None,
     on: str = "cpu",
-    limit: float = LIMIT,
+    limit: float | None = None,
 ) -> JointGraph:
     """Return the graph with the seconds of its ops and kept forms.
 
@@ -62,7 +64,7 @@ def with_costs(
         how: for this machine: ``measured``, or ``roofline`` from the fixed figures of `roofline.CPU`.
         known: seconds from `costs_of`: they go before all others, and what is known is not measured.
         on: torch's name of the device to measure on.
-        limit: seconds that measuring may take, more or less.
+        limit: seconds that measuring may take, more or less; None: as `seconds_to_measure` says.
     """
     sheet, known = _Sheet.of(graph), known or {}
     if device is not None or how == "roofline":
@@ -70,9 +72,14 @@ def with_costs(
         seconds = {key: rates.seconds(work) for key, work in sheet.works.items()}
     else:
         unknown = [key for key in _most_wanted_first(graph, sheet) if key not in known]
-        measured = _measured(graph, sheet, unknown, on, limit)
+        measured = _measured(graph, sheet, unknown, on, seconds_to_measure(on) if limit is None else limit)
         seconds = _completed(measured | {k: s for k, s in known.items() if k in sheet.works}, sheet.works)
     return _priced(_with_scratch(graph, sheet, on), sheet, {**seconds, **known})
+
+
+def seconds_to_measure(on: str) -> float:
+    """Return the seconds that measuring may take. ``on``: torch's name of the device."""
+    return LIMIT if torch.device(on).type == "cpu" else CARD_LIMIT
 
 
 def costs_of(graph: JointGraph) -> dict[str, float]:
@@ -309,7 +316,7 @@ def _measured(graph: JointGraph, sheet: _Sheet, keys: list[str], on: str, limit:
                 clock.refused[key] = "it is not torch's own, and is not run on made-up tensors"
                 continue
             try:
-                if torch.device(on).type != "cpu":
+                if torch.device(on).type != "cpu" and sheet.timed[key]:  # a form that is only read directly has no call
                     clock.scratch[key] = held_on(on, _ready(graph, sheet.timed[key][0].call, on))
                 clock.seconds[key] = sum(_taken(graph, one, on) for one in sheet.timed[key])
             except Exception as error:  # whatever a kernel objects to in made-up arguments

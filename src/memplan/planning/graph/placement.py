@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.devices import Device
 from memplan.errors import DeviceError
 from memplan.trace.recording.session import Target, own_card
@@ -38,8 +39,8 @@ class Home:
 
     @property
     def target(self) -> Target:
-        """Target to record the unplanned step for."""
-        return Target(HOST) if self.card is None else Target(self.card.name, self.card)
+        """Target to record the unplanned step for, with the workspaces of the cuDNN that will run."""
+        return Target(HOST) if self.card is None else Target(self.card.name, self.card, cudnn=find_cudnn(None))
 
 
 def home_of(step: nn.Module, tensors: Iterable[torch.Tensor]) -> Home:

@@ -34,7 +34,8 @@ from memplan.planning.graph.joint_graph import RESIDENT, GraphOp, JointGraph, Ke
 from memplan.planning.graph.op_schema import NUMBERS, arguments_of, is_dense, itemsize
 from memplan.planning.graph.precision import Save
 from memplan.planning.levers.lever import Called, Grade, Lever, PlannedStep, Reason, Situation
-from memplan.planning.ops.pieces import GROUP, PIECE, packed, quantized_bytes, quantized_piece
+from memplan.planning.ops.pieces import GROUP, most, packed, quantized_bytes, quantized_piece
+from memplan.trace.records import HOST
 
 NAME = "encode"
 _LATER = -1
@@ -265,7 +266,7 @@ def _lossy(
         codec = "uint8" if maker.target in _NEVER_BELOW_0 and maker.outputs[0] == value.id else "int8"
         size = quantized_bytes(elements)
         form = _flat(value, codec, size)
-        held = quantized_piece(elements)
+        held = min(quantized_piece(elements, value.place), elements)
         scratch = 4 * held + 4 * held * (value.dtype != "float32") + 32 * (1 + held // GROUP) + NUMBERS
         above = 4 * held * (codec == "uint8")
         decoding = scratch if value.dtype != "float32" else NUMBERS
@@ -285,7 +286,7 @@ def _encoding(
     graph: JointGraph, value: Value, maker: GraphOp, readers: Iterable[GraphOp]
 ) -> tuple[KeptForm, Value] | None:
     """The one encoding of a value, if there is one, and its encoded form."""
-    piece = min(PIECE, prod(value.shape))
+    piece = min(most(value.place), prod(value.shape))
     if value.dtype == "bool":
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
@@ -308,10 +309,16 @@ def _encoding(
         return None
     codec, direct = max(kinds.items(), key=lambda item: len(item[1]))
     form = KeptForm(
-        NAME, value.id, _LATER, codec, store_scratch=piece + NUMBERS, whole=False,
+        NAME, value.id, _LATER, codec, store_scratch=piece * _packing(value.place) + NUMBERS, whole=False,
         direct=tuple(op.index for op in direct), direct_scratch=max(_direct_scratch(graph, op) for op in direct),
     )  # fmt: skip
     return form, _flat(value, codec, packed(prod(value.shape)))
+
+
+def _packing(place: str) -> int:
+    """Tensors of a byte for each element that are there while a piece is packed. On a card, where numpy does not pack,
+    these are the flags, themselves once more where the last byte is not full, their weights, and the bits."""
+    return 1 if place == HOST else 4
 
 
 def _flat(value: Value, codec: str, size: int) -> Value:
@@ -351,7 +358,7 @@ def reads_bits(graph: JointGraph, op: GraphOp, value: int) -> str | None:
 def _direct_scratch(graph: JointGraph, op: GraphOp) -> int:
     direct = DIRECT[op.target]
     like = graph.values[arguments_of(op.target, op.args, op.kwargs)[direct.same].value]
-    return min(PIECE, prod(like.shape)) * (1 + direct.buffers * itemsize(like.dtype)) + NUMBERS
+    return min(most(like.place), prod(like.shape)) * (1 + direct.buffers * itemsize(like.dtype)) + NUMBERS
 
 
 def _converted(value: int, dtype: str) -> Called:

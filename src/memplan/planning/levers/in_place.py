@@ -31,6 +31,7 @@ from memplan.planning.graph.op_schema import (
 )
 from memplan.planning.levers.lever import Lever, PlannedStep, Reason
 from memplan.planning.ops.pieces import channels, groups, piece, rows
+from memplan.trace.records import HOST
 
 ELEMENTWISE = frozenset(
     """
@@ -266,10 +267,15 @@ class Piecewise:
     spatial: bool = False
     """Whether a sample's channel must have more than one element: where it has one, torch's kernel takes several
     channels at once, and which ones it takes together can change the last bit."""
+    on_card: bool = False
+    """Whether its pieces fill a card: norms there have one block of threads for each row or channel, so that a piece
+    takes as long as the whole."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], wanted: Value) -> bool:
         """Return whether it suits these arguments, and is worth it: its pieces take at most half of the saving."""
         if (self.contiguous and not is_contiguous(wanted)) or not arguments.get("output_mask", (True,))[0]:
+            return False
+        if not self.on_card and wanted.place != HOST:
             return False
         if self.spatial and prod(wanted.shape[2:]) == 1:
             return False
@@ -285,7 +291,7 @@ class Piecewise:
 
 def _of_elements(buffers: int) -> Callable[[Mapping[str, Any], Sequence[Value], Value], int]:
     def scratch(_: Mapping[str, Any], __: Sequence[Value], wanted: Value) -> int:
-        return buffers * piece(prod(wanted.shape)) * itemsize(wanted.dtype) + NUMBERS
+        return buffers * piece(prod(wanted.shape), wanted.place) * itemsize(wanted.dtype) + NUMBERS
 
     return scratch
 
@@ -299,7 +305,7 @@ def _of_rows(arguments: Mapping[str, Any], _: Sequence[Value], wanted: Value) ->
 
 
 def _of_samples(_: Mapping[str, Any], __: Sequence[Value], wanted: Value) -> int:
-    count = rows(wanted.shape, len(wanted.shape) - 1)[1]
+    count = rows(wanted.shape, len(wanted.shape) - 1, wanted.place)[1]
     return count * prod(wanted.shape[1:]) * itemsize(wanted.dtype) + NUMBERS
 
 
@@ -329,7 +335,7 @@ def _in_channels(target: str, operand: str, own: int, copied: int, *beside: str)
 
 PIECEWISE: Mapping[str, Piecewise] = {
     "aten.hardswish_backward.default": Piecewise(
-        "memplan.hardswish_backward_.default", "grad_output", _of_elements(1), ("self",), contiguous=False
+        "memplan.hardswish_backward_.default", "grad_output", _of_elements(1), ("self",), contiguous=False, on_card=True
     ),
     "aten.native_batch_norm_backward.default": _in_channels(
         "memplan.native_batch_norm_backward_.default", "grad_out", 2, 2, "input"
@@ -342,16 +348,22 @@ PIECEWISE: Mapping[str, Piecewise] = {
         "memplan.native_dropout_.default", "input", _of_elements(1), contiguous=False
     ),
     "aten.native_dropout_backward.default": Piecewise(
-        "memplan.native_dropout_backward_.default", "grad_output", _of_elements(2), ("mask",), contiguous=False
+        "memplan.native_dropout_backward_.default",
+        "grad_output",
+        _of_elements(2),
+        ("mask",),
+        contiguous=False,
+        on_card=True,
     ),
     "aten.native_group_norm.default": Piecewise("memplan.native_group_norm_.default", "input", _of_groups),
     "aten.native_layer_norm.default": Piecewise("memplan.native_layer_norm_.default", "input", _of_rows),
     "aten.native_layer_norm_backward.default": Piecewise(
         "memplan.native_layer_norm_backward_.default", "grad_out", _of_rows, ("input",), whole_too=True
     ),
-    CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _of_samples),
+    CROSS_ENTROPY: Piecewise("memplan.cross_entropy_backward_.default", "log_probs", _of_samples, on_card=True),
 }
-"""Forms of the engine's own. They go by the CPU's kernels, which treat rows, channels and groups each by itself."""
+"""Forms of the engine's own. Those of norms go by the CPU's kernels, which treat rows, channels and groups each by
+itself."""
 
 
 class InPlace(Lever):

@@ -18,19 +18,20 @@ from memplan.planning.levers import chunk_convolutions  # noqa: F401  # pyright:
 from memplan.planning.levers import in_place as forms
 from memplan.planning.ops import int8  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers its ops
 from memplan.planning.ops.custom_ops import LIBRARY, define, in_memory
-from memplan.planning.ops.pieces import PIECE, channels, groups, packed, rows
+from memplan.planning.ops.pieces import channels, groups, most, packed, rows
 
 _ATEN = torch.ops.aten
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Pieces of tensors of one layout, in the order of memory."""
-    return zip(*(in_memory(one).split(forms.piece(one.numel())) for one in tensors), strict=True)
+    return zip(*(in_memory(one).split(forms.piece(one.numel(), one.device.type)) for one in tensors), strict=True)
 
 
 def _with_bits(bits: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same, each with its part of the bits before it: PIECE is a multiple of 8."""
-    return zip(bits.split(PIECE // 8), *(in_memory(one).split(PIECE) for one in tensors), strict=True)
+    """The same, each with its part of the bits before it: a piece is a multiple of 8."""
+    piece = most(bits.device.type)
+    return zip(bits.split(piece // 8), *(in_memory(one).split(piece) for one in tensors), strict=True)
 
 
 # -- bits
@@ -47,9 +48,10 @@ def _pack(flags: Tensor) -> Tensor:
 
 
 def _pack_by_torch(flags: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8)
+    short = -flags.numel() % 8
+    padded = torch.nn.functional.pad(flags, (0, short)) if short else flags
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=flags.device)
-    return (padded * weights).sum(1, dtype=torch.uint8)
+    return (padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
 
 
 def _unpack(bits: Tensor, count: int) -> Tensor:
@@ -261,7 +263,7 @@ def _cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Some samples at a time; classes are in dimension 1. The result may be the log-probabilities' own memory."""
     loss = (_ATEN.nll_loss_backward if log_probs.dim() == 2 else _ATEN.nll_loss2d_backward).grad_input
-    step = rows(log_probs.shape, log_probs.dim() - 1)[1]
+    step = rows(log_probs.shape, log_probs.dim() - 1, log_probs.device.type)[1]
     for start in range(0, log_probs.shape[0], step):
         part = slice(start, start + step)
         piece = log_probs[part]
