@@ -32,34 +32,43 @@ from memplan.cudnn.ask import ask  # noqa: E402
 from memplan.cudnn.cudnn_library import Cudnn, find_cudnn  # noqa: E402
 from memplan.cudnn.described_card import properties  # noqa: E402
 from memplan.cudnn.questions import Plans, Question  # noqa: E402
-from memplan.cudnn.stored_answers import MEASURED, SHIPPED, Measured, OfCard, Shipped, digest_of  # noqa: E402
+from memplan.cudnn.stored_answers import (  # noqa: E402
+    MEASURED,
+    SHIPPED,
+    AllMeasured,
+    Measured,
+    OfCard,
+    Shipped,
+    digest_of,
+)
 from memplan.devices import find  # noqa: E402
 
 CARDS = ("a100-80gb", "h100", "rtx4090", "t4")
 EXAMPLES = ("resnet18", "unet3d")
 
 
-def measured(environment: str) -> Measured:
-    """What the real card took for each question of the golden files that were recorded with this cuDNN."""
+def measured(environment: str) -> AllMeasured:
+    """What each real card took for each question of the golden files that were recorded with this cuDNN."""
     library = find_cudnn(environment)
-    found: dict[str, set[int]] = {}
-    cards, releases = set[str](), set[str]()
+    assert library is not None, "it was found when it was asked for"
+    found: dict[tuple[str, str], dict[str, set[int]]] = {}
     for golden in map(golden_file.read, golden_file.find(ROOT / "goldens")):
         asks = any("convolution" in name for name in golden.calls or {})
-        if not asks or golden.name in accuracy.BENCHMARK or library is None:
+        if not asks or golden.name in accuracy.BENCHMARK or golden.versions["cudnn"] != library.version:
             continue
-        if golden.versions["cudnn"] == library.version:
-            cards.add(find(golden.gpu).name)
-            releases.add(golden.torch)
-            for row in accuracy.rows_of(golden, environment):
-                if not isinstance(row, str):
-                    found.setdefault(row.question.key, set()).add(row.took)
-    (card,), (release,) = cards, releases
-    assert library is not None, "a card has goldens with it"
+        of = found.setdefault((find(golden.gpu).name, golden.torch), {})
+        for row in accuracy.rows_of(golden, environment):
+            if not isinstance(row, str):
+                of.setdefault(row.question.key, set()).add(row.took)
+    return AllMeasured(tuple(agreeing(*key, library.version, of) for key, of in sorted(found.items())))
+
+
+def agreeing(card: str, release: str, version: int, found: dict[str, set[int]]) -> Measured:
+    """What one card took, without the questions that took different sizes."""
     doubtful = [key for key, sizes in found.items() if len({accuracy.blocks(size) for size in sizes}) > 1]
-    print(f"{len(found)} questions, {len(doubtful)} of which took different sizes and are left out: {doubtful}")
+    print(f"{card}: {len(found)} questions, {len(doubtful)} of which took different sizes and are left out: {doubtful}")
     kept = {key: max(sizes) for key, sizes in sorted(found.items()) if key not in doubtful}
-    return Measured(card, library.version, release, kept)
+    return Measured(card, version, release, kept)
 
 
 def questions(version: str) -> list[Question]:
@@ -103,7 +112,7 @@ def sizes(plans: Plans) -> Plans:
     return tuple(plan for plan in plans if plan.workspace not in seen and not seen.add(plan.workspace))
 
 
-def write(path: Path, value: Measured | Shipped) -> None:
+def write(path: Path, value: AllMeasured | Shipped) -> None:
     """Write a file that is the same for the same values."""
     path.parent.mkdir(exist_ok=True)
     text = json.dumps(astuple(value), separators=(",", ":"))

@@ -51,6 +51,13 @@ class Measured:
     workspaces: dict[str, int]
 
 
+@dataclass(frozen=True)
+class AllMeasured:
+    """What each real card took."""
+
+    cards: tuple[Measured, ...]
+
+
 def digest_of(described: Mapping[str, Any]) -> str:
     """Return a short text that is equal for equal descriptions of a card."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:8]
@@ -68,8 +75,8 @@ def shipped(card: str, version: int, described: Mapping[str, Any]) -> Mapping[st
 
 def measured(card: str, version: int) -> Mapping[str, int]:
     """Return the bytes that workspaces took on the real card with this cuDNN, by the key of the question."""
-    found = _measured()
-    return found.workspaces if (found.card, found.version) == (card, version) else {}
+    of = (one for one in _measured().cards if (one.card, one.version) == (card, version))
+    return next((one.workspaces for one in of), {})
 
 
 def versions() -> tuple[int, ...]:
@@ -83,8 +90,8 @@ def _shipped() -> Shipped:
 
 
 @functools.cache
-def _measured() -> Measured:
-    return from_plain(Measured, parse(_text(MEASURED)), "it", rows=True)
+def _measured() -> AllMeasured:
+    return from_plain(AllMeasured, parse(_text(MEASURED)), "it", rows=True)
 
 
 def _text(file: Path) -> str:
