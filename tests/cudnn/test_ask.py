@@ -70,9 +70,9 @@ def test_no_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_cannot_be_described_is_said() -> None:
-    found = ask(NOWHERE, find("v100"), [FORWARD])
+    found = ask(NOWHERE, replace(find("v100"), name="unheard", bandwidth=None), [FORWARD])
     assert found.plans == {}
-    assert found.said[0].startswith("cuDNN 9.19.0 was not asked: the clocks of v100")
+    assert found.said[0].startswith("cuDNN 9.19.0 was not asked: the clocks of unheard")
 
 
 @needs_cuda_torch

@@ -12,7 +12,7 @@ from dry_torch import ENVIRONMENT, needs_cuda_torch
 from memplan.cudnn.cudnn_library import find_cudnn
 from memplan.cudnn.described_card import properties
 from memplan.cudnn.worker_process import ask_worker
-from memplan.devices import find, hardware_of
+from memplan.devices import described, find, hardware_of
 from memplan.dry.library import SOURCES
 from memplan.errors import DeviceError
 
@@ -38,9 +38,19 @@ def test_figures_of_a_card() -> None:
     assert told["totalGlobalMem"] == card.capacity
 
 
-def test_a_card_without_clocks_cannot_be_described() -> None:
-    with pytest.raises(DeviceError, match="the clocks of v100"):
-        properties(find("v100"))
+def test_clocks_that_are_not_known_follow_from_the_speeds() -> None:
+    """Checked on the cards of which both are known."""
+    for name in described():
+        told, known = properties(replace(find(name), name="another")), hardware_of(find(name))
+        assert told["smClockRateKHz"] == pytest.approx(known.clock, rel=0.006), name
+        moved = told["memClockRateKHz"] * told["memoryBusWidth"]
+        assert moved == pytest.approx(known.memory_clock * known.bus, rel=0.004), name
+    assert properties(find("l40s"))["smClockRateKHz"] == 2520000  # NVIDIA L40S, boost clock of the data sheet
+
+
+def test_a_card_of_which_too_little_is_known_cannot_be_described() -> None:
+    with pytest.raises(DeviceError, match="the clocks of unheard"):
+        properties(replace(find("h100"), name="unheard", bandwidth=None))
 
 
 @needs_cuda_torch

@@ -32,6 +32,7 @@ _CLOCKS: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "rtx4090": (2520, 10501, 384, ("clock and bus: cputronic.com (copy)", f"{_BUS} (computed)")),
     "h100": (1980, 2619, 5120, ("clock: glennklockwood.com (copy)", "bus: archive-lib.hpctech.co.jp (copy)",
                                 f"{_BUS} (computed)")),
+    "h200": (1980, 3201, 6016, ("clocks and bus: cuDeviceGetAttribute on one, driver 580.159.04 (measured)",)),
 }  # fmt: skip
 """Highest clock of the multiprocessors and of the memory in MHz, width of the memory bus in bits, sources."""
 
@@ -57,12 +58,17 @@ class Hardware:
 
 
 def described() -> tuple[str, ...]:
-    """Return the names of the cards that `hardware_of` has figures for."""
+    """Return the names of the cards of which `hardware_of` has all figures."""
     return tuple(sorted(_CLOCKS))
 
 
-def hardware_of(card: Device) -> Hardware:
+def hardware_of(card: Device, *, estimated: bool = False) -> Hardware:
     """Return what the driver says of a card of the catalogue.
+
+    Args:
+        card: of the catalogue.
+        estimated: whether clocks that are not known may follow from the data sheet's speeds: what only chooses by them
+            need not have them exactly.
 
     Raises:
         DeviceError: a card of which these figures are not known.
@@ -72,6 +78,8 @@ def hardware_of(card: Device) -> Hardware:
         232448
     """
     clocks, limits = _CLOCKS.get(card.name), _LIMITS.get(card.architecture)
+    if clocks is None and estimated:
+        clocks = _estimated(card)
     if clocks is None or limits is None or card.l2 is None:
         raise DeviceError(
             f"the clocks of {card.name}, which a described card has to have, are not in the catalogue",
@@ -84,3 +92,21 @@ def hardware_of(card: Device) -> Hardware:
         clock * 1000, memory_clock * 1000, bus, card.l2, shared * KIB, of_block * KIB, THREADS[card.architecture],
         blocks, REGISTERS, (*sources, _LIMITS_SOURCE),
     )  # fmt: skip
+
+
+_LANES: dict[tuple[int, int], int] = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
+"""Units for float32 of a multiprocessor (CUDA programming guide); 128 in the other architectures."""
+_BUS_OF_HBM, _BUS_OF_GDDR = 5120, 256
+_HBM = {(7, 0), (8, 0), (9, 0), (10, 0)}
+
+
+def _estimated(card: Device) -> tuple[int, int, int, tuple[str, ...]] | None:
+    """Clocks that give the data sheet's speeds, two operations a clock and two transfers a clock; the width of the bus
+    is a usual one."""
+    flops, bandwidth = card.flops.get("float32"), card.bandwidth
+    if flops is None or bandwidth is None:
+        return None
+    units = card.multiprocessors * _LANES.get(card.architecture, 128)
+    bus = _BUS_OF_HBM if card.architecture in _HBM else _BUS_OF_GDDR
+    clock, memory_clock = flops / (2 * units) / 1e6, bandwidth * 8 / (2 * bus) / 1e6
+    return round(clock), round(memory_clock), bus, ("clocks: computed from the speeds of the data sheet",)

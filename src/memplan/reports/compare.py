@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
@@ -199,7 +200,7 @@ def dumps_beside(explanation: str, beside: Beside) -> str:
 
 def beside_to_dict(beside: Beside) -> dict[str, Any]:
     """Return plain data. All sizes are bytes."""
-    peaks = [{"part": row.part, "predicted": row.predicted, "measured": row.measured} for row in beside.peaks]
+    peaks = [dataclasses.asdict(row) for row in beside.peaks]
     return {"peaks": peaks, "comparison": json.loads(dumps(beside.comparison))}
 
 
@@ -212,7 +213,7 @@ def render_beside(beside: Beside, page: Page, top: int = 12) -> Iterator[Rendera
     """Yield the parts of the report as rich renderables, in order."""
     fields = [
         Field("Beside the prediction: peak of", lambda row: row.part),
-        number_field("predicted", lambda row: row.predicted),
+        Field("predicted", _predicted, right=True),
         number_field("measured", lambda row: row.measured),
         Field("off", _off, right=True),
     ]
@@ -225,5 +226,13 @@ def render_beside(beside: Beside, page: Page, top: int = 12) -> Iterator[Rendera
         yield from render(beside.comparison, page, top)
 
 
+def _predicted(row: Peak) -> str:
+    low, high = format_bytes(row.low), format_bytes(row.predicted)
+    return high if row.low == row.predicted else f"{low} to {high}"
+
+
 def _off(row: Peak) -> str:
-    return "0" if row.predicted == row.measured else "-" if row.off is None else f"{100 * row.off:+.3f} %"
+    if row.off is None:
+        return "-"
+    within = row.low != row.predicted and row.off == 0
+    return "within" if within else "0" if row.off == 0 else f"{100 * row.off:+.3f} %"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import memplan
 from memplan.errors import InputError, StepError
+from memplan.integrations.scripts import process
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
@@ -183,3 +186,21 @@ def test_a_loop_that_meets_no_model_is_ended_with_its_line(tmp_path: Path, monke
     command = _written(tmp_path, "import time\nwhile True:\n    time.sleep(0.1)\n")
     with pytest.raises(StepError, match=r"not at its second update when its time was over.*script\.py:3"):
         run_script(Request(command, device="cpu", limit=-28.0))
+
+
+@pytest.mark.parametrize(("device", "starts"), [(None, True), ("cuda", True), ("cuda:0", True), ("h100", False)])
+def test_a_card_is_started_before_files_are_refused(
+    device: str | None, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else CUDA says that there is none."""
+    order = list[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: order.append("the card"))
+    monkeypatch.setattr(process, "_keep_files", lambda _: order.append("the barrier"))
+    monkeypatch.setattr(process, "recorded", lambda *_: order.append("the script"))
+    monkeypatch.setattr(process, "_end", lambda: None)
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "request").write_bytes(pickle.dumps(Request(_written(tmp_path, LOOP), device)))
+    process.answer(str(tmp_path))
+    assert order == ["the card"] * starts + ["the barrier", "the script"]

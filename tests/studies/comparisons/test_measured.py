@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 from steps import STEPS
 
 import memplan
+from memplan._bytes import format_bytes
+from memplan.reports.compare import print_beside
 from memplan.studies.comparisons.measured import Peak, beside
 from memplan.trace.records import Counters
 from memplan.trace.trace import Trace
@@ -15,7 +18,7 @@ from memplan.trace.trace import Trace
 
 @pytest.fixture(scope="module")
 def predicted() -> Trace:
-    return memplan.record(STEPS["autocast"], device="h100")
+    return memplan.record(STEPS["frozen_and_tied"], device="h100")
 
 
 def measured(predicted: Trace, more: int) -> Trace:
@@ -53,5 +56,25 @@ def test_the_two_steps_are_compared_by_cause(predicted: Trace) -> None:
 
 
 def test_how_far_off() -> None:
-    assert Peak("step 1", 90, 100).off == pytest.approx(-0.1)
-    assert Peak("building", 0, 0).off is None
+    assert Peak("step 1", 90, 90, 100).off == pytest.approx(-0.1)
+    assert Peak("building", 0, 0, 0).off is None
+    assert Peak("step 1", 90, 110, 100).off == 0
+    assert Peak("step 1", 110, 150, 100).off == pytest.approx(0.1)
+    assert Peak("step 1", 50, 75, 100).off == pytest.approx(-0.25)
+
+
+def test_workspaces_that_are_not_known_make_an_interval() -> None:
+    """Without cuDNN's answers a convolution's workspace is one: what was measured in the low case lies within."""
+    trace = memplan.record(STEPS["convolutions_3d"], device="h100", cudnn=False)
+    low = memplan.simulate(trace, workspace="low")
+    counters = tuple(Counters(one.peak_allocated, one.peak_reserved) for one in (low.build, *low.steps))
+    found = beside(trace, replace(trace, origin="measured", counters=counters), "net")
+    last = found.peaks[-2]
+    assert last.low == last.measured < last.predicted
+    assert last.off == 0
+    assert not found.same
+    text = StringIO()
+    print_beside(found, text)
+    row = next(line for line in text.getvalue().splitlines() if line.startswith("step 2 "))
+    assert f"{format_bytes(last.low)} to {format_bytes(last.predicted)}" in row
+    assert row.split()[-1] == "within"

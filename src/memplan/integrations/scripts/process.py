@@ -17,12 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from memplan.dry.library import cache_folder
 from memplan.errors import MemplanError, StepError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.kernel_barrier import refuse_writes
 from memplan.integrations.scripts.recorded import recorded
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.trace.measure import is_cuda
 
 _REQUEST, _ANSWER, _ERROR = "request", "answer", "error"
 _WORLD, _OUT, _SAID = "world", "out", "err"
@@ -110,6 +113,8 @@ def answer(folder: str) -> NoReturn:
     sys.path[:] = [entry for entry in sys.path if entry]  # python -c puts the working directory first
 
     if not request.writes:
+        if request.device is None or is_cuda(request.device):
+            _start_cuda()
         _keep_files(folder)
 
     def give_up(error: MemplanError) -> NoReturn:
@@ -123,13 +128,20 @@ def answer(folder: str) -> NoReturn:
     _end()
 
 
+def _start_cuda() -> None:
+    """Let CUDA start while nothing is refused: afterwards it says that there is no GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 def _keep_files(folder: str) -> None:
-    """Let this process write nowhere but in its folder, and in the cache of what an asked cuDNN answers."""
+    """Let this process write nowhere but in its folder, in the cache of what an asked cuDNN answers, and to the system
+    itself."""
     own = cache_folder().parent
     with suppress(OSError):
         os.makedirs(own, exist_ok=True)
     tempfile.tempdir = os.environ["TMPDIR"] = os.path.join(folder, _WORLD)
-    refuse_writes((folder, str(own), "/dev"))
+    refuse_writes((folder, str(own), "/dev", "/proc"))
 
 
 # of the real file system: a script may be in the middle of its run, when others stand in their place

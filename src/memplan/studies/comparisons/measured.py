@@ -18,13 +18,18 @@ class Peak:
 
     part: str
     """``building``, ``step 1``, ...; with ``, reserved`` for what the caching allocator held."""
+    low: int
+    """Bytes predicted where workspaces that are not known take the least."""
     predicted: int
+    """Bytes predicted where they take the most; the same where all are known."""
     measured: int
 
     @property
     def off(self) -> float | None:
-        """Return how far the prediction is off, as a share of what was measured; None of nothing."""
-        return self.predicted / self.measured - 1 if self.measured else None
+        """Return how far the prediction is off, as a share of what was measured; of an interval, how far from its
+        nearer end, 0 within; None of nothing."""
+        nearest = min(max(self.measured, self.low), max(self.low, self.predicted))
+        return nearest / self.measured - 1 if self.measured else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class Beside:
     @property
     def same(self) -> bool:
         """Return whether every peak is as predicted, to the byte."""
-        return all(peak.predicted == peak.measured for peak in self.peaks)
+        return all(peak.low == peak.predicted == peak.measured for peak in self.peaks)
 
 
 def beside(predicted: Trace, measured: Trace, title: str, *, settings: str | None = None) -> Beside:
@@ -50,11 +55,12 @@ def beside(predicted: Trace, measured: Trace, title: str, *, settings: str | Non
         title: what to call the step.
         settings: of the caching allocator, in both.
     """
-    timeline = simulate(predicted, settings=settings)
+    least, most = (simulate(predicted, settings=settings, workspace=case) for case in ("low", "high"))
     parts = ("building", *(f"step {number + 1}" for number in range(len(measured.counters) - 1)))
     rows = list[Peak]()
-    for part, found, counted in zip(parts, (timeline.build, *timeline.steps), measured.counters, strict=False):
-        rows += _rows(part, found, counted)
+    cases = zip((least.build, *least.steps), (most.build, *most.steps), strict=True)
+    for part, (low, high), counted in zip(parts, cases, measured.counters, strict=False):
+        rows += _rows(part, low, high, counted)
     one, other = (
         of_trace(trace, f"{title}, {name}", settings=settings)
         for name, trace in (("predicted", predicted), ("measured", measured))
@@ -62,8 +68,8 @@ def beside(predicted: Trace, measured: Trace, title: str, *, settings: str | Non
     return Beside(tuple(rows), Comparison(one, other))
 
 
-def _rows(part: str, found: StepPeak, counted: Counters) -> list[Peak]:
+def _rows(part: str, low: StepPeak, high: StepPeak, counted: Counters) -> list[Peak]:
     return [
-        Peak(part, found.peak_allocated, counted.allocated),
-        Peak(f"{part}, reserved", found.peak_reserved, counted.reserved),
+        Peak(part, low.peak_allocated, high.peak_allocated, counted.allocated),
+        Peak(f"{part}, reserved", low.peak_reserved, high.peak_reserved, counted.reserved),
     ]
