@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +46,8 @@ def _cells(title: str, one: Row, row: Row) -> tuple[str, ...]:
     given = row.get("given", row["budget"])
     budget = "" if given is None else f"{given / GB:.2f}"
     if "error" in row:
-        return *head, budget, NONE, "", "", row["error"].replace("|", "/")
+        said = shorten(row["error"].replace("|", "/").removeprefix("memplan.errors."), 100, placeholder=" ...")
+        return *head, budget, NONE, "", "", said
     low, high = row["quartiles"]
     held = "" if given is None else "yes" if row["reserved"] <= given else "**no**"
     moved = row.get("moved")
