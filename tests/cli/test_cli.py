@@ -39,6 +39,11 @@ def test_version() -> None:
     assert CliRunner().invoke(main, ["--version"]).stdout == f"memplan, version {memplan.__version__}\n"
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "memplan", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == f"memplan, version {memplan.__version__}\n"
+
+
 def test_an_unknown_command_gets_the_nearest() -> None:
     result = CliRunner().invoke(main, ["explian"])
     assert result.exit_code == 2

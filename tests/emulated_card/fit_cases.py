@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import memplan
 from memplan.errors import BudgetError, DeviceError
 from memplan.planning.cost import op_timing
+from memplan.planning.graph.placement import BLOCK
+from memplan.planning.levers import encode
+from memplan.planning.ops import pieces
 from memplan.verification.measurement import free_memory
 
 WIDTH, TOKENS, WORDS = 64, 128, 100
@@ -239,6 +242,34 @@ def test_running_statistics_are_updated_once() -> None:
     assert int(statistics["norms.0.num_batches_tracked"]) == 1
 
 
+def test_pieces_on_a_card_hold_no_more_than_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece, ops = 1 << 20, torch.ops.memplan
+    monkeypatch.setattr(pieces, "CARD_PIECE", piece)
+    monkeypatch.setattr(pieces, "CARD_LEAST", piece >> 4)
+    x, gradient = torch.randn(2, piece + 5, device="cuda"), torch.randn(2, piece + 5, device="cuda")
+    bits, half = ops.pack_bits(x, "sign"), x.bfloat16()
+    flags = ops.unpack_bits(bits, x.shape, x.stride())
+    some = pieces.quantized_piece(x.numel(), "cuda")
+    packing, direct = piece * encode._packing("cuda"), {one.target: one.buffers for one in encode.DIRECT.values()}
+    read = {
+        name: piece * (1 + 4 * direct[f"memplan.{name}_bits"])
+        for name in ("threshold_backward", "native_dropout_backward")
+    }
+    said: dict[Callable[[], Any], int] = {
+        lambda: ops.pack_bits(x, "sign"): packing,
+        lambda: ops.pack_bits(x, "positive"): packing,
+        lambda: ops.pack_bits(flags, "bits"): packing,
+        lambda: ops.unpack_bits(bits, x.shape, x.stride()): piece,
+        lambda: ops.threshold_backward_bits(gradient, bits, 0): read["threshold_backward"],
+        lambda: ops.native_dropout_backward_bits_(gradient, bits, 1.1): read["native_dropout_backward"],
+        lambda: ops.quantize(x, True): 5 * some,
+        lambda: ops.quantize(half, False): 13 * some,
+        lambda: ops.hardswish_backward_(gradient, x): 4 * pieces.piece(x.numel(), "cuda"),
+    }
+    held = [op_timing.held_on("cuda:0", call) for call in said]
+    assert all(0 < one <= most + 8 * BLOCK for one, most in zip(held, said.values(), strict=True)), held
+
+
 class OtherNorms(nn.Module):
     """Rounds differently where cuDNN is on, as its norms do, also in the pass that a checkpoint runs again."""
 
@@ -300,7 +331,7 @@ class Cancelling(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("fits", [False, True])
+@pytest.mark.parametrize("fits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_tf32_would_hide_is_compared_without(fits: bool) -> None:
     torch.manual_seed(0)
     model, x = Cancelling().cuda(), torch.randn(8192, 64, device="cuda")

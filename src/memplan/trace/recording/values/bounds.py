@@ -246,6 +246,7 @@ _FORMS: Mapping[str, _Form] = {
     "aten.repeat_interleave.Tensor": _Form(_repeats, lambda given, taken: given["repeats"].new_empty(taken)),
     **{f"aten.{name}": _Form(_rows, _distinct_rows) for name in _UNIQUE},
     "torchvision.nms.default": _Form(  # indices of the boxes that are left
-        lambda given, range_of: given["dets"].shape[0], lambda given, taken: given["dets"].new_empty(taken, dtype=_INDEX)
+        lambda given, range_of: given["dets"].shape[0],
+        lambda given, taken: given["dets"].new_empty(taken, dtype=_INDEX),
     ),
 }
