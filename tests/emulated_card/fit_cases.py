@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.errors import BudgetError, DeviceError
+from memplan.errors import BudgetError, DeviceError, VerificationError
 from memplan.planning.cost import op_timing
 from memplan.planning.graph.placement import BLOCK
 from memplan.planning.levers import encode
 from memplan.planning.ops import pieces
+from memplan.rewriting.engine import Engine
 from memplan.verification.measurement import free_memory
 
 WIDTH, TOKENS, WORDS = 64, 128, 100
@@ -298,6 +299,27 @@ def test_norms_that_are_torchs_own_in_the_plan_alone_are_proven_beside_torchs_ow
     assert proof.torch_kernels
     assert "torch's own norms and recurrent layers in place of cuDNN's" in str(proof)
     assert proof.gradients.tensors == 3 * 8  # every step was compared
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("made", ["OtherNorms", "Cancelling"])
+def test_a_wrong_plan_is_refused_where_bits_are_not_eager_modes(
+    made: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that a plan is held against has to run without it."""
+    torch.manual_seed(0)
+    model, x = globals()[made]().cuda(), torch.randn(8192, 64, device="cuda")
+    plan = memplan.plan(model, x, budget="20 GiB")
+    run = Engine.run
+
+    def wrong(engine: Engine, *args: Any) -> Any:
+        return run(engine, *args) * (1 + 0.06 * share)
+
+    monkeypatch.setattr(Engine, "run", wrong)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with pytest.raises(VerificationError, match="NOT the same: the output is"):
+        memplan.fit(model, x, budget=(plan.floor + plan.eager_peak) // 2, pairs=0)
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
 
 
 @torch.library.custom_op("memplan_cases::product", mutates_args=())

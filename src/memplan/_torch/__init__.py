@@ -63,6 +63,7 @@ from memplan._torch.engine import (
     version_of,
     will_run,
     without_autocast,
+    without_call,
 )
 from memplan._torch.fake import (
     DATA_DEPENDENT,
@@ -347,6 +348,7 @@ __all__ = [
     "with_symbols",
     "with_threads",
     "without_autocast",
+    "without_call",
     "without_checkpoints",
     "without_vectors",
     "written_arguments",

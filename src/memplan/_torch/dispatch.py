@@ -128,10 +128,11 @@ def autocast_ops() -> list[str]:
 
 
 def op_of(name: str) -> Any:
-    """Return the op of a name ("aten::softmax.int", "torchvision::nms")."""
+    """Return the op of a name ("aten::softmax.int", "torchvision::nms"); None where kernels wait for one that nobody
+    has defined."""
     space, _, own = name.partition("::")
     base, _, overload = own.partition(".")
-    return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+    return getattr(getattr(getattr(torch.ops, space), base, None), overload or "default", None)
 
 
 class _Sees(TorchDispatchMode):

@@ -135,6 +135,18 @@ def attribute_names(own: Mapping[str, Any]) -> list[str]:
 # -- calls
 
 
+@contextmanager
+def without_call(module: nn.Module) -> Iterator[None]:
+    """Let a module be as it is without `set_call`: what is copied of its attributes meanwhile calls ``forward()``."""
+    own = vars(module)
+    kept = own.pop(_CALL, None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            own[_CALL] = kept
+
+
 def set_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
     """Make ``module(...)`` call this. Returns what restores the module."""
     own = module.__dict__

@@ -26,7 +26,7 @@ def read(what):
     except RuntimeError:
         return "mixed"
 def newer():
-    return [one.fp32_precision for one in (b.cudnn.conv, b.cudnn.rnn, b.cuda.matmul)]
+    return [one.fp32_precision for one in (b.cudnn.conv, b.cudnn.rnn, b.cuda.matmul, b.mkldnn.matmul)]
 def now():
     older = lambda: b.cudnn.allow_tf32, lambda: b.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision
     return [read(one) for one in older], newer(), b.cudnn.fp32_precision, b.fp32_precision

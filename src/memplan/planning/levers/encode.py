@@ -291,8 +291,8 @@ def _encoding(
         direct = [op for op in readers if reads_bits(graph, op, value.id) == "bits"]
         scratch = max((_direct_scratch(graph, op) for op in direct), default=0)
         form = KeptForm(
-            NAME, value.id, _LATER, "bits", fetch_scratch=piece, direct=tuple(op.index for op in direct),
-            direct_scratch=scratch,
+            NAME, value.id, _LATER, "bits", store_scratch=0 if value.place == HOST else piece * _packing(value.place),
+            fetch_scratch=piece, direct=tuple(op.index for op in direct), direct_scratch=scratch,
         )  # fmt: skip
         return form, _flat(value, "bits", packed(prod(value.shape)))
     dtype = _narrow(graph, value, maker)

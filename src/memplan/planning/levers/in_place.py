@@ -268,8 +268,8 @@ class Piecewise:
     """Whether a sample's channel must have more than one element: where it has one, torch's kernel takes several
     channels at once, and which ones it takes together can change the last bit."""
     on_card: bool = False
-    """Whether its pieces fill a card: norms there have one block of threads for each row or channel, so that a piece
-    takes as long as the whole."""
+    """Whether it is used on a card, too. Norms are not: they have one block of threads for each row or channel there,
+    so that a piece takes as long as the whole. Nor is what draws random numbers."""
 
     def suits(self, arguments: Mapping[str, Any], values: Sequence[Value], wanted: Value) -> bool:
         """Return whether it suits these arguments, and is worth it: its pieces take at most half of the saving."""

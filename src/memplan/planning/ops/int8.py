@@ -27,7 +27,7 @@ def _groups(flat: Tensor, form: Tensor, signed: bool) -> Iterator[tuple[Tensor, 
     count = flat.numel()
     codes = form[:count].view(torch.int8 if signed else torch.uint8)
     scales = form[-(-count // 4) * 4 :].view(torch.float32)
-    whole, piece = count // GROUP * GROUP, quantized_piece(count)
+    whole, piece = count // GROUP * GROUP, quantized_piece(count, flat.device.type)
     for begin in range(0, whole, piece):
         end = min(begin + piece, whole)
         some = scales[begin // GROUP : end // GROUP, None]

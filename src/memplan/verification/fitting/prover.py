@@ -147,16 +147,20 @@ class Prover:
 
         A plan has torch's own norms and recurrent layers in place of cuDNN's: where the step has them, too, the bits
         are the same. Where kernels add in whatever order threads come, or are fused, errors are measured from float64,
-        and those of the step run again are accepted; TF32 is off, as its errors can grow beyond all.
+        and those of the step run again are accepted. TF32 is off then: in a deep net its errors are as large as the
+        gradients (`card_kernels.float32_in_full`), and hide others.
         """
-        begin = self._trial("begin", call)
-        if sides.truth is None:
-            own = _torch.capturable_kernels if planned is not None else nullcontext
-            again = self._trial("the step run again", call, kernels=own)
+        with _torch.without_call(self._step):  # the plan is in place, and these sides are of the step without it
+            begin = self._trial("begin", call)
+            if sides.truth is None:
+                own = _torch.capturable_kernels if planned is not None else nullcontext
+                again = self._trial("the step run again", call, kernels=own)
+                sides = Sides(sides.reference, self._trial("float64", call, wide=True), again)
+        if sides.yardstick is not None and planned is not None and self._settings.engine == "graph":
             candidate.restart_as(begin)
-            if planned is not None and (proof := compare(Sides(again), candidate, _STEPS)).same:
+            proof = compare(Sides(sides.yardstick), candidate, _STEPS)
+            if proof.same:
                 return replace(proof, torch_kernels=True)
-            sides = Sides(sides.reference, self._trial("float64", call, wide=True), again)
         for side in filter(None, (sides.reference, sides.truth, sides.yardstick, candidate)):
             side.restart_as(begin)
         with card_kernels.float32_in_full():

@@ -30,7 +30,7 @@ def float32_in_full() -> Iterator[None]:
     kept, the older one and `fp32_precision`: it refuses to say the one where a program has set the other.
     """
     backends, cudnn = torch.backends, torch.backends.cudnn
-    settings = cudnn.conv, cudnn.rnn, backends.cuda.matmul
+    settings = cudnn.conv, cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul
     before, older = [one.fp32_precision for one in settings], None
     with suppress(RuntimeError):
         older = cudnn.allow_tf32, torch.get_float32_matmul_precision()

@@ -163,7 +163,8 @@ class Proof(Displayed):
         )
 
     def _apart_from_norms(self) -> str:
-        return " as with torch's own norms and recurrent layers in place of cuDNN's," if self.torch_kernels else ""
+        own = ", where the step without a plan has torch's own norms and recurrent layers in place of cuDNN's,"
+        return own if self.torch_kernels else ""
 
     def _rounding(self) -> str:
         """Describe the worst gradient, where rounding was allowed."""

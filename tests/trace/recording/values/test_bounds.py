@@ -298,3 +298,26 @@ def test_on_a_card_cudnn_takes_the_steps_of_packed_sequences(kind: Callable[...,
     trace = memplan.record(packed(kind, lambda: LENGTHS, True), device="h100")
     assert "aten._cudnn_rnn.default" in {op.name for op in trace.ops}
     assert not trace.assumptions
+
+
+@pytest.mark.parametrize(
+    ("drawn", "most"),
+    [
+        (lambda: torch.rand(()) * 8, 7),
+        (lambda: torch.empty(()).uniform_(0.0, 3.0), 2),
+        (lambda: torch.rand(()) * 8 + 1000, 1008),  # rounds to 1008: 78 of 20 million draws did
+        (lambda: torch.rand(()).half() * 8, 8),
+    ],
+)
+def test_a_uniform_number_stays_below_its_end_as_far_as_rounding_lets_it(
+    drawn: Callable[[], Tensor], most: int
+) -> None:
+
+    def build() -> Callable[[], None]:
+        def step() -> None:
+            torch.ones(int(drawn().item()), 100)
+
+        return step
+
+    peak = memplan.simulate(memplan.record(build, steps=1)).peak_allocated
+    assert most * 400 <= peak <= most * 400 + 64, peak

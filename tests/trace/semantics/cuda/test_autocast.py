@@ -439,6 +439,23 @@ def test_an_op_of_another_library_that_cannot_be_seen_is_named() -> None:
         without_fake(torch.ones(3))
 
 
+@pytest.mark.usefixtures("state")
+def test_a_wrong_call_of_such_an_op_raises_what_the_op_raises() -> None:
+    with torch.autocast("cuda"), pytest.raises(RuntimeError, match="size of tensor a"):
+        scaled(torch.ones(3), [torch.ones(4)], 1.5)
+
+
+def test_a_kernel_for_an_op_that_nobody_defined_is_passed_by() -> None:
+    library = torch.library.Library("memplan_autocast", "IMPL")
+    try:
+        library.impl("nobody", lambda x: x, "AutocastCUDA")
+        assert "memplan_autocast::nobody" in autocast.dispatch.autocast_ops()
+        with installed(lambda t: True), torch.autocast("cuda"):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is F16
+    finally:
+        library._destroy()
+
+
 def test_what_a_library_casts_back_is_cast_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision's kernels compute in float32, and hand on the dtype that they were given."""
     monkeypatch.setattr(autocast.dispatch, "cast_on_cuda", lambda *_: ((F32, F32, None), (F32,), (F16,)))

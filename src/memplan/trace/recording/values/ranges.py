@@ -157,10 +157,15 @@ def rule_of(name: str) -> Rule | None:
 
 
 def _held(values: Range, dtype: torch.dtype) -> Range | None:
-    """Return between what values lie that are stored in a dtype: a cast truncates toward zero, or wraps around."""
+    """Return between what values lie that are stored in a dtype: a cast truncates toward zero, or wraps around; one to
+    floating point rounds, which keeps the order."""
     if not all(map(math.isfinite, values)):
         return None
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+    if dtype.is_floating_point:
+        with _torch.no_modes():
+            low, high = torch.tensor(values, dtype=torch.float64).to(dtype).tolist()
+        return (low, high) if math.isfinite(low) and math.isfinite(high) else None
+    if dtype.is_complex or dtype is torch.bool:
         return values
     low, high, limits = math.trunc(values[0]), math.trunc(values[1]), torch.iinfo(dtype)
     return (low, high) if limits.min <= low and high <= limits.max else None

@@ -63,7 +63,8 @@ class Autocast:
         """Name of an op, of another library's with its namespace -> what stands above it."""
         # torch registers the one of cuDNN where it is built with cuDNN
         names = {*dispatch.autocast_ops(), "aten::_cudnn_rnn"}
-        return {name.removeprefix("aten::"): self._kernel(dispatch.op_of(name)) for name in names}
+        ops = {name.removeprefix("aten::"): dispatch.op_of(name) for name in names}
+        return {name: self._kernel(op) for name, op in ops.items() if op is not None}
 
     def _kernel(self, op: Any) -> dispatch.Kernel:
         prepare = _POLICIES.get(op.overloadpacket.__name__, _unknown) if op.namespace == "aten" else _of_library
@@ -252,6 +253,7 @@ def _of_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     try:
         given, made, handed_on = dispatch.cast_on_cuda(op, args, kwargs)
     except Exception as error:  # the library's kernel runs
+        op(*args, **kwargs)  # what is wrong with the call itself is the user's to know
         raise RecordingError(
             f"how autocast on CUDA casts for {op} cannot be seen ({type(error).__name__}: {str(error)[:200]})",
             expected="an op with an implementation for tensors without data, which its kernel for autocast calls once",
