@@ -101,6 +101,7 @@ def accuracy() -> str:
     missed = json.loads((ROOT / "goldens" / "known_misses.json").read_text(encoding="utf-8"))
     total, shown = cpu["summary"], published["summary"]
     recorded = cards["summary"]["steps"]
+    gpus = " and ".join(dict.fromkeys(step["gpu"] for step in cards["steps"]))
     errors = [abs(error) for step in cards["steps"] if (error := _off(step)) is not None]
     rows = [
         (
@@ -120,7 +121,7 @@ def accuracy() -> str:
             "[all](docs/accuracy.md#on-cuda-beside-what-others-published)",
         ),
         (
-            f"{cards['steps'][0]['gpu']}, torch {cards['steps'][0]['torch'].partition('+')[0]}: steps recorded for it",
+            f"{gpus}, torch {cards['steps'][0]['torch'].partition('+')[0]}: recorded steps",
             recorded,
             f"{recorded - len(missed)} within 1 % allocated and 3 % reserved; **{len(missed)} are not**",
             f"{statistics.median(errors):.3%}",

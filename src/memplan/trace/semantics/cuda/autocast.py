@@ -266,7 +266,9 @@ def _of_library(state: Autocast, op: Any, args: Any, kwargs: Any) -> Prepared:
     def run(*args: Any, **kwargs: Any) -> Any:
         results, form = _torch.tree_flatten(op(*args, **kwargs))
         casts = zip(results, made, handed_on, strict=True)
-        return _torch.tree_unflatten([one if own is to else state.cast(one, to) for one, own, to in casts], form)
+        return _torch.tree_unflatten(
+            [one if to is None or own is to else state.cast(one, to) for one, own, to in casts], form
+        )
 
     return run, positional, named
 
