@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from torch import nn
 
 import memplan
+from memplan._bytes import format_bytes
+from memplan.cudnn.ask import Answers
+from memplan.cudnn.questions import ExecutionPlan, Question
+from memplan.trace import workspaces
 
 ID = "workspace-surprise"
 
@@ -35,10 +40,10 @@ def test_not_on_the_cpu_and_not_of_a_matrix_product() -> None:
     assert found(lambda: nn.Sequential(nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 1)), "8x64x64x64") == []
 
 
-@pytest.mark.parametrize(("benchmark", "changing", "expected"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_changing_shapes_under_benchmark(benchmark: bool, changing: bool, expected: int) -> None:
+@pytest.mark.parametrize(("tries", "changing", "expected"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_changing_shapes_under_benchmark(tries: bool, changing: bool, expected: int) -> None:
     def build() -> Any:
-        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.benchmark = tries
         model, sizes = nn.Conv2d(1, 1, 3).cuda(), [16, 20]
 
         def step() -> None:
@@ -70,3 +75,51 @@ def test_batches_of_changing_sizes_under_benchmark() -> None:
     bounds = [s.bytes for s in trace.storages if s.cause == "workspace" and s.op is not None and s.low is not None]
     assert finding.details["workspace"] == max(bounds) > 0
     assert "2 convolutions met inputs of 2 sizes in 2 steps" in finding.message
+
+
+def answering(workspace: Callable[[Question], int]) -> Callable[..., Answers]:
+    """A cuDNN that names one plan for each question."""
+
+    def ask(library: Any, card: Any, questions: Iterable[Question]) -> Answers:
+        return Answers({one: (ExecutionPlan("eng0", workspace(one)),) for one in questions})
+
+    return ask
+
+
+def odd(question: Question) -> int:
+    """100 MiB, but for images whose sizes are multiples of 8 only 40 MiB, and in channels last none."""
+    if question.channels_last:
+        return 0
+    return (40 if all(size % 8 == 0 for size in question.x[2:]) else 100) << 20
+
+
+@pytest.mark.parametrize("laid_out", [False, True])
+def test_ways_out_are_the_peaks_of_the_changed_steps(laid_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def workspace(question: Question) -> int:
+        return 100 << 20 if laid_out and question.channels_last else odd(question)
+
+    monkeypatch.setattr(workspaces, "ask", answering(workspace))
+    size = "1x64x21x24x24"
+
+    def peak(make: Callable[[], nn.Module], inputs: str) -> int:
+        return memplan.explain(make, inputs, device="h100", cudnn="9.19.0").timeline.peak_allocated
+
+    (finding,) = [one for one in memplan.check(deep, size, device="h100", cudnn="9.19.0") if one.id == ID]
+    expected = {
+        "channels_last_3d": peak(lambda: deep().to(memory_format=torch.channels_last_3d), size),
+        "padded": peak(deep, "1x64x24x24x24"),
+        "cuDNN 9.26.0": peak(deep, size),
+    }
+    assert finding.details["remedies"] == expected
+    told = [text for text in finding.advice if "the peak is" in text]
+    assert len(told) == (1 if laid_out else 2)
+    assert told[-1] == f"Pad the input to 1x64x24x24x24: the peak is {format_bytes(expected['padded'])}"
+    vain = "No less with: channels_last_3d, cuDNN 9.26.0" if laid_out else "No less with: cuDNN 9.26.0"
+    assert finding.advice[-1] == vain
+
+
+def test_an_input_of_good_sizes_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspaces, "ask", answering(lambda _: 100 << 20))
+    (finding,) = [one for one in memplan.check(deep, "1x64x8x8x8", device="h100", cudnn="9.19.0") if one.id == ID]
+    assert set(finding.details["remedies"]) == {"channels_last_3d", "cuDNN 9.26.0"}
+    assert finding.advice[-1] == "No less with: channels_last_3d, cuDNN 9.26.0"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memplan._bytes import format_bytes
 from memplan.checks.fields.walk import base_name
 from memplan.checks.finding import Finding, Subject
+from memplan.checks.workspace_remedies import Remedy, remedies
 from memplan.cudnn.questions import Plans
 from memplan.simulation.simulate import simulate
 from memplan.trace.records import Op, Storage
@@ -25,10 +26,11 @@ def find(subject: Subject) -> list[Finding]:
     """Report the interval of workspaces that cuDNN may take on a card."""
     if subject.card is None:
         return []
-    return [*_larger(subject.trace), *_changing(subject.trace)]
+    return [*_larger(subject), *_changing(subject.trace)]
 
 
-def _larger(trace: Trace) -> list[Finding]:
+def _larger(subject: Subject) -> list[Finding]:
+    trace = subject.trace
     engines = {one.storage: one.plans for one in trace.engines}
     most = _larger_than_tensors(trace, engines)
     if not most:
@@ -40,13 +42,17 @@ def _larger(trace: Trace) -> list[Finding]:
     three = any(len(trace.storages[r.storage].shape) == 5 for r in op.reads)
     if high - low < _LEAST[5 if three else 4] * low:
         return []
-    message, advice = _words(storage, engines.get(storage.id, ()), layer, tensors, (low, high), three=three)
+    plans = engines.get(storage.id, ())
+    message, advice = _words(storage, plans, layer, tensors, (low, high), three=three)
+    tried = remedies(subject.remaker, 5 if three else 4) if plans and subject.remaker is not None else []
+    advice = (*advice, *_told(tried, high))
     rows = [
         {"layer": name, "where": one.where, "bytes": found.bytes}
         | ({"engine": engines[found.id][0].engine} if found.id in engines else {})
         for name, (found, _, one) in ordered
     ]
     details = {"kind": "larger than tensors", "low": low, "high": high, "layers": rows}
+    details["remedies"] = {one.name: one.peak for one in tried}
     return [Finding(ID, "info", layer, op.where, high - low, message, advice, details)]
 
 
@@ -86,7 +92,6 @@ def _words(
         room = f"where there is no room for it, torch takes a slower engine, down to {less}"
         return message, (
             "Measure it on the card, which can choose another engine",
-            "Try channels_last, which often leads to engines without workspace",
             *([room] * (len(plans) > 1)),
         )
     message = (
@@ -103,6 +108,14 @@ def _words(
         *(known if three else ()),
     )
     return message, advice
+
+
+def _told(tried: Sequence[Remedy], peak: int) -> tuple[str, ...]:
+    """Return the ways out that were computed, the one that takes least first; in a line those that do not help."""
+    less = sorted((one for one in tried if one.peak < peak), key=lambda one: one.peak)
+    other = [one.name for one in tried if one.peak >= peak]
+    vain = (f"No less with: {', '.join(other)}",) if other else ()
+    return (*map(str, less), *vain)
 
 
 def _changing(trace: Trace) -> list[Finding]:
