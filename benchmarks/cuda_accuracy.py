@@ -204,7 +204,7 @@ def filled_in(trace: Any, golden: Golden) -> Any:
     changed: dict[int, Any] = {}
     for storage in unsure:
         workspace = calls.get(storage.op)
-        size = None if workspace is None else _size(storage, workspace)
+        size = None if workspace is None else _size(trace, storage, workspace)
         if size is None:
             return None
         known = {"bytes": size, "low": None} if size else {"device": "cpu"}  # what takes nothing does not count
@@ -228,12 +228,24 @@ def calls_of(trace: Any, golden: Golden) -> dict[int | None, Workspace]:
     return found
 
 
-def _size(storage: Any, workspace: Workspace) -> int | None:
+def _size(trace: Any, storage: Any, workspace: Workspace) -> int | None:
     """Bytes of a storage: the op's workspace, where it is one; else the only result that it can be."""
     if storage.cause == "workspace":
-        return max(0, workspace.most)
+        return max(0, workspace.most - _beside(trace, storage))
     fitting = [size for size in workspace.results if storage.low <= size <= storage.bytes]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _beside(trace: Any, storage: Any) -> int:
+    """Bytes that a recurrent network's op holds beside its workspace: copies of its operands, less the gradient of the
+    weights, which counts as a result and is made when the workspace is gone."""
+    if "_cudnn_rnn" not in trace.ops[storage.op].name:
+        return 0
+    born = [one for one in trace.counted if one.op == storage.op]
+    copies, later = (
+        sum(one.bytes for one in born if one.cause == cause) for cause in ("temporary", "parameter_gradient")
+    )
+    return copies - later
 
 
 def compare(golden: Golden, predicted: Callable[[Golden], Prediction] = predict) -> Comparison:

@@ -78,9 +78,9 @@ class _Asks(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grad_outputs: Any) -> torch.Tensor:
         _seen_above.append(torch.backends.cudnn.enabled)
-        return gradient.clone()
+        return grad_outputs[0].clone()
 
 
 _seen_above = list[bool]()

@@ -60,6 +60,36 @@ def test_the_buffer_of_weights_with_a_projection() -> None:
     assert cudnn.rnn_weight_bytes("lstm", 20, 32, 2, True, 4, 8) == expected
 
 
+# What a real H100 and a real H200 took (goldens/, cuDNN 9.19): steps, batch, inputs, hidden, layers, both directions,
+# dropout, bytes of an element, then the reserve and the workspace.
+TAKEN = [
+    ("lstm", 128, 64, 256, 512, 1, False, 0.0, 4, 83_886_336, 108_266_240),
+    ("lstm", 128, 64, 256, 512, 1, False, 0.0, 2, 41_943_296, 58_327_808),
+    ("lstm", 128, 64, 256, 512, 2, False, 0.2, 4, 185_073_920, 143_131_392),
+    ("lstm", 128, 64, 256, 512, 2, True, 0.0, 4, 369_099_008, 320_865_024),
+    ("lstm", 128, 16, 256, 256, 2, False, 0.2, 4, 23_134_464, 35_979_648),
+    ("gru", 128, 64, 256, 512, 2, False, 0.0, 4, 218_104_064, 104_596_224),
+    ("gru", 128, 32, 128, 128, 2, True, 0.0, 4, 54_526_208, 94_700_032),
+]
+
+
+@pytest.mark.parametrize("taken", TAKEN)
+def test_recurrent_networks_take_what_two_cards_took(taken: tuple[Any, ...]) -> None:
+    kind, steps, batch, inputs, hidden, layers, both, dropout, itemsize, reserve, workspace = taken
+    sizes = (kind, steps, batch, hidden, layers, both, dropout, itemsize)
+    assert cudnn.rnn_reserve_bytes(*sizes, seen=True) == (reserve, reserve)
+    low, high = cudnn.rnn_reserve_bytes(*sizes)
+    assert low <= reserve <= high
+    rows = steps * batch
+    low, high = cudnn.rnn_workspace_bytes(kind, inputs, batch, hidden, layers, both, itemsize, rows=rows)
+    assert low <= workspace <= high < 4 * workspace
+
+
+def test_the_states_of_dropout() -> None:
+    """As both cards took them."""
+    assert cudnn.dropout_state_bytes(Arch((9, 0), 132)) == 6_488_064
+
+
 def call(train: bool = True, batch_first: bool = False) -> tuple[Any, ...]:
     shape = (3, 7, 4) if batch_first else (7, 3, 4)
     weights = [torch.empty(20, 4), torch.empty(20, 5), torch.empty(20), torch.empty(20)]
@@ -72,11 +102,11 @@ def test_a_call_is_read_from_its_arguments() -> None:
     for batch_first in (False, True):
         described = cudnn.RecurrentCall.of(call(batch_first=batch_first))
         assert (described.kind, described.rows, described.batch) == ("lstm", 7 * 3, 3)
-        assert described.reserve() == (7 * 3 * 5 * 5 * 4, 7 * 3 * 5 * 6 * 4)
-    assert cudnn.RecurrentCall.of(call(train=False)).reserve() == (0, 0)
+        assert described.reserve(A100) == (7 * 3 * 5 * 5 * 4, 7 * 3 * 5 * 6 * 4 + 256)
+    assert cudnn.RecurrentCall.of(call(train=False)).reserve(A100) == (0, 0)
     packed = call()
     packed = (torch.empty(11, 4), *packed[1:14], [5, 4, 2], None)
-    assert cudnn.RecurrentCall.of(packed).reserve()[0] == 11 * 5 * 5 * 4
+    assert cudnn.RecurrentCall.of(packed).reserve(A100)[0] == 11 * 5 * 5 * 4
 
 
 def test_gradients_of_recurrent_weights_share_a_buffer() -> None:

@@ -19,6 +19,7 @@ _MOST_SAMPLES = {True: 880_801, False: 65_535}
 _INT_MAX = (1 << 31) - 1
 _GATES: dict[Kind, int] = {"lstm": 4, "gru": 3, "rnn": 1}
 _KEPT: dict[Kind, int] = {"lstm": 5, "gru": 6, "rnn": 1}
+_HEADER, _MOST_OF_A_ROW = 256, 12
 MODES: dict[int, Kind] = {0: "rnn", 1: "rnn", 2: "lstm", 3: "gru"}
 """cuDNN mode number, as torch passes it, -> kind."""
 
@@ -131,26 +132,34 @@ def rnn_reserve_bytes(
     dropout: float,
     itemsize: int,
     projection: int = 0,
+    *,
+    seen: bool = False,
 ) -> Interval:
     """Return the bytes of what cuDNN's recurrent network keeps for its backward, as an interval.
 
     The lower end is, for every step, sample, hidden unit and direction, 5 values a layer for an LSTM (four gates and
     the cell), 6 for a GRU, 1 for a plain network, and the output of every layer but the last. That is exactly
     what cuDNN asked for in pytorch#2895, 736,000,000 bytes for an LSTM and 864,000,000 for a GRU of 4 layers.
-    The upper end adds, for later releases, one value a layer, and with dropout the dropped outputs.
+    An H100 and an H200 (cuDNN 9.19, seven networks) take 256 bytes more, and with dropout a bit for each output of
+    every layer but the last. The upper end adds, for other releases, one value a layer, and with dropout the dropped
+    outputs.
 
     Args:
         steps: time steps; ``steps * batch`` is the number of rows of a packed sequence.
         itemsize: bytes of an element.
         projection: size of an LSTM's projected output, 0 without.
+        seen: whether the card is one of those, so that the size of an LSTM or a GRU without projection is known.
     """
     directions = 2 if bidirectional else 1
     row = steps * batch * directions * itemsize
     between = (layers - 1) * (projection or hidden)
     low = row * (layers * _KEPT[kind] * hidden + between)
     projected = row * layers * projection
+    mask = -(-(layers - 1) * steps * batch * directions * hidden // 8) if dropout else 0
+    if seen and kind != "rnn" and not projection:
+        return low + _HEADER + mask, low + _HEADER + mask
     extra = row * (layers * hidden + (between if dropout else 0))
-    return low, low + extra + projected
+    return low, low + extra + projected + _HEADER
 
 
 def rnn_workspace_bytes(
@@ -162,16 +171,24 @@ def rnn_workspace_bytes(
     bidirectional: bool,
     itemsize: int,
     projection: int = 0,
+    *,
+    rows: int = 0,
 ) -> Interval:
     """Return the bytes of the transient workspace of cuDNN's recurrent network, as an interval.
 
-    The upper end is what cuDNN asked for in pytorch#2895: another copy of the matrices, and three states a gate less
-    one for every layer (17,730,560 and 13,169,920 bytes there). Persistent kernels need less: the lower end is 0.
+    In pytorch#2895 cuDNN asked for another copy of the matrices, and three states a gate less one for every layer
+    (17,730,560 and 13,169,920 bytes). An H100 and an H200 (cuDNN 9.19, seven networks) take 3 to 12 values for every
+    step, sample, hidden unit, layer and direction besides; the upper end has 12. Persistent kernels need less: the
+    lower end is 0.
+
+    Args:
+        rows: steps of all samples; 0 leaves out what grows with them.
     """
     directions, gates = 2 if bidirectional else 1, _GATES[kind]
     weights = rnn_weight_bytes(kind, inputs, hidden, layers, bidirectional, itemsize, projection)
     biases = layers * directions * gates * 2 * hidden * itemsize
-    return 0, weights - biases + layers * directions * (3 * gates - 1) * batch * hidden * itemsize
+    states = (3 * gates - 1) * batch + _MOST_OF_A_ROW * rows
+    return 0, weights - biases + layers * directions * states * hidden * itemsize
 
 
 class RecurrentCall(NamedTuple):
@@ -215,24 +232,27 @@ class RecurrentCall(NamedTuple):
             )
         )
 
-    def reserve(self) -> Interval:
+    def reserve(self, arch: Arch) -> Interval:
         """Return the bytes of the reserve, nothing without training."""
         if not self.training:
             return 0, 0
         sizes = (self.rows, 1, self.hidden, self.layers, self.bidirectional)
-        return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection)
+        seen = arch.capability == _MEASURED
+        return rnn_reserve_bytes(self.kind, *sizes, self.dropout, self.itemsize, self.projection, seen=seen)
 
     def workspace(self) -> Interval:
         """Return the bytes of the transient workspace."""
         sizes = (self.inputs, self.batch, self.hidden, self.layers, self.bidirectional, self.itemsize)
-        return rnn_workspace_bytes(self.kind, *sizes, self.projection)
+        return rnn_workspace_bytes(self.kind, *sizes, self.projection, rows=self.rows)
 
 
-DROPOUT_STATE_BYTES = 2 << 20
-"""Bytes, slightly more, of the random states that recurrent networks with dropout share: kept for good, one a card.
+def dropout_state_bytes(arch: Arch) -> int:
+    """Return the bytes of the random states that recurrent networks with dropout share: kept for good, one a card.
 
-Source: cudnn/RNN.cpp, get_dropout_state.
-"""
+    Of each thread that the card runs at a time 24 bytes: 6,488,064 on an H100 and an H200 (measured). Source:
+    cudnn/RNN.cpp, get_dropout_state.
+    """
+    return 24 * arch.threads * arch.multiprocessors
 
 
 def rnn_forward(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, arch: Arch) -> tuple[int, ...]:

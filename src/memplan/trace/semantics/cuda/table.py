@@ -187,11 +187,11 @@ class _Kernels:
         """Return a reserve that lives as long as the empty one of a fake tensor, a workspace, once the states of
         dropout."""
         call = cudnn.RecurrentCall.of(args)
-        (low, high), (least, most) = call.reserve(), call.workspace()
+        (low, high), (least, most) = call.reserve(self._arch), call.workspace()
         found = [Extra(high, low=low, owner=result[3]), Extra(most, low=least, workspace=True)]
         if call.training and call.dropout and not self._dropout_states:
             self._dropout_states = True
-            found.append(Extra(cudnn.DROPOUT_STATE_BYTES, held=True, workspace=True))
+            found.append(Extra(cudnn.dropout_state_bytes(self._arch), held=True, workspace=True))
         return found
 
 
