@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan._bytes import format_bytes
 from memplan.checks.mended.changed_step import Change, Remaker, Unmended
 from memplan.cudnn.cudnn_library import find_cudnn, title_of
 from memplan.cudnn.stored_answers import versions
@@ -31,9 +30,6 @@ class Remedy:
     do: str
     """What to do, in words."""
     peak: int
-
-    def __str__(self) -> str:
-        return f"{self.do}: the peak is {format_bytes(self.peak)}"
 
 
 def remedies(remaker: Remaker, dimensions: int) -> list[Remedy]:

@@ -115,7 +115,7 @@ def _told(tried: Sequence[Remedy], peak: int) -> tuple[str, ...]:
     less = sorted((one for one in tried if one.peak < peak), key=lambda one: one.peak)
     other = [one.name for one in tried if one.peak >= peak]
     vain = (f"No less with: {', '.join(other)}",) if other else ()
-    return (*map(str, less), *vain)
+    return (*(f"{one.do}: the peak is {format_bytes(one.peak)}" for one in less), *vain)
 
 
 def _changing(trace: Trace) -> list[Finding]:
