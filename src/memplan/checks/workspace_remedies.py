@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.checks.mended.changed_step import Change, Remaker, Unmended
+from memplan.checks.mended.changed_step import Change, Remaker, Unmendable, Unmended
 from memplan.cudnn.cudnn_library import find_cudnn, title_of
 from memplan.cudnn.stored_answers import versions
 from memplan.simulation.simulate import simulate
@@ -66,10 +66,12 @@ def _tried(remaker: Remaker, dimensions: int) -> Iterator[tuple[str, str, Trace 
 
 def _laid_out(dimensions: int, layout: torch.memory_format) -> Change:
     def change(modules: dict[str, nn.Module]) -> None:
-        for module in modules.values():
-            own = list(module.parameters(recurse=False))
-            if own and all(one.dim() in (1, dimensions) for one in own):
-                module.to(memory_format=layout)  # pyright: ignore[reportCallIssue]  # torch's stub has no such overload
+        weights = {module: [one.dim() for one in module.parameters(recurse=False)] for module in modules.values()}
+        convolving = [one for one, sizes in weights.items() if dimensions in sizes and {*sizes} <= {1, dimensions}]
+        if not convolving:
+            raise Unmendable("no layer has weights of convolutions")
+        for module in convolving:
+            module.to(memory_format=layout)  # pyright: ignore[reportCallIssue]  # torch's stub has no such overload
 
     return change
 

@@ -147,8 +147,8 @@ class Prover:
 
         A plan has torch's own norms and recurrent layers in place of cuDNN's: where the step has them, too, the bits
         are the same. Where kernels add in whatever order threads come, or are fused, errors are measured from float64,
-        and those of the step run again are accepted. TF32 is off then: in a deep net its errors are as large as the
-        gradients (`card_kernels.float32_in_full`), and hide others.
+        and those of the step run again are accepted. TF32 is off then: in a deep net its errors can be as large as
+        the gradients (`card_kernels.float32_in_full`), and hide others.
         """
         with _torch.without_call(self._step):  # the plan is in place, and these sides are of the step without it
             begin = self._trial("begin", call)
