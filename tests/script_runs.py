@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.loaders import Rules
 from memplan.integrations.scripts.request import Request
 from memplan.integrations.scripts.script import Script
+from memplan.integrations.scripts.views import View
 from memplan.trace.program_facts import Facts
 from memplan.trace.trace import Trace
 
@@ -26,18 +28,18 @@ def run(
     tmp_path: Path, text: str, *arguments: str, rules: Rules | None = None, really: bool = False, **options: Any
 ) -> tuple[Trace, Facts]:
     """Write a script and run it, recorded for the CPU or for real."""
-    path, world = tmp_path / "script.py", tmp_path / "world"
+    path = tmp_path / "script.py"
     path.write_text(HEAD + textwrap.dedent(text), encoding="utf-8")
-    world.mkdir(exist_ok=True)
-    script = script_of(str(path), *arguments, world=str(world), rules=rules, really=really, **options)
+    script = script_of(str(path), *arguments, rules=rules, really=really, **options)
     steps = options.get("steps", 2)
-    trace = memplan.measure(script, steps=steps) if really else memplan.record(script, device="cpu", steps=steps)  # pyright: ignore[reportArgumentType]  # a program
+    with contextlib.chdir(tmp_path):  # nothing holds back here what it writes
+        trace = memplan.measure(script, steps=steps) if really else memplan.record(script, device="cpu", steps=steps)  # pyright: ignore[reportArgumentType]  # a program
     return trace, script.facts(trace)
 
 
-def script_of(path: str, *arguments: str, world: str, rules: Rules | None = None, **options: Any) -> Script:
+def script_of(path: str, *arguments: str, rules: Rules | None = None, **options: Any) -> Script:
     """Return a script that is not run yet."""
-    return Script(Request(Command(path, arguments), rules=rules or Rules(), **options), world, _give_up)
+    return Script(Request(Command(path, arguments), rules=rules or Rules(), **options), View(), _give_up)
 
 
 class GaveUp(BaseException):

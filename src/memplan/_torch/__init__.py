@@ -13,6 +13,7 @@ from memplan._torch.cuda import (
     histories_replaced,
     tensors_that_tell,
 )
+from memplan._torch.distributed import own_process_groups
 from memplan._torch.dry_card import (
     HistoryEvent,
     HostValues,
@@ -72,6 +73,7 @@ from memplan._torch.fake import (
     FakeTensor,
     become,
     is_from_outside,
+    pickled_fakes,
     sparse_compressed,
 )
 from memplan._torch.flops import flop_formula
@@ -300,11 +302,13 @@ __all__ = [
     "outside_autocast",
     "own_hooks",
     "own_modules",
+    "own_process_groups",
     "own_state",
     "own_tensor",
     "own_tensors",
     "patched",
     "peculiarity",
+    "pickled_fakes",
     "place_of",
     "pre_hooks",
     "random_states_seen",

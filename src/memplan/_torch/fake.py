@@ -84,6 +84,19 @@ _CONSTANT_NUMEL = 8192
 
 
 @contextlib.contextmanager
+def pickled_fakes(reduce: Callable[[torch.Tensor], tuple[Any, ...]]) -> Iterator[None]:
+    """Let pickle write fake tensors as ``reduce`` says; it cannot write them by itself. `copy.copy` is as before."""
+    plain = FakeTensor.__reduce_ex__
+
+    def reduced(tensor: FakeTensor, protocol: Any) -> Any:
+        copies = sys._getframe(1).f_globals.get("__name__") == "copy"
+        return plain(tensor, protocol) if copies else reduce(tensor)
+
+    with patched(FakeTensor, __reduce_ex__=reduced):
+        yield
+
+
+@contextlib.contextmanager
 def _hidden(inside: Callable[[], bool]) -> Iterator[None]:
     """`torch._subclasses.FakeTensor` is another class to all but torch itself, and what runs inside of an op.
 

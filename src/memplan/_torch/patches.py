@@ -95,7 +95,10 @@ def fetching(batches: Any, around: Callable[[Callable[[Any], Any], Any], Any]) -
 
 @contextlib.contextmanager
 def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
-    """Run compiled modules and functions eagerly; ``said`` is called when something is compiled or runs compiled."""
+    """Run compiled modules and functions eagerly, scripted and traced ones as the Python that they were made of.
+
+    ``said`` is called when something is compiled or runs compiled.
+    """
     from torch._dynamo import eval_frame  # a fake mode has imported it already; measuring does not need it
 
     compile_, call = torch.compile, eval_frame.OptimizedModule.__call__
@@ -111,9 +114,14 @@ def eager_instead_of_compiled(said: Callable[[], None]) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
             return call(self, *args, **kwargs)
 
+    def as_it_is(function: Any, *args: Any, **kwargs: Any) -> Any:
+        said()
+        return function
+
     with (
         torch.compiler.set_stance("force_eager"),
         patched(torch, compile=compile_and_say),
+        patched(torch.jit, script=as_it_is, trace=as_it_is, freeze=as_it_is, optimize_for_inference=as_it_is),
         patched(eval_frame.OptimizedModule, __call__=call_and_say),
     ):
         yield

@@ -55,6 +55,14 @@ a value that a recording does not have.
 """
 
 
+def unprotected_option(command: Any) -> Any:
+    """Add ``--unprotected`` to a command."""
+    return click.option(
+        "--unprotected", is_flag=True,
+        help="Run the script where nothing can hold back what it writes, sends or starts.",
+    )(command)  # fmt: skip
+
+
 @click.command("run", help=HELP, context_settings={"allow_interspersed_args": False})
 @click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as after python -m.")
 @click.option(
@@ -68,7 +76,13 @@ a value that a recording does not have.
 @click.option("--kwarg", "kwargs", multiple=True, metavar="NAME=SPEC", help="The same of a batch that is a dict.")
 @click.option("--batch", type=Whole(min=1), metavar="N", help="Samples in a batch, instead of the loader's.")
 @click.option("--measure", "really", is_flag=True, help="Run it for real, here, instead of recording it.")
-@click.option("--allow-writes", "writes", is_flag=True, help="Let it write files, connect and start programs.")
+@click.option(
+    "--allow-writes",
+    "writes",
+    is_flag=True,
+    help="Let it write files, connect and start programs; nothing is removed, and checkpoints need --measure.",
+)
+@unprotected_option
 @click.option("--show-output", "shows", is_flag=True, help="Show what it prints.")
 @click.option(
     "--limit", type=click.FloatRange(min=0, min_open=True), default=300.0, show_default=True, metavar="SECONDS",
@@ -146,9 +160,9 @@ def request_of(given: dict[str, Any]) -> Request:
     rules = Rules(tuple(spec(text) for text in given["inputs"]), kwargs, given["batch"])
     command = Command(given["script"], tuple(given["arguments"]), given["is_module"]).checked()
     return Request(
-        command, given["device"], given["steps"], given["really"], rules, given["writes"], given["shows"],
-        given["limit"], contribute=_absolute(given["contribute"]), assume=tuple(typed.assumed.items()),
-        cudnn=typed.environment,
+        command, given["device"], given["steps"], given["really"], rules, writes=given["writes"],
+        unprotected=given["unprotected"], shows=given["shows"], limit=given["limit"],
+        contribute=_absolute(given["contribute"]), assume=tuple(typed.assumed.items()), cudnn=typed.environment,
         lines=tuple(map(followed, given.get("places", ()))),
     )  # fmt: skip
 
@@ -166,7 +180,10 @@ def run(request: Request) -> Ran:
         try:
             return run_script(request)
         except ScriptEnded as error:
-            click.echo("\n".join(map(printable, error.said.splitlines())), err=True)
+            for line in error.said.splitlines():
+                click.echo(printable(line), err=True)
             if error.code is not None:  # as under python: its own answer to --help, or to arguments that are wrong
+                if not isinstance(error.code, int):
+                    click.echo(printable(error.code), err=True)
                 raise SystemExit(error.code if isinstance(error.code, int) else 1) from error
             raise

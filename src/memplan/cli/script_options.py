@@ -29,6 +29,10 @@ def script_option(command: click.Command) -> click.Command:
             ["--script"], metavar="FILE",
             help="A script as it is, instead of TARGET; its own arguments come last, behind --.",
         ),
+        click.Option(
+            ["--unprotected"], is_flag=True,
+            help="With --script: run it where nothing can hold back what it writes, sends or starts.",
+        ),
     ]  # fmt: skip
     return command
 
@@ -39,7 +43,7 @@ def target_or_script(given: dict[str, Any]) -> Request | None:
     Raises:
         InputError: both or neither are given, or options that only a target has.
     """
-    script = given.pop("script")
+    script, unprotected = given.pop("script"), given.pop("unprotected")
     if script is None:
         if given["target"] is None:
             raise InputError(
@@ -62,7 +66,7 @@ def target_or_script(given: dict[str, Any]) -> Request | None:
         {
             "script": script, "arguments": arguments, "is_module": False, "device": given["device"], "steps": 2,
             "inputs": given["inputs"], "kwargs": given["kwargs"], "batch": given["batch"], "really": False,
-            "writes": False, "shows": False, "limit": 300.0,
+            "writes": False, "unprotected": unprotected, "shows": False, "limit": 300.0,
             "contribute": None, "assume": given["assume"], "cudnn": typed.cudnn,
         }
     )  # fmt: skip

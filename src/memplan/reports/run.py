@@ -18,7 +18,14 @@ from memplan.reports.output import Field, Page, name_field, print_parts
 from memplan.studies.comparisons.measured import Beside
 from memplan.trace.program_facts import Batch, Facts, Held
 
-_KINDS = {"file": "written", "checkpoint": "saved", "network": "connected to", "process": "started"}
+_KINDS = {
+    "file": "written", "removed": "removed", "changed": "changed in mode or times", "checkpoint": "saved",
+    "network": "connected to", "process": "started",
+}  # fmt: skip
+_PROTECTIONS = {
+    "landlock": "Linux grants no namespaces here: what libraries write without Python is refused, not shown to them.",
+    "none": "Nothing of it was held back but checkpoints.",
+}
 _ROWS = 8
 
 
@@ -59,6 +66,8 @@ def _script(command: str, facts: Facts, page: Page, top: int) -> Iterator[Render
     if facts.lines:
         lines = "1 line that it printed is" if facts.lines == 1 else f"{facts.lines} lines that it printed are"
         yield Text(f"{lines} not shown (--show-output)")
+    if facts.protection in _PROTECTIONS and not facts.really:
+        yield Text(_PROTECTIONS[facts.protection])
     if facts.held:
         fields = [
             name_field("Held back", lambda row: _short(row), from_left=True),
@@ -99,7 +108,7 @@ def _batch(batch: Batch) -> str:
 
 def _short(row: Held) -> str:
     path = row.what
-    if row.kind in ("file", "checkpoint") and os.path.isabs(path):
+    if row.kind not in ("network", "process") and os.path.isabs(path):
         beside = os.path.relpath(path)
         path = beside if not beside.startswith("..") else path
         path += os.sep if row.what.endswith(os.sep) else ""

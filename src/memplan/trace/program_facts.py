@@ -7,7 +7,8 @@ from typing import Literal
 
 Ending = Literal["steps", "script", "exit", "no update", "time"]
 """After the steps asked for; with the script itself; by its sys.exit; since nothing updated; since it took too long."""
-HeldKind = Literal["file", "checkpoint", "network", "process"]
+HeldKind = Literal["file", "removed", "changed", "checkpoint", "network", "process"]
+"""A file or folder written; removed; with another mode, owner or times; a checkpoint; a connection; a program."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Facts:
     """Classes of the data sets whose data are not there."""
     really: bool = False
     """Whether it ran for real."""
+    protection: str = ""
+    """What kept its effects from the system: namespaces, landlock, none."""
 
     @property
     def batch_size(self) -> int | None:

@@ -45,10 +45,9 @@ EXAMPLE = HEAD.count("\n")
 def fitting(folder: Path, text: str, budget: str, device: str = "cpu", **options: Any) -> Fitting:
     """Record a script and plan its model."""
     (folder / "script.py").write_text(HEAD + text, encoding="utf-8")
-    (folder / "world").mkdir()
     room = room_of(device, budget)
     request = Request(Command(str(folder / "script.py")), device, room=room, plan=tuple(options.items()))
-    script = script_of(str(folder / "script.py"), world=str(folder / "world"), room=room, plan=request.plan)
+    script = script_of(str(folder / "script.py"), room=room, plan=request.plan)
     return planned(memplan.record(script, device=device), script.call, request)  # pyright: ignore[reportArgumentType]  # a program
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import pickle
 import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+from supervised import NEITHER, NO_NAMESPACES
 
 import memplan
 from memplan.errors import InputError, StepError
-from memplan.integrations.scripts import process
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
 
+Done = subprocess.CompletedProcess[str]
 TEN = Path(__file__).parent / "ten"
 NEEDS = {
     "accelerated": ["accelerate"],
@@ -92,6 +92,20 @@ def test_an_exit_before_the_first_model(tmp_path: Path, ending: str, code: int |
         assert (caught.value.code, caught.value.said) == (code, "said before\n")
 
 
+def test_an_exit_with_a_message_says_it(tmp_path: Path) -> None:
+    done = _command(tmp_path, "import sys\nsys.exit('no config: set DATA_DIR')\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "no config: set DATA_DIR\n")
+
+
+def _command(tmp_path: Path, text: str, *options: str, kernel: Callable[[], None] | None = None) -> Done:
+    """Run the command on a script."""
+    (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "memplan", "run", "--device", "cpu", *options, "script.py"], cwd=tmp_path,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=kernel, check=False,
+    )  # fmt: skip
+
+
 def test_a_process_that_dies_is_a_message(tmp_path: Path) -> None:
     command = _written(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     with pytest.raises(StepError, match=r"script\.py ended by SIGKILL"):
@@ -111,26 +125,71 @@ def test_this_process_stays_as_it_was(tmp_path: Path) -> None:
     assert ran.facts.lines == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "kind", "what"),
-    [
-        ("import socket; socket.create_connection(('example.org', 80))", "network", "example.org"),
-        ("import subprocess; subprocess.run(['nvidia-smi', '-L'])", "process", "nvidia-smi -L"),
-        ("import os; os.system('touch made')", "process", "touch made"),
-        ("torch.save(model, 'model.pt')", "checkpoint", "model.pt"),
-        ("import safetensors.torch as s; s.save_file(model.state_dict(), 'm.st')", "checkpoint", "m.st"),
-        ("open('log.txt', 'w').write('x')", "file", "log.txt"),
-    ],
-)  # fmt: skip
-def test_effects_are_held_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, kind: str, what: str
-) -> None:
+EFFECTS = {
+    "import socket; socket.create_connection(('example.org', 80))": ("network", "example.org"),
+    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 9))": ("network", "192.0.2.1:9"),
+    "import subprocess; subprocess.run(['true', '-L'])": ("process", "true -L"),
+    "import os; os.system('true made')": ("process", "true made"),
+    "os.posix_spawn('/bin/true', ['true', 'x'], os.environ)": ("process", "true x"),
+    "torch.save(model, 'model.pt')": ("checkpoint", "model.pt"),
+    "import pickle; open('model.bin', 'wb').write(pickle.dumps(model.state_dict()))": ("checkpoint", "model.bin"),
+    "import safetensors.torch as s; s.save_file(model.state_dict(), 'm.st')": ("checkpoint", "m.st"),
+    "open('log.txt', 'w').write('x')": ("file", "log.txt"),
+    "import io; io.FileIO('raw.txt', 'w').write(b'x')": ("file", "raw.txt"),
+    "os.remove('old.txt')": ("removed", "old.txt"),
+    "os.chmod('script.py', 0o600)": ("changed", "script.py"),
+}
+
+
+def test_effects_are_held_back_and_listed_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    attempt = f"try:\n    {line}\nexcept OSError as error:\n    print(error)\n"
-    ran = run_script(Request(_written(tmp_path, LOOP.replace("print", attempt + "print")), device="cpu"))
-    (held,) = ran.facts.held
-    assert (held.kind, os.path.basename(held.what)) == (kind, what)
-    assert held.where == "script.py:7"
+    (tmp_path / "old.txt").touch()
+    tries = "".join(f"try: {line}\nexcept OSError as error: print(error)\n" for line in EFFECTS)
+    text = LOOP.replace("print", tries + "print", 1)
+    ran = run_script(Request(_written(tmp_path, text), device="cpu"))
+    first = LOOP.partition("print")[0].count("\n") + 1
+    assert sorted((one.kind, os.path.basename(one.what), str(one.where)) for one in ran.facts.held) == sorted(
+        (kind, what, f"script.py:{first + 2 * number}") for number, (kind, what) in enumerate(EFFECTS.values())
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old.txt", "script.py"]
+    assert (tmp_path / "script.py").read_text(encoding="utf-8") == text
+
+
+IDIOMS = """
+import ctypes, faulthandler, io, os, pickle, shutil, sqlite3, subprocess
+from concurrent.futures import ProcessPoolExecutor
+import safetensors.torch
+saved = {'a': torch.ones(3)}
+os.makedirs('outputs/1'); os.chdir('outputs/1'); os.chdir('../..')
+os.symlink('script.py', 'latest')
+torch.save(saved, 'c.tmp'); os.replace('c.tmp', 'c.pt'); a = torch.load('c.pt')
+torch.save(saved, 'last.pt'); shutil.copyfile('last.pt', 'best.pt'); a = torch.load('best.pt')
+with open('d.pt', 'wb') as file: torch.save(saved, file)
+with open('d.pt', 'rb') as file: a = torch.load(file)
+buffer = io.BytesIO(); torch.save(saved, buffer); buffer.seek(0); a = torch.load(buffer)
+with open('a.pkl', 'wb') as file: pickle.dump(model.state_dict(), file)
+with open('a.pkl', 'rb') as file: model.load_state_dict(pickle.load(file))
+again = pickle.loads(pickle.dumps(model)); assert isinstance(again.weight, nn.Parameter)
+safetensors.torch.save_file(saved, 'c.st'); a = safetensors.torch.load_file('c.st')
+sqlite3.connect('file:b.db?mode=rwc', uri=True).execute('create table t (a)')
+class Mine(ProcessPoolExecutor): pass
+assert list(Mine(2).map(abs, [-1])) == [1]
+faulthandler.dump_traceback_later(3600)
+assert subprocess.check_output(['echo', 'x']) == b'x\\n'
+libc = ctypes.CDLL(None); libc.fopen.restype = ctypes.c_void_p; assert libc.fopen(b'out.h5', b'w')
+compiled = torch.compile(model)
+scripted = torch.jit.script(nn.Linear(2, 2)); scripted(torch.randn(1, 2))
+torch.distributed.init_process_group('gloo', f'file://{os.getcwd()}/group', rank=0, world_size=1)
+torch.distributed.all_reduce(torch.ones(3)); torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize("really", [False, True])
+def test_usual_idioms_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, really: bool) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = LOOP.replace("print", IDIOMS + "print", 1)
+    ran = run_script(Request(_written(tmp_path, text), device="cpu", really=really))
+    assert ran.facts.ending == "steps"
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
@@ -141,13 +200,61 @@ def test_what_was_saved_is_loaded_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert ran.facts.ending == "steps"
 
 
-def test_writes_are_allowed_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CHECKPOINTS = """
+import io, os, shutil
+open('log.txt', 'w').write('x')
+torch.save(model, 'model.pt')
+with open('open.pt', 'wb') as f: torch.save(model.state_dict(), f)
+b = io.BytesIO(); torch.save(model.state_dict(), b); open('buffer.pt', 'wb').write(b.getvalue())
+torch.save(model, 'tmp'); os.replace('tmp', 'renamed.pt'); shutil.copyfile('renamed.pt', 'best.pt')
+pickle.dump(model.state_dict(), open('pickled.pt', 'wb'))
+os.remove('old.pt')
+"""
+
+
+def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = LOOP.replace("print", "open('log.txt', 'w').write('x')\ntorch.save(model, 'model.pt')\nprint")
+    names = ["model.pt", "open.pt", "buffer.pt", "renamed.pt", "best.pt", "pickled.pt", "old.pt"]
+    for name in names:
+        (tmp_path / name).write_text("three days", encoding="utf-8")
+        os.utime(tmp_path / name, (1, 1))
+    text = "import pickle\n" + LOOP.replace("print", CHECKPOINTS + "print")
     ran = run_script(Request(_written(tmp_path, text), device="cpu", writes=True))
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == "x"
-    assert not (tmp_path / "model.pt").exists(), "its tensors have no values"
-    assert [one.kind for one in ran.facts.held] == ["checkpoint"]
+    for name in names:
+        assert (tmp_path / name).read_text(encoding="utf-8") == "three days"
+        assert (tmp_path / name).stat().st_mtime == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["log.txt", "script.py", *names])
+    assert {one.kind for one in ran.facts.held} == {"checkpoint", "removed"}
+
+
+@pytest.mark.parametrize("options", [[], ["--allow-writes"]])
+def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str]) -> None:
+    done = _command(tmp_path, "open('here', 'w')\n" + LOOP, *options, kernel=NEITHER)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--unprotected" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_without_namespaces_python_reads_back_what_it_writes_and_libraries_are_refused(tmp_path: Path) -> None:
+    text = "open('a.txt', 'w').write('x')\nassert open('a.txt').read() == 'x'\n" + LOOP
+    done = _command(tmp_path, text, kernel=NO_NAMESPACES)
+    assert done.returncode == 0, done.stderr
+    assert "a.txt" in done.stdout.rpartition("Held back")[2]
+    done = _command(tmp_path, IN_C, kernel=NO_NAMESPACES)
+    assert done.returncode == 2
+    assert "--allow-writes" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_unprotected_checkpoints_stay(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_text("three days", encoding="utf-8")
+    text = LOOP.replace("print", "torch.save(model, 'model.pt'); torch.load('model.pt'); open('a.txt', 'w')\nprint")
+    done = _command(tmp_path, text, "--unprotected", kernel=NEITHER)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "model.pt").read_text(encoding="utf-8") == "three days"
+    assert (tmp_path / "a.txt").exists()
 
 
 IN_C = """
@@ -160,19 +267,31 @@ if not libc.fopen(os.path.abspath("out.h5").encode(), b"w"):
 nn.Linear(1, 1)
 """
 
+FORGED = """
+import json, os, sys
+text = sys.orig_argv[-1]
+path = json.loads(text)["answer"]
+os.write(os.open(path, os.O_WRONLY), {data!r})
+os._exit(0)
+"""
 
-def test_what_a_library_writes_without_python_is_refused_by_the_kernel(tmp_path: Path) -> None:
-    if not _has_landlock():
-        pytest.skip("needs Landlock: Linux 5.13 or newer, with it switched on")
-    with pytest.raises(StepError, match="--allow-writes") as raised:
-        run_script(Request(_written(tmp_path, IN_C), device="cpu"))
-    assert "Permission denied: 'out.h5'" in str(raised.value)
+
+@pytest.mark.parametrize(
+    "data", [b"cposix\nsystem\n(Vtouch here\ntR.", b"{}", b"[]", b'{"error": 1}', b'{"facts": {}}\n{}', b"\xff" * 99]
+)
+def test_an_answer_is_data_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StepError, match="no answer that can be read"):
+        run_script(Request(_written(tmp_path, FORGED.format(data=data)), device="cpu"))
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 
 
-def _has_landlock() -> bool:
-    """Ask for Landlock's version, in a system call that changes nothing."""
-    return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1) > 0
+def test_the_last_of_what_it_prints_is_kept(tmp_path: Path) -> None:
+    text = "for i in range(40): print('x' * 1000000)\nprint('the end')\n"
+    with pytest.raises(ScriptEnded) as caught:
+        run_script(Request(_written(tmp_path, text), device="cpu"))
+    assert caught.value.said.endswith("the end\n")
+    assert len(caught.value.said) <= 1 << 17
 
 
 def test_processes_are_refused(tmp_path: Path) -> None:
@@ -185,22 +304,4 @@ def test_a_loop_that_meets_no_model_is_ended_with_its_line(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     command = _written(tmp_path, "import time\nwhile True:\n    time.sleep(0.1)\n")
     with pytest.raises(StepError, match=r"not at its second update when its time was over.*script\.py:3"):
-        run_script(Request(command, device="cpu", limit=-28.0))
-
-
-@pytest.mark.parametrize(("device", "starts"), [(None, True), ("cuda", True), ("cuda:0", True), ("h100", False)])
-def test_a_card_is_started_before_files_are_refused(
-    device: str | None, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else CUDA says that there is none."""
-    order = list[str]()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "init", lambda: order.append("the card"))
-    monkeypatch.setattr(process, "_keep_files", lambda _: order.append("the barrier"))
-    monkeypatch.setattr(process, "recorded", lambda *_: order.append("the script"))
-    monkeypatch.setattr(process, "_end", lambda: None)
-    monkeypatch.setattr(sys, "argv", sys.argv[:])
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "request").write_bytes(pickle.dumps(Request(_written(tmp_path, LOOP), device)))
-    process.answer(str(tmp_path))
-    assert order == ["the card"] * starts + ["the barrier", "the script"]
+        run_script(Request(command, device="cpu", limit=-10.0))

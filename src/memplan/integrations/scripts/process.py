@@ -1,10 +1,13 @@
-"""The process in which a script runs: started here with a request, and what runs in it.
+"""A script's process, from the outside: started with a request, followed, and its answer read.
 
 In a process of its own a script may do what it likes with handlers, threads, modules and its exit.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
 import os
 import pickle
 import re
@@ -12,24 +15,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, Any
 
-import torch
-
-from memplan.dry.library import cache_folder
-from memplan.errors import MemplanError, StepError
+from memplan._json import Unreadable
+from memplan.errors import MemplanError, StepError, UsageError
+from memplan.integrations.scripts.answer import MOST, read_answer
 from memplan.integrations.scripts.command import Command
-from memplan.integrations.scripts.kernel_barrier import refuse_writes
-from memplan.integrations.scripts.recorded import recorded
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
-from memplan.trace.measure import is_cuda
+from memplan.integrations.scripts.sandbox.messages import Job, Outcome, Protection, Setting
 
-_REQUEST, _ANSWER, _ERROR = "request", "answer", "error"
-_WORLD, _OUT, _SAID = "world", "out", "err"
-_START = "from memplan.integrations.scripts.process import answer; answer({folder!r})"
+_START = "from memplan.integrations.scripts.child import answer; import sys; answer(sys.argv[1])"
+_SUPERVISOR = "from memplan.integrations.scripts.sandbox.supervisor import main; import sys; main(sys.argv[1])"
+_LATER = 30
+"""Seconds after its time at which a script is ended that has not met a hook."""
+_LAST = 64 << 10
+"""Bytes of what a script printed that are kept: the last ones."""
 
 
 def run_script(request: Request) -> Ran:
@@ -37,58 +42,209 @@ def run_script(request: Request) -> Ran:
 
     Raises:
         InputError: there is no such script.
+        UsageError: nothing here can hold back what it does, and that was not allowed.
         StepError: the script raised, or ended before its first step.
         MemplanError: whatever `memplan.record` and `memplan.measure` raise.
     """
     request.command.checked()
-    with tempfile.TemporaryDirectory(prefix="memplan-run-", ignore_cleanup_errors=True) as folder:
-        Path(folder, _REQUEST).write_bytes(pickle.dumps(request))
-        Path(folder, _WORLD).mkdir()
-        status = _wait(_command(folder), folder, shows=request.shows)
-        said = Path(folder, _SAID).read_text(encoding="utf-8", errors="replace") if not request.shows else ""
-        error, answer = Path(folder, _ERROR), Path(folder, _ANSWER)
-        if error.exists():
-            raised = pickle.loads(error.read_bytes())
-            if isinstance(raised, ScriptEnded) and not request.shows:
-                raised.said = Path(folder, _OUT).read_text(encoding="utf-8", errors="replace") + said
-            raise raised
-        if not answer.exists():
-            raise _ended(request.command, status, said)
-        ran: Ran = pickle.loads(answer.read_bytes())
-        lines = 0 if request.shows else _lines(Path(folder, _OUT)) + _lines(Path(folder, _SAID))
-        return replace(ran, facts=replace(ran.facts, lines=lines))
+    ended = _run(request)
+    outcome, said = ended.outcome, ended.err.text
+    if outcome.protection is None:
+        raise _unprotected(outcome)
+    if not ended.answer:
+        raise _ended(request.command, outcome, said)
+    try:
+        ran, contributed = read_answer(ended.answer, request)
+    except ScriptEnded as error:
+        error.said = "" if request.shows else ended.out.text + said
+        raise
+    except Unreadable as error:
+        raise StepError(
+            f"the process of {request.command.name} gave no answer that can be read: {error}",
+            expected="a script that leaves memplan's own part of its process alone",
+            do="Run it under python; with --show-output, what it prints is seen",
+        ) from None
+    if request.contribute is not None and contributed is not None:
+        Path(request.contribute).write_text(contributed, encoding="utf-8")
+    lines = 0 if request.shows else ended.out.lines + ended.err.lines
+    return replace(ran, facts=replace(ran.facts, lines=lines, protection=outcome.protection))
 
 
-def _command(folder: str) -> list[str]:
-    return [sys.executable, "-B", "-c", _START.format(folder=folder)]
+@dataclasses.dataclass(frozen=True)
+class _Ended:
+    """A script's process that has ended."""
+
+    outcome: Outcome
+    answer: bytes
+    out: _Tail
+    err: _Tail
 
 
-def _wait(command: list[str], folder: str, *, shows: bool) -> int:
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))}
-    with open(Path(folder, _OUT), "wb") as out, open(Path(folder, _SAID), "wb") as said:
-        process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=None if shows else out,
-            stderr=None if shows else said,
+def _run(request: Request) -> _Ended:
+    """Run a script's process to its end."""
+    return _supervised(request) if sys.platform == "linux" else _alone(request)
+
+
+def _supervised(request: Request) -> _Ended:
+    """Run it below a supervisor, which ends with this process, however this one ends."""
+    answers, answer = os.pipe()
+    reports, report = os.pipe()
+    job = Job(
+        tuple(_command()), _protections(request), not request.writes, request.writes and not request.really,
+        request.limit + _LATER, report, f"/dev/fd/{answer}", os.getpid(),
+    )  # fmt: skip
+    start = f"import sys; sys.path.insert(0, {_home()!r}); {_SUPERVISOR}"
+    try:
+        process = _popen(
+            [sys.executable, "-I", "-c", start, json.dumps(dataclasses.asdict(job))], request,
+            pass_fds=(answer, report), start_new_session=True,
         )  # fmt: skip
+    finally:
+        os.close(answer)
+        os.close(report)
+    with open(reports, "rb") as told, open(answers, "rb") as answered, process:
+        found, report_text = _Tail(answered, None, MOST), _Tail(told, None)
+        out, err = _streams(process, request)
         try:
-            return process.wait()
-        except BaseException:
-            process.kill()
+            _send(process, request)
             process.wait()
+        except BaseException:
+            process.terminate()  # it ends all that is below it
             raise
+        outcome = json.loads(report_text.text or '{"protection": "none", "status": 9}')
+        reasons = tuple((name, why) for name, why in outcome.get("reasons", ()))
+        return _Ended(Outcome(**{**outcome, "reasons": reasons}), found.data, out, err)
 
 
-def _lines(path: Path) -> int:
-    with open(path, "rb") as file:
-        return sum(1 for line in file if line.strip())
+def _alone(request: Request) -> _Ended:
+    """Run it where there is no supervisor: on macOS and Windows, if that was allowed."""
+    if "none" not in _protections(request):
+        return _Ended(
+            Outcome(None, reasons=((sys.platform, "has neither namespaces nor Landlock"),)), b"", _empty(), _empty()
+        )
+    with tempfile.TemporaryDirectory(prefix="memplan-run-", ignore_cleanup_errors=True) as folder:
+        answer = Path(folder, "answer")
+        setting = Setting("none", folder, str(answer))
+        answer.touch()
+        process = _popen([*_command(), json.dumps(dataclasses.asdict(setting))], request, start_new_session=True)
+        with process:
+            out, err = _streams(process, request)
+            over = False
+            try:
+                _send(process, request)
+                process.wait(request.limit + _LATER)
+            except subprocess.TimeoutExpired:
+                over = True
+            finally:
+                process.kill()
+            status = process.wait()
+        text = answer.read_bytes()
+    return _Ended(Outcome("none", -status if status < 0 else status << 8, over), text, out, err)
 
 
-def _ended(command: Command, status: int, said: str) -> MemplanError:
+def _empty() -> _Tail:
+    return _Tail(io.BufferedReader(io.BytesIO()), None)
+
+
+def _protections(request: Request) -> tuple[Protection, ...]:
+    """Return what may hold the script, the best first."""
+    if request.writes:
+        # with values, what it writes is what it writes; without, checkpoints are told from files in an overlay
+        overlaid: tuple[Protection, ...] = () if request.really else ("namespaces",)
+        return (*overlaid, "none") if request.really or request.unprotected else overlaid
+    return ("namespaces", "landlock", "none") if request.unprotected else ("namespaces", "landlock")
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-B", "-P", "-c", _START]
+
+
+def _home() -> str:
+    """Return the folder that memplan is imported from."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+
+def _popen(command: list[str], request: Request, **options: Any) -> subprocess.Popen[bytes]:
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (_home(), os.environ.get("PYTHONPATH"))))}
+    return subprocess.Popen[bytes](
+        command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )
+
+
+def _streams(process: subprocess.Popen[bytes], request: Request) -> tuple[_Tail, _Tail]:
+    out, err = process.stdout, process.stderr
+    assert out is not None, "it is a pipe"
+    assert err is not None, "it is a pipe"
+    if not request.shows:
+        return _Tail(out, None), _Tail(err, None)
+    return _Tail(out, sys.stdout.buffer), _Tail(err, sys.stderr.buffer)
+
+
+def _send(process: subprocess.Popen[bytes], request: Request) -> None:
+    stream = process.stdin
+    assert stream is not None, "it is a pipe"
+    with suppress(BrokenPipeError), stream:  # of a process that has ended before
+        stream.write(pickle.dumps(request))
+
+
+class _Tail:
+    """The last bytes of a stream, and how many lines it had. ``shown``: where all of it goes besides."""
+
+    def __init__(self, stream: IO[bytes], shown: IO[bytes] | None, most: int = _LAST) -> None:
+        self._stream, self._shown, self._most = stream, shown, most
+        self._blocks: deque[bytes] = deque()
+        self._size = 0
+        self.lines = 0
+        self._open = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def data(self) -> bytes:
+        """Return the last bytes, after the stream's end."""
+        self._reader.join()
+        return b"".join(self._blocks)[-self._most :]
+
+    @property
+    def text(self) -> str:
+        """Return the last bytes as text."""
+        return self.data.decode("utf-8", "replace")
+
+    def _read(self) -> None:
+        while block := self._stream.read1(1 << 16):  # pyright: ignore[reportAttributeAccessIssue]  # buffered
+            if self._shown is not None:
+                self._shown.write(block)
+                self._shown.flush()
+            self._count(block)
+            self._blocks.append(block)
+            self._size += len(block)
+            while self._size - len(self._blocks[0]) >= self._most:
+                self._size -= len(self._blocks.popleft())
+        self._count(b"\n")
+
+    def _count(self, block: bytes) -> None:
+        """Count the lines that are not blank; of the one that goes on, only whether it is."""
+        *whole, last = block.split(b"\n")
+        if whole:
+            self.lines += sum(1 for line in (self._open + whole[0], *whole[1:]) if line.strip())
+            self._open = b""
+        self._open = (self._open + last.strip())[:1]
+
+
+def _unprotected(outcome: Outcome) -> UsageError:
+    """Return the error of a script that nothing would hold."""
+    reasons = "; ".join(f"{name}: {why}" for name, why in outcome.reasons)
+    return UsageError(
+        f"Nothing here can hold back what the script writes, removes, sends or starts ({reasons})",
+        expected="Linux with user namespaces, or with Landlock",
+        do="Nothing was run. If the script may do all of it for real, checkpoints apart, add --unprotected",
+    )
+
+
+def _ended(command: Command, outcome: Outcome, said: str) -> MemplanError:
     """Return the error of a process that gave no answer."""
-    _, stood, stack = said.rpartition("Timeout (")  # as faulthandler writes it
-    if stood:
-        frames = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    if outcome.over:
+        frames = re.findall(r'File "([^"]+)", line (\d+)', said)
         own = [f"{file}:{line}" for file, line in frames if file.startswith(command.folder)]
         return StepError(
             f"{command.name} was not at its second update when its time was over",
@@ -96,7 +252,8 @@ def _ended(command: Command, status: int, said: str) -> MemplanError:
             do="Give it more time: --limit 1200; or run it under python to see what takes so long",
             where=own[0] if own else None,
         )
-    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
+    code = os.waitstatus_to_exitcode(outcome.status or 0)
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     last = f"; it said last: {lines[-1][:200]}" if lines else ""
     return StepError(
@@ -104,63 +261,3 @@ def _ended(command: Command, status: int, said: str) -> MemplanError:
         expected="a script that leaves its process running",
         do="Run it under python; with --show-output, what it prints is seen",
     )
-
-
-def answer(folder: str) -> NoReturn:
-    """Answer the request in a folder, and end the process at once: the script may have left threads."""
-    request: Request = pickle.loads(Path(folder, _REQUEST).read_bytes())
-    sys.argv = [request.command.place]
-    sys.path[:] = [entry for entry in sys.path if entry]  # python -c puts the working directory first
-
-    if not request.writes:
-        if request.device is None or is_cuda(request.device):
-            _start_cuda()
-        _keep_files(folder)
-
-    def give_up(error: MemplanError) -> NoReturn:
-        _write(folder, _ERROR, pickle.dumps(error))
-        _end()
-
-    try:
-        _write(folder, _ANSWER, pickle.dumps(recorded(request, os.path.join(folder, _WORLD), give_up)))
-    except MemplanError as error:
-        give_up(error)
-    _end()
-
-
-def _start_cuda() -> None:
-    """Let CUDA start while nothing is refused: afterwards it says that there is no GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.init()
-
-
-def _keep_files(folder: str) -> None:
-    """Let this process write nowhere but in its folder, in the cache of what an asked cuDNN answers, and to the system
-    itself."""
-    own = cache_folder().parent
-    with suppress(OSError):
-        os.makedirs(own, exist_ok=True)
-    tempfile.tempdir = os.environ["TMPDIR"] = os.path.join(folder, _WORLD)
-    refuse_writes((folder, str(own), "/dev", "/proc"))
-
-
-# of the real file system: a script may be in the middle of its run, when others stand in their place
-_open, _rename, _write_all = os.open, os.rename, os.write
-
-
-def _write(folder: str, name: str, data: bytes) -> None:
-    path = f"{folder}{os.sep}{name}"
-    descriptor = _open(f"{path}.partial", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    written = 0
-    while written < len(data):
-        written += _write_all(descriptor, data[written:])
-    _rename(f"{path}.partial", path)
-
-
-def _end() -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except Exception:  # closed by the script
-            continue
-    os._exit(0)

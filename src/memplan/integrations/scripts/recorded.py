@@ -5,16 +5,16 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-import tempfile
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from memplan.errors import InputError, MemplanError, StepError
-from memplan.integrations.scripts.held_calls import OFFLINE
 from memplan.integrations.scripts.planned import planned
 from memplan.integrations.scripts.request import Ran, Request
 from memplan.integrations.scripts.script import Script
+from memplan.integrations.scripts.views import View
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import find_largest
 from memplan.trace.measure import measure
@@ -26,22 +26,26 @@ from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
 
 GiveUp = Callable[[MemplanError], NoReturn]
+_OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+"""Switches of libraries that would try the network again and again."""
+_OFFLINE_ERRORS = (ConnectionError, socket.gaierror)
+_UNREACHABLE = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
 
 
-def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
+def recorded(request: Request, view: View, give_up: GiveUp) -> Ran:
     """Run a script as a request asks and return its steps and what else it did.
 
     Args:
         request: what to run, and for which device.
-        world: an empty folder that its files go to.
+        view: of the files, for the script.
         give_up: called with the error of a script that does not let itself be ended.
 
     Raises:
         InputError: the largest batch is asked for, and no loader of torch's gives one; a plan, and no model is trained.
     """
-    script = Script(request, world, give_up)
+    script = Script(request, view, give_up)
     if not request.writes:
-        os.environ.update({name: value for name, value in OFFLINE.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in _OFFLINE.items() if name not in os.environ})
     try:
         with following(request.lines):
             trace = _trace(script, request)
@@ -58,7 +62,7 @@ def recorded(request: Request, world: str, give_up: GiveUp) -> Ran:
             expected="a loader, whose batches are made larger and smaller",
             do="Run it with its own argument for the batch: memplan run train.py --batch-size 64",
         )
-    batches = _Batches(request, os.path.join(world, "batches"), give_up)
+    batches = _Batches(request, view, give_up)
     subject = Subject(batches, StepOptions(), {"batch": ran.facts.batch_size})
     found = find_largest(
         subject, "batch", request.room, most=request.most, settings=request.settings, title=script.title
@@ -80,12 +84,12 @@ def _of_script(error: StepError) -> StepError:
     cause = error.__cause__
     missing = isinstance(cause, OSError)
     data = "; if only its data are not here, describe the batch: --input 32x3x224x224"
-    denied = missing and (cause.errno == errno.EACCES or "ermission denied" in str(cause))
-    do = (
-        "If it is a library that writes this file, let it: --allow-writes; else run it under python"
-        if denied
-        else "Run it under python" + data * missing + "; --measure runs it here for real"
-    )
+    if missing and (isinstance(cause, _OFFLINE_ERRORS) or cause.errno in _UNREACHABLE):
+        do = "The network is held back here; let the script use it: --allow-writes; else run it under python"
+    elif missing and (cause.errno in (errno.EACCES, errno.EROFS) or "ermission denied" in str(cause)):
+        do = "If it is a library that writes this file, let it: --allow-writes; else run it under python"
+    else:
+        do = "Run it under python" + data * missing + "; --measure runs it here for real"
     found = StepError(error.found, expected="a script that runs as far as its second update", do=do)
     found.layer, found.where = error.layer, error.where
     return found
@@ -94,11 +98,10 @@ def _of_script(error: StepError) -> StepError:
 class _Batches(Programs):
     """A script whose loaders give another batch."""
 
-    def __init__(self, request: Request, world: str, give_up: GiveUp) -> None:
-        self._request, self._world, self._give_up = request, world, give_up
+    def __init__(self, request: Request, view: View, give_up: GiveUp) -> None:
+        self._request, self._view, self._give_up = request, view, give_up
         self.__qualname__ = request.command.name
         self.__signature__ = inspect.signature(lambda batch: None)
-        os.mkdir(world)
 
     def __call__(self) -> None:
         """Do nothing: what is called has parameters, and these are its batch."""
@@ -106,4 +109,4 @@ class _Batches(Programs):
     def program(self, **arguments: Any) -> Script:
         """Return the script with a ``batch``."""
         request = replace(self._request, rules=replace(self._request.rules, batch=arguments["batch"]))
-        return Script(request, tempfile.mkdtemp(dir=self._world), self._give_up)
+        return Script(request, self._view, self._give_up)

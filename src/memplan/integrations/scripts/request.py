@@ -28,6 +28,8 @@ class Request:
     rules: Rules = field(default_factory=Rules)
     writes: bool = False
     """Whether it may write, connect and start programs."""
+    unprotected: bool = False
+    """Whether it runs where nothing can hold back what it writes, sends or starts."""
     shows: bool = False
     """Whether what it prints is shown."""
     limit: float = 300.0
@@ -78,6 +80,3 @@ class ScriptEnded(StepError):
             do="Run it under python to see what it does; its arguments come after its name",
         )
         self.name, self.code, self.said = name, code, said
-
-    def __reduce__(self) -> tuple[type[ScriptEnded], tuple[str, int | str | None, str]]:
-        return ScriptEnded, (self.name, self.code, self.said)

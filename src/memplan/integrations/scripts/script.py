@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,12 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memplan import _torch
 from memplan.errors import MemplanError, StepError
-from memplan.integrations.scripts.held_calls import HeldCalls
+from memplan.integrations.scripts.checkpoints import Checkpoints
+from memplan.integrations.scripts.effects import Effects
 from memplan.integrations.scripts.imports import imports_apart
 from memplan.integrations.scripts.lines import script_line
 from memplan.integrations.scripts.loaders import Loaders
 from memplan.integrations.scripts.model_call import CallWatch, ModelCall
+from memplan.integrations.scripts.one_process import in_one_process
 from memplan.integrations.scripts.request import Request, ScriptEnded
+from memplan.integrations.scripts.views import View
 from memplan.trace.program_facts import Ending, Facts
 from memplan.trace.recording.boundaries import Boundaries
 from memplan.trace.trace import Trace
@@ -34,10 +35,6 @@ _UNUSED = 256
 """Batches, or calls of models, without an update, after which none is waited for."""
 _ROLLOUT = 16
 """Times as many, where they need no gradients and there is an optimizer: a rollout, or a first validation."""
-_LATER = 30
-"""Seconds after its time at which a script is ended that has not met a hook."""
-_ERRORS = 2
-"""File descriptor of stderr, which a script cannot replace."""
 _CAUGHT = 50
 """Times that a script may catch what ends it."""
 
@@ -53,10 +50,10 @@ class Script:
     been updated once more. So what follows an update (a scheduler, an average of weights, logging) is part of it.
     """
 
-    def __init__(self, request: Request, world: str, give_up: Callable[[MemplanError], NoReturn]) -> None:
+    def __init__(self, request: Request, view: View, give_up: Callable[[MemplanError], NoReturn]) -> None:
         self._request = request
-        self._world = world
-        """A folder that its files go to."""
+        self._view = view
+        """The files, as the script sees them."""
         self._give_up = give_up
         """Called with the error of a script that does not let itself be ended."""
         self._runs: list[tuple[int, Facts]] = []
@@ -75,19 +72,22 @@ class Script:
 
     def run_steps(self, steps: int, boundaries: Boundaries) -> None:
         """Run the script until it has made ``steps`` steps, or ends."""
-        request = self._request
+        request, view = self._request, self._view
         run = _Run(request, steps, boundaries, self._give_up)
-        world = tempfile.mkdtemp(dir=self._world)
-        held = HeldCalls(world, request.command.folder, writes=request.writes, values=request.really)
-        # a loop that calls no model and loads nothing meets none of the hooks: its process ends, with where it stood
-        faulthandler.dump_traceback_later(request.limit + _LATER, exit=True, file=_ERRORS)
-        try:
-            with imports_apart(request.command.folder), held.back():
-                run.run()
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        folder = request.command.folder
+        effects = Effects(folder)
+        checkpoints = Checkpoints(effects, values=request.really, writes=view.protects)
+        with (
+            imports_apart(folder),
+            view.one_run(effects),
+            checkpoints.replaced(),
+            in_one_process(folder, values=request.really),
+            effects.followed(),
+        ):
+            run.run()
         self.call = self.call or run.calls.call
-        self._runs.append((run.steps_made, replace(run.facts(), held=held.rows(), really=request.really)))
+        held = effects.rows(view.changes(), but=view.own, writes=request.writes)
+        self._runs.append((run.steps_made, replace(run.facts(), held=held, really=request.really)))
 
 
 class _Run:

@@ -1,6 +1,7 @@
-"""Writes of a script to its files, sent to a folder of their own that stands over the file system for its process.
+"""What Python writes goes to a folder that stands over the file system for this process; it reads it back from there.
 
-What the script wrote it reads back; what it removed is gone for it. Nothing reaches the real files.
+For where Linux allows no overlay, and Landlock alone protects the real files: without this, each script that writes a
+file would end with a permission that is denied. What a library writes without Python is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from memplan import _torch
 
@@ -26,20 +27,26 @@ _READ = ("stat", "lstat", "access", "readlink", "statvfs")
 _CHANGE = ("chmod", "chown", "utime", "truncate")
 _REMOVE = ("remove", "unlink", "rmdir")
 
-Told = Callable[[str], None]
+
+class Note(Protocol):
+    """Takes the path of a file that is written for the first time, or removed."""
+
+    def __call__(self, path: str, *, removed: bool = False) -> None:
+        """Take a path."""
+        ...
 
 
-class HeldFiles:
+class RedirectedFiles:
     """A folder in which the files lie that a script writes.
 
     Args:
         folder: an empty one, which may be removed afterwards.
-        told: called with the path of each file that is written for the first time, removed or renamed.
+        note: called with the path of each file that is written for the first time, removed or renamed.
     """
 
-    def __init__(self, folder: str, told: Told) -> None:
+    def __init__(self, folder: str, note: Note) -> None:
         self._folder = os.path.realpath(folder)
-        self._told = told
+        self._note = note
         self._removed: set[str] = set()
 
     @contextmanager
@@ -86,7 +93,7 @@ class HeldFiles:
         if not _is_there(shadow):
             self._parents(real, shadow)
             if not silent:
-                self._told(real)
+                self._note(real)
             if copy and not self._is_gone(real) and _is_file(real):
                 with _open(real, "rb") as source, _open(shadow, "wb") as target:
                     shutil.copyfileobj(source, target)
@@ -187,7 +194,7 @@ class HeldFiles:
             if self._stands(path):
                 raise _error(errno.EEXIST, path)
             self._parents(real, self._shadow(real))
-            self._told(real + os.sep)
+            self._note(real + os.sep)
             return plain(self._shadow(real), mode)
 
         return made
@@ -203,7 +210,7 @@ class HeldFiles:
             if _is_there(self._shadow(real)):
                 plain(self._shadow(real))
             if _is_there(real) and not self._is_gone(real):
-                self._told(real)
+                self._note(real, removed=True)
                 self._removed.add(real)
 
         return removed
@@ -222,7 +229,7 @@ class HeldFiles:
             return _rmtree(self.path_of(path), *args, **kwargs)
         _rmtree(self._shadow(real), ignore_errors=True)
         if _is_there(real) and not self._is_gone(real):
-            self._told(real)
+            self._note(real, removed=True)
             self._removed.add(real)
 
     def _moving(self, plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,9 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.integrations.scripts.held_files import HeldFiles
+from memplan.integrations.scripts.redirected_files import RedirectedFiles
 
 NAMES = st.sampled_from(["a", "b", "folder/a", "folder/b", "new/a", "folder", "new"])
+
+
+def _ignore(path: str, *, removed: bool = False) -> None:
+    pass
 
 
 def _outcomes(folder: Path, steps: list[tuple[str, str, str, str]]) -> list[Any]:
@@ -83,7 +87,7 @@ def test_what_a_script_sees_is_what_it_would_see(steps: list[tuple[str, str, str
         real, plain, world = _made(Path(place, "real")), _made(Path(place, "plain")), Path(place, "world")
         world.mkdir()
         before = _all(real)
-        with HeldFiles(str(world), lambda path: None).over_all():
+        with RedirectedFiles(str(world), _ignore).over_all():
             seen = _outcomes(real, steps)
         assert _all(real) == before
         assert seen == _outcomes(plain, steps)
@@ -93,7 +97,7 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
     import builtins
 
     before = [builtins.open, io.open, os.open, os.stat, os.mkdir, shutil.rmtree, sqlite3.connect, tempfile.tempdir]
-    with pytest.raises(RuntimeError), HeldFiles(str(tmp_path), lambda path: None).over_all():
+    with pytest.raises(RuntimeError), RedirectedFiles(str(tmp_path), _ignore).over_all():
         raise RuntimeError
     after = [builtins.open, io.open, os.open, os.stat, os.mkdir, shutil.rmtree, sqlite3.connect, tempfile.tempdir]
     assert after == before
@@ -102,7 +106,7 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
 def test_databases_and_temporary_files_are_held(tmp_path: Path) -> None:
     world, told = tmp_path / "world", list[str]()
     world.mkdir()
-    with HeldFiles(str(world), told.append).over_all():
+    with RedirectedFiles(str(world), lambda path, *, removed=False: told.append(path)).over_all():
         connection = sqlite3.connect(tmp_path / "log.db")
         connection.execute("create table t (x)")
         connection.commit()
@@ -117,7 +121,7 @@ def test_databases_and_temporary_files_are_held(tmp_path: Path) -> None:
 def test_descriptors_are_held_too(tmp_path: Path) -> None:
     world = tmp_path / "world"
     world.mkdir()
-    with HeldFiles(str(world), lambda path: None).over_all():
+    with RedirectedFiles(str(world), _ignore).over_all():
         descriptor = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
         os.write(descriptor, b"held")
         os.close(descriptor)

@@ -1,0 +1,138 @@
+"""What a script's process answers, as text: the process is the script's, so nothing of it is taken but data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+from memplan import errors
+from memplan._json import LONGEST, Unreadable, from_plain, parse, to_plain
+from memplan.errors import BudgetError, MemplanError, RecordingError
+from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
+from memplan.planning.plan.plan import Plan
+from memplan.reports.fit import Fitting
+from memplan.studies.capacity.largest import Largest
+from memplan.trace.program_facts import Facts
+from memplan.trace.trace import Trace
+
+MOST = LONGEST
+"""Bytes that are read of an answer."""
+_KINDS = {
+    kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, MemplanError)
+}
+_TEXTS = ("found", "expected", "do")
+_PLACES = ("layer", "where")
+
+
+def text_of_run(ran: Ran, contributed: str | None) -> str:
+    """Return a run as text: a line of JSON, and the trace's own JSON after it.
+
+    Args:
+        ran: the run.
+        contributed: the text of the file that `memplan.measure` wrote for a contribution.
+    """
+    largest = ran.largest and _fields_of(ran.largest, but=("room", "planned"))
+    fitting = ran.fitting and _fields_of(ran.fitting, but=("plan", "shortfall"))
+    if ran.fitting is not None and fitting is not None:
+        plan, shortfall = ran.fitting.plan, ran.fitting.shortfall
+        fitting |= {"plan": plan and plan.to_json(), "shortfall": shortfall and _error(shortfall)}
+    head = {"facts": to_plain(ran.facts), "largest": largest, "fitting": fitting, "contributed": contributed}
+    return json.dumps(head) + "\n" + ran.trace.to_json()
+
+
+def text_of_error(error: MemplanError) -> str:
+    """Return an error as text."""
+    return json.dumps({"error": _error(error)})
+
+
+def read_answer(data: bytes, request: Request) -> tuple[Ran, str | None]:
+    """Return the run that a script's process answered with, and its contribution.
+
+    Raises:
+        MemplanError: the answer is an error.
+        Unreadable: it is no answer.
+    """
+    head, _, trace = data.decode("utf-8", "replace").partition("\n")
+    plain = parse(head)
+    if not isinstance(plain, dict):
+        raise Unreadable("it is no mapping")
+    if "error" in plain:
+        raise _raised(plain["error"])
+    try:
+        found = Trace.from_json(trace)
+    except MemplanError as error:
+        raise Unreadable(str(error)) from None
+    facts = from_plain(Facts, plain.get("facts"), "facts")
+    contributed = from_plain(str, plain["contributed"], "contributed") if plain.get("contributed") is not None else None
+    ran = Ran(request.command, found, facts)
+    if plain.get("largest") is not None and request.room is not None:
+        ran = replace(ran, largest=Largest(room=request.room, **_read_fields(Largest, plain["largest"])))
+    if plain.get("fitting") is not None:
+        ran = replace(ran, fitting=_fitting(plain["fitting"]))
+    return ran, contributed
+
+
+def _fitting(plain: Any) -> Fitting:
+    values = dict(plain) if isinstance(plain, dict) else {}
+    plan, shortfall = values.pop("plan", None), values.pop("shortfall", None)
+    error = None if shortfall is None else _raised(shortfall)
+    if error is not None and not isinstance(error, BudgetError):
+        raise Unreadable("fitting.shortfall is no BudgetError")
+    return Fitting(
+        **_read_fields(Fitting, values),
+        plan=None if plan is None else Plan.from_json(from_plain(str, plan, "fitting.plan")),
+        shortfall=error,
+    )
+
+
+def _fields_of(value: Any, but: tuple[str, ...]) -> dict[str, Any]:
+    return {field.name: to_plain(getattr(value, field.name)) for field in fields(value) if field.name not in but}
+
+
+def _read_fields(kind: type, plain: Any) -> dict[str, Any]:
+    """Read some of a dataclass's fields, by their type hints."""
+    if not isinstance(plain, dict):
+        raise Unreadable(f"{kind.__name__} is no mapping")
+    hints = get_type_hints(kind, include_extras=True)
+    unknown = set(plain) - {field.name for field in fields(kind)}
+    if unknown:
+        raise Unreadable(f"{kind.__name__} has an unknown {min(unknown)!r:.40}")
+    return {name: from_plain(hints[name], value, name) for name, value in plain.items()}
+
+
+def _error(error: MemplanError) -> dict[str, Any]:
+    """Return an error as plain data: its kind, its words, and what the kinds have besides that messages need."""
+    plain: dict[str, Any] = {"kind": type(error).__name__, "text": str(error)}
+    plain |= {name: getattr(error, name) for name in _TEXTS}
+    if isinstance(error, RecordingError):
+        plain |= {name: getattr(error, name) for name in _PLACES}
+    if isinstance(error, BudgetError):
+        plain["smallest_budget"] = error.smallest_budget
+    if isinstance(error, ScriptEnded):
+        code = error.code if isinstance(error.code, (int, str)) or error.code is None else str(error.code)
+        plain |= {"name": error.name, "code": code, "said": error.said}
+    return plain
+
+
+def _raised(plain: Any) -> MemplanError:
+    """Return the error that plain data describe.
+
+    Raises:
+        Unreadable: they describe none.
+    """
+    values: Mapping[str, Any] = from_plain(dict[str, str | int | None], plain, "error")
+    texts = {name: None if values.get(name) is None else str(values[name]) for name in (*_TEXTS, *_PLACES, "text")}
+    if values.get("kind") == ScriptEnded.__name__:
+        return ScriptEnded(str(values.get("name")), values.get("code"), str(values.get("said", "")))
+    kind = _KINDS.get(str(values.get("kind")))
+    if kind is None or texts["found"] is None:
+        raise Unreadable("error has no known kind")
+    more: dict[str, Any] = {}
+    if issubclass(kind, BudgetError):
+        more["smallest_budget"] = from_plain(int, values.get("smallest_budget"), "error.smallest_budget")
+    error = kind(texts["found"], expected=texts["expected"], do=texts["do"], **more)
+    if isinstance(error, RecordingError):
+        error.layer, error.where = texts["layer"], texts["where"]
+    return error

@@ -1,0 +1,104 @@
+"""The process in which a script runs: its request, its protection, its answer."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from memplan.dry.library import cache_folder
+from memplan.errors import MemplanError
+from memplan.integrations.scripts.answer import text_of_error, text_of_run
+from memplan.integrations.scripts.landlock import refuse_effects
+from memplan.integrations.scripts.recorded import recorded
+from memplan.integrations.scripts.request import Request
+from memplan.integrations.scripts.sandbox.messages import TRACEBACK, Setting
+from memplan.integrations.scripts.views import OverlaidView, RedirectedView, View
+from memplan.trace.measure import is_cuda
+
+_INPUT, _ERRORS = 0, 2
+
+
+def answer(text: str) -> NoReturn:
+    """Answer the request on standard input, and end the process at once: the script may have left threads.
+
+    Args:
+        text: a `Setting` as JSON.
+    """
+    setting = Setting(**json.loads(text))
+    with open(_INPUT, "rb", closefd=False) as file:
+        request: Request = pickle.loads(file.read())
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, _INPUT)
+    os.close(nothing)
+    if TRACEBACK is not None:
+        faulthandler.register(TRACEBACK, file=_ERRORS, all_threads=True)
+    sys.argv = [request.command.place]
+    if request.contribute is not None:
+        request = replace(request, contribute=os.path.join(setting.temporary, "contributed.json"))
+    # opened before the script can stand in the way
+    channel = os.open(setting.answer, os.O_WRONLY)
+    view = _protected(request, setting)
+
+    def give_up(error: MemplanError) -> NoReturn:
+        _write(channel, text_of_error(error))
+        _end()
+
+    try:
+        ran = recorded(request, view, give_up)
+        contributed = None
+        if request.contribute is not None:
+            contributed = Path(request.contribute).read_text(encoding="utf-8")
+        _write(channel, text_of_run(ran, contributed))
+    except MemplanError as error:
+        if error.__cause__ is not None:  # shown with what the script prints
+            traceback.print_exception(error.__cause__)
+        give_up(error)
+    _end()
+
+
+def _protected(request: Request, setting: Setting) -> View:
+    """Return the files as the script will see them; with Landlock, protected from here on."""
+    tempfile.tempdir = setting.temporary
+    own = (os.path.dirname(setting.temporary), str(cache_folder().parent))
+    if setting.control is not None:
+        return OverlaidView(setting.control, own)
+    if setting.protection == "landlock":
+        if request.device is None or is_cuda(request.device):
+            _start_cuda()
+        refuse_effects(setting.temporary)
+        return RedirectedView(setting.temporary)
+    return View()
+
+
+def _start_cuda() -> None:
+    """Let CUDA start while nothing is refused: afterwards it says that there is no GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
+# of the real file system: a script may be in the middle of its run, when others stand in their place
+_write_all, _exit = os.write, os._exit
+
+
+def _write(channel: int, text: str) -> None:
+    data, written = text.encode("utf-8", "replace"), 0
+    while written < len(data):
+        written += _write_all(channel, data[written:])
+
+
+def _end() -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed by the script
+            stream.flush()
+    _exit(0)

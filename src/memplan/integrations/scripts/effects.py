@@ -1,0 +1,148 @@
+"""What a script does to the world beyond its step: each effect with the line of the script that had it.
+
+Python raises an audit event before most of these (https://docs.python.org/3/library/audit_events.html). Events are only
+listened to; the sandbox is what holds effects back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, get_args
+
+from memplan.integrations.scripts.lines import script_line
+from memplan.integrations.scripts.sandbox.messages import Change
+from memplan.trace.program_facts import Held, HeldKind
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGED_PATH = {
+    "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "os.truncate": 0, "os.chmod": 0, "os.chown": 0, "os.utime": 0,
+    "os.setxattr": 0, "os.removexattr": 0, "sqlite3.connect": 0, "os.link": 1, "os.symlink": 1,
+}  # fmt: skip
+"""Audit events of a change -> the argument that is the path."""
+_LONGEST = 200
+
+
+class Effects:
+    """The effects of one run of a script.
+
+    Args:
+        script: the folder of the script's own code.
+    """
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+        self._rows: dict[tuple[HeldKind, str, str | None], int] = {}
+        """Checkpoints, connections and programs, with how often."""
+        self._lines: dict[str, str | None] = {}
+        """Path of a file that was changed -> the first line that did so."""
+
+    def note(self, kind: HeldKind, what: str) -> None:
+        """Note an effect of the line that runs now."""
+        key = kind, what, script_line(self._script)
+        self._rows[key] = self._rows.get(key, 0) + 1
+
+    def note_change(self, path: Any) -> None:
+        """Note that the line that runs now changes a file."""
+        if isinstance(path, (str, bytes, os.PathLike)):
+            text = _plain(os.fsdecode(path))
+            if text not in self._lines:
+                self._lines[text] = script_line(self._script)
+
+    def rows(self, changes: Iterable[Change], *, but: tuple[str, ...] = (), writes: bool = False) -> tuple[Held, ...]:
+        """Return what was held back: checkpoints, connections, programs, and changes of files.
+
+        Args:
+            changes: of the files, as the sandbox has them.
+            but: folders that are not the script's.
+            writes: whether it writes, connects and starts programs: only checkpoints and removals are held back then.
+        """
+        held = ("checkpoint", "removed") if writes else get_args(HeldKind)
+        rows = [Held(kind, what, where, count) for (kind, what, where), count in self._rows.items() if kind in held]
+        saved = {row.what for row in rows if row.kind == "checkpoint"}
+        for change in changes:
+            path = _plain(change.path)
+            if path in saved or change.kind not in held or any(_is_below(path, folder) for folder in but):
+                continue
+            rows.append(Held(change.kind, change.path, self._lines.get(path)))
+        return tuple(rows)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Listen to audit events for a while."""
+        _install()
+        _following.append(self)
+        try:
+            yield
+        finally:
+            _following.remove(self)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Note what an audit event is about."""
+        if event == "open":
+            if isinstance(arguments[2], int) and arguments[2] & _WRITES:
+                self.note_change(arguments[0])
+        elif event in _CHANGED_PATH:
+            self.note_change(arguments[_CHANGED_PATH[event]])
+        elif event == "os.rename":
+            self.note_change(arguments[0])
+            self.note_change(arguments[1])
+        else:
+            _OTHERS[event](self, arguments)
+
+
+def _plain(path: str) -> str:
+    return os.path.abspath(path)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + os.sep)
+
+
+def _connected(effects: Effects, arguments: tuple[Any, ...]) -> None:
+    address = arguments[1]
+    if isinstance(address, tuple) and len(address) > 1:
+        effects.note("network", f"{address[0]}:{address[1]}")
+    elif isinstance(address, (str, bytes)):
+        effects.note("network", os.fsdecode(address))
+
+
+def _asked_name(effects: Effects, arguments: tuple[Any, ...]) -> None:
+    if arguments[0]:
+        effects.note("network", os.fsdecode(arguments[0]))
+
+
+def _started(effects: Effects, words: Any) -> None:
+    listed = [words] if isinstance(words, (str, bytes, os.PathLike)) else list(words)
+    effects.note("process", " ".join(map(os.fsdecode, listed))[:_LONGEST])
+
+
+_OTHERS: dict[str, Callable[[Effects, tuple[Any, ...]], None]] = {
+    "socket.connect": _connected,
+    "socket.sendto": _connected,
+    "socket.sendmsg": _connected,
+    "socket.getaddrinfo": _asked_name,
+    "socket.gethostbyname": _asked_name,
+    "subprocess.Popen": lambda effects, arguments: _started(effects, arguments[1]),
+    "os.posix_spawn": lambda effects, arguments: _started(effects, arguments[1]),
+    "os.exec": lambda effects, arguments: _started(effects, arguments[1]),
+    "os.system": lambda effects, arguments: _started(effects, arguments[0]),
+}
+_HEARD = frozenset({"open", "os.rename", *_CHANGED_PATH, *_OTHERS})
+_following: list[Effects] = []
+_installed: list[bool] = []
+
+
+def _install() -> None:
+    """Add the hook: Python has none that can be removed again, so it does nothing while nobody follows."""
+    if not _installed:
+        _installed.append(True)
+        sys.addaudithook(_hear)
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    if _following and event in _HEARD:
+        for effects in tuple(_following):
+            effects.hear(event, arguments)

@@ -1,0 +1,66 @@
+"""Processes that a script would share its work with: pools work in this process, where what they do is seen."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import multiprocessing.pool
+import multiprocessing.process
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.context import BaseContext
+from typing import Any, NoReturn
+
+from memplan import _torch
+from memplan.errors import StepError
+from memplan.integrations.scripts.lines import script_line
+
+
+class _Pool(multiprocessing.pool.ThreadPool):
+    """Takes what `multiprocessing.Pool` takes."""
+
+    def __init__(
+        self, processes: int | None = None, initializer: Any = None, initargs: Any = (), *_: Any, **__: Any
+    ) -> None:
+        super().__init__(1, initializer, initargs)
+
+
+class _Executor(concurrent.futures.ThreadPoolExecutor):
+    """Takes what `concurrent.futures.ProcessPoolExecutor` takes; classes below that one are made below this one."""
+
+    def __init__(
+        self, max_workers: int | None = None, mp_context: Any = None, initializer: Any = None, initargs: Any = (),
+        **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(1, initializer=initializer, initargs=initargs)
+
+
+@contextmanager
+def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
+    """Let pools work in this process, process groups have this one alone, and refuse processes that a script starts.
+
+    Args:
+        folder: of the script's own code.
+        values: whether tensors have values, which collective operations really reduce.
+    """
+
+    def refuse(*_: Any) -> NoReturn:
+        raise StepError(
+            "the script starts processes of its own, and what they do is not seen",
+            expected="a script that trains in one process",
+            do="Run the function that one of them runs, alone (of several ranks: one)",
+            where=script_line(folder),
+        )
+
+    with ExitStack() as stack:
+        stack.enter_context(_torch.own_process_groups(fake=not values))
+        for owner, new in (
+            (multiprocessing.process.BaseProcess, {"start": refuse}),
+            (os, {"fork": refuse}),
+            (BaseContext, {"Pool": lambda _, *args, **kwargs: _Pool(*args, **kwargs)}),
+            (multiprocessing, {"Pool": _Pool}),
+            (concurrent.futures, {"ProcessPoolExecutor": _Executor}),
+        ):
+            stack.enter_context(_torch.patched(owner, **new))
+        yield

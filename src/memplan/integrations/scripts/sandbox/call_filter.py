@@ -1,0 +1,152 @@
+"""Seccomp filters: system calls that fail, or do nothing, in the script's process and in all that it starts.
+
+A filter sees numbers, not what pointers point to. https://docs.kernel.org/userspace-api/seccomp_filter.html
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import socket
+import struct
+from dataclasses import dataclass
+
+# linux/audit.h; system calls as in arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CALLS = {
+    "x86_64": {
+        "open": 2, "ioctl": 16, "shmget": 29, "shmat": 30, "socket": 41, "kill": 62, "semget": 64, "msgget": 68,
+        "truncate": 76, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "ptrace": 101,
+        "rt_sigqueueinfo": 129, "utime": 132, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
+        "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
+        "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203, "tgkill": 234, "utimes": 235, "mq_open": 240,
+        "mq_unlink": 241, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251, "migrate_pages": 256,
+        "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "move_pages": 279, "utimensat": 280,
+        "rt_tgsigqueueinfo": 297, "prlimit64": 302, "process_vm_writev": 311, "sched_setattr": 314,
+    },
+    "aarch64": {
+        "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
+        "ioctl": 29, "ioprio_set": 30, "truncate": 45, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55,
+        "openat": 56, "utimensat": 88, "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119,
+        "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
+        "setpriority": 140, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "semget": 190, "shmget": 194,
+        "shmat": 196, "socket": 198, "add_key": 217, "request_key": 218, "keyctl": 219, "migrate_pages": 238,
+        "move_pages": 239, "rt_tgsigqueueinfo": 240, "prlimit64": 261, "process_vm_writev": 271,
+        "sched_setattr": 274,
+    },
+}  # fmt: skip
+# newer calls have the same number everywhere
+_EVERYWHERE = {
+    "pidfd_send_signal": 424, "io_uring_setup": 425, "openat2": 437, "process_madvise": 440, "fchmodat2": 452,
+    "setxattrat": 463, "removexattrat": 466, "file_setattr": 469,
+}  # fmt: skip
+
+_ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _EQUAL, _AT_LEAST, _RETURN, _AND = 0x20, 0x15, 0x35, 0x06, 0x54
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_X32 = 0x40000000
+"""Calls of the second interface of x86_64, from this number on."""
+
+_SET_FLAGS = (0x40086602, 0x401C5820)  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+_NO_TRUNCATION = os.O_TRUNC | os.O_WRONLY | os.O_RDWR
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A system call that does not happen, and what it answers instead: an error's number, 0 for success.
+
+    ``argument`` and ``values``: it happens after all unless the argument, masked, is (``but``: is not) one of these.
+    """
+
+    call: str
+    answer: int
+    argument: int | None = None
+    values: tuple[int, ...] = ()
+    mask: int = 0xFFFFFFFF
+    but: bool = False
+
+
+def available() -> bool:
+    """Return whether the calls of this machine's processor are known."""
+    return platform.machine() in _CALLS
+
+
+def own_network() -> tuple[Rule, ...]:
+    """Return the rules for a process in namespaces: what a namespace does not separate."""
+    families = (int(socket.AF_UNIX), int(socket.AF_INET), int(socket.AF_INET6), 16)  # 16: netlink
+    return (
+        Rule("socket", errno.EAFNOSUPPORT, 0, families, but=True),
+        Rule("io_uring_setup", errno.ENOSYS),
+        *(Rule(name, errno.EPERM) for name in ("add_key", "request_key", "keyctl")),
+    )
+
+
+def no_effects(*, signals: bool, truncates: bool) -> tuple[Rule, ...]:
+    """Return the rules for a process that Landlock alone holds: what Landlock does not know of.
+
+    Changes of mode, owner, times and attributes answer that they were made, as a copy's are of no consequence.
+
+    Args:
+        signals: whether signals to other processes have to be refused.
+        truncates: whether files have to be kept from being emptied, by a call that opens them for reading.
+    """
+    pretended = (
+        "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes",
+        "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
+        "setxattrat", "removexattrat", "file_setattr",
+    )  # fmt: skip
+    refused = ("shmget", "shmat", "semget", "msgget", "mq_open", "mq_unlink", "ptrace", "process_vm_writev",
+               "add_key", "request_key", "keyctl", "migrate_pages", "move_pages", "process_madvise")  # fmt: skip
+    rules = [Rule(name, 0) for name in pretended]
+    rules += [Rule(name, errno.EPERM) for name in refused]
+    rules += [Rule("socket", errno.ENETUNREACH), Rule("io_uring_setup", errno.ENOSYS)]
+    rules.append(Rule("ioctl", errno.EPERM, 1, _SET_FLAGS))
+    # of processes: 0 is the one that asks; threads of its own ask by number, and it does not matter what they get
+    rules += [Rule("setpriority", errno.EPERM, 1, (0,), but=True), Rule("ioprio_set", 0, 1, (0,), but=True)]
+    rules += [Rule(f"sched_set{what}", 0, 0, (0,), but=True) for what in ("param", "scheduler", "affinity", "attr")]
+    rules.append(Rule("prlimit64", errno.EPERM, 0, (0, os.getpid()), but=True))
+    if signals:
+        own = (os.getpid(), 0)
+        rules += [Rule(name, errno.EPERM, 0, own, but=True) for name in ("kill", "tgkill")]
+        rules += [
+            Rule(name, errno.EPERM) for name in ("tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
+        ]
+    if truncates:
+        emptied = (os.O_TRUNC | os.O_RDONLY,)
+        rules += [Rule("truncate", errno.EACCES), Rule("openat2", errno.ENOSYS)]
+        rules += [Rule("openat", errno.EACCES, 2, emptied, _NO_TRUNCATION)]
+        rules += [Rule("open", errno.EACCES, 1, emptied, _NO_TRUNCATION)]
+    return tuple(rules)
+
+
+def program_of(rules: tuple[Rule, ...]) -> bytes:
+    """Return the filter of some rules, for `kernel.filter_calls`."""
+    machine = platform.machine()
+    numbers = _CALLS[machine] | _EVERYWHERE
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER_AT),
+    ]
+    if machine == "x86_64":
+        program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _FAIL | errno.ENOSYS)]
+    for rule in rules:
+        if rule.call in numbers:  # aarch64 lacks the oldest calls
+            body = _body(rule)
+            program += [(_EQUAL, 0, len(body), numbers[rule.call]), *body]
+    program.append((_RETURN, 0, 0, _ALLOW))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+def _body(rule: Rule) -> list[tuple[int, int, int, int]]:
+    """Return what follows where the call is the rule's: an answer, in any case, or by an argument's lower half."""
+    refuse = (_RETURN, 0, 0, _FAIL | rule.answer)
+    if rule.argument is None:
+        return [refuse]
+    allow = (_RETURN, 0, 0, _ALLOW)
+    listed, other = (allow, refuse) if rule.but else (refuse, allow)
+    tests = [(_EQUAL, len(rule.values) - n, 0, value) for n, value in enumerate(rule.values)]
+    load = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * rule.argument), (_AND, 0, 0, rule.mask)]
+    return [*load, *tests, other, listed]

@@ -1,0 +1,75 @@
+"""What passes between memplan, the supervisor of a script's process, and that process."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+MARK = b"memplan: a checkpoint of tensors without values "
+"""How a checkpoint begins that a recording saved."""
+
+NEXT = b"n"
+"""What a script's process sends at the end of a run; the answer is the run's changes, as a line of JSON."""
+TRACEBACK = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+"""At which a script's process writes where it stands."""
+Protection = Literal["namespaces", "landlock", "none"]
+"""What holds a script: namespaces with an overlay; Landlock and seccomp alone; nothing, as was asked for."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A file, or a folder (its path ends with a slash), that a script changed in its view."""
+
+    path: str
+    kind: Literal["file", "removed", "changed", "checkpoint"]
+    """Written, or made; removed; its mode, owner or times; a checkpoint of tensors without values."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a supervisor is asked to do.
+
+    Args:
+        command: the script's process; what it needs to know of its protection is added as a last argument.
+        protections: to try, in this order.
+        own_network: whether it is cut off from the network.
+        commit: whether what it writes is written to the real files at the end of each run, but for checkpoints.
+        seconds: after which it is ended.
+        report: descriptor of a pipe for the outcome, as JSON (`Outcome`).
+        answer: path of the script's answer, for the script's process.
+        parent: number of the process that started this one.
+    """
+
+    command: tuple[str, ...]
+    protections: tuple[Protection, ...]
+    own_network: bool
+    commit: bool
+    seconds: float
+    report: int
+    answer: str
+    parent: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a script's process ended. ``status``: as `os.waitpid` has it; None where nothing was started."""
+
+    protection: Protection | None
+    status: int | None = None
+    over: bool = False
+    """Whether its time was over."""
+    reasons: tuple[tuple[str, str], ...] = ()
+    """Why a protection could not be had, by its name."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a script's process is told of its protection."""
+
+    protection: Protection
+    temporary: str
+    """A folder for its temporary files."""
+    answer: str
+    control: int | None = None
+    """Descriptor of a socket to the process that lays its overlays."""

@@ -1,0 +1,242 @@
+"""The process that starts a script's process, follows it, and ends everything that it has started.
+
+It is given a `Job`. It imports nothing but the standard library, has one thread, and ends, with all below it, when the
+process that started it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import NoReturn
+
+from memplan.integrations.scripts.sandbox import call_filter, kernel, namespaces
+from memplan.integrations.scripts.sandbox.messages import NEXT, TRACEBACK, Job, Outcome, Protection, Setting
+from memplan.integrations.scripts.sandbox.overlay import Tree, remove_tree
+
+_LAST_WORDS = 2.0
+"""Seconds that it has for that."""
+_GRACE = 60.0
+"""Seconds after its time at which a script's namespaces are ended, whatever goes on in them."""
+
+
+class _Stopped(BaseException):
+    """The process that started this one wants it to end, or is no more."""
+
+
+def main(text: str) -> None:
+    """Do a job, and write its outcome."""
+    given = json.loads(text)
+    job = Job(**{**given, "command": tuple(given["command"]), "protections": tuple(given["protections"])})
+    kernel.die_with_parent(signal.SIGTERM)
+    kernel.adopt_orphans()
+    os.set_inheritable(job.report, False)
+    signal.signal(signal.SIGTERM, _stop)
+    if os.getppid() != job.parent:
+        return
+    scratch = ""
+    try:
+        scratch = tempfile.mkdtemp(prefix="memplan-run-")
+        os.mkdir(os.path.join(scratch, "tmp"))
+        outcome = _done(job, scratch)
+    except OSError as error:
+        outcome = Outcome(None, reasons=(("a scratch folder", str(error)),))
+    except _Stopped:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_all()
+        if scratch:
+            remove_tree(scratch)
+    with suppress(BrokenPipeError):
+        os.write(job.report, json.dumps(asdict(outcome)).encode())
+
+
+def _stop(*_: object) -> NoReturn:
+    raise _Stopped
+
+
+def _done(job: Job, scratch: str) -> Outcome:
+    """Run the script under the first protection that can be had."""
+    reasons = list[tuple[str, str]]()
+    for protection in job.protections:
+        place = os.path.join(scratch, protection)
+        os.mkdir(place)
+        try:
+            return _STARTS[protection](job, place, os.path.join(scratch, "tmp"))
+        except OSError as error:
+            reasons.append((protection, str(error)))
+    return Outcome(None, reasons=tuple(reasons))
+
+
+def _in_namespaces(job: Job, place: str, temporary: str) -> Outcome:
+    ours, theirs = _socket_pair()
+    failed, failures = os.pipe()
+    ended, ends = os.pipe()
+    setting = Setting("namespaces", temporary, job.answer, theirs)
+
+    def program() -> NoReturn:
+        _execute(job, setting, keeps=(theirs,))
+
+    def follow(process: int, tree: Tree) -> None:
+        os.close(theirs)
+        status, over = _follow(process, job.seconds, ours, lambda: _changes(tree, commit=job.commit))
+        if job.commit and not over:
+            tree.commit()
+        os.write(ends, json.dumps((status, over)).encode())
+
+    first = namespaces.start(namespaces.Inside(place, job.own_network, program, follow), failures)
+    for descriptor in (ours, theirs, failures, ends):
+        os.close(descriptor)
+    reason = _read_all(failed)
+    if reason:
+        os.waitpid(first, 0)
+        raise OSError(reason.decode(errors="replace"))
+    in_time = bool(select.select([ended], [], [], job.seconds + _GRACE)[0])
+    if not in_time:  # a script that keeps the process from answering that follows it
+        os.kill(first, signal.SIGKILL)
+    result = _read_all(ended)
+    os.waitpid(first, 0)
+    status, over = json.loads(result) if result else (signal.SIGKILL, not in_time)
+    return Outcome("namespaces", status, over)
+
+
+def _changes(tree: Tree, *, commit: bool) -> bytes:
+    found = [(change.path, change.kind) for change in tree.changes()]
+    if commit:
+        tree.commit()
+    tree.renew()
+    return json.dumps(found).encode() + b"\n"
+
+
+def _with_landlock(job: Job, place: str, temporary: str) -> Outcome:
+    if not kernel.landlock_version():
+        raise OSError("this kernel has no Landlock, or it is switched off")
+    if not call_filter.available():
+        raise OSError("system calls of this processor are not known")
+    return _alone(job, Setting("landlock", temporary, job.answer))
+
+
+def _without(job: Job, place: str, temporary: str) -> Outcome:
+    return _alone(job, Setting("none", temporary, job.answer))
+
+
+def _alone(job: Job, setting: Setting) -> Outcome:
+    """Run the script's process below this one, without namespaces."""
+    process = os.fork()
+    if not process:
+        try:
+            kernel.die_with_parent(signal.SIGKILL)
+            _execute(job, setting)
+        finally:
+            os._exit(127)
+    status, over = _follow(process, job.seconds, None, lambda: b"")
+    return Outcome(setting.protection, status, over)
+
+
+_STARTS: dict[Protection, Callable[[Job, str, str], Outcome]] = {
+    "namespaces": _in_namespaces, "landlock": _with_landlock, "none": _without,
+}  # fmt: skip
+
+
+def _execute(job: Job, setting: Setting, keeps: tuple[int, ...] = ()) -> NoReturn:
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for descriptor in keeps:
+        os.set_inheritable(descriptor, True)
+    os.environ["TMPDIR"] = setting.temporary
+    command = [*job.command, json.dumps(asdict(setting))]
+    os.execv(command[0], command)
+
+
+def _follow(process: int, seconds: float, control: int | None, answer: Callable[[], bytes]) -> tuple[int, bool]:
+    """Wait for a process, reap what else ends here, and answer on a socket.
+
+    Returns:
+        The status of the process, and whether its time was over.
+    """
+    wakes, woken = os.pipe()
+    for descriptor in (wakes, woken):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    deadline, over = time.monotonic() + seconds, False
+    while (status := _reaped(process)) is None:
+        listening = [wakes] if control is None else [wakes, control]
+        ready, _, _ = select.select(listening, [], [], max(deadline - time.monotonic(), 0))
+        if wakes in ready:
+            os.read(wakes, 4096)
+        if control is not None and control in ready:
+            control = _serve(control, answer)
+        if time.monotonic() >= deadline:
+            if over or TRACEBACK is None:
+                os.kill(process, signal.SIGKILL)
+                deadline += 60
+            else:
+                os.kill(process, TRACEBACK)
+                deadline = time.monotonic() + _LAST_WORDS
+            over = True
+    return status, over
+
+
+def _serve(control: int, answer: Callable[[], bytes]) -> int | None:
+    """Answer a request; return the socket, None where the other side has closed it, or sends something else."""
+    if os.read(control, 1) != NEXT:
+        os.close(control)
+        return None
+    with suppress(BrokenPipeError):
+        os.write(control, answer())
+    return control
+
+
+def _reaped(process: int) -> int | None:
+    """Reap all processes that have ended; return the status of one, None while it runs."""
+    while True:
+        try:
+            number, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return signal.SIGKILL
+        if number == process:
+            return status
+        if not number:
+            return None
+
+
+def _end_all() -> None:
+    """End every process below this one, also those that were started meanwhile."""
+    while True:
+        for number in _children():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Return the numbers of this process's children: orphans below it become these as their parents end."""
+    own, found = os.getpid(), list[int]()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            if int(file.read().rpartition(b")")[2].split()[1]) == own:
+                found.append(int(name))
+    return found
+
+
+def _socket_pair() -> tuple[int, int]:
+    ours, theirs = socket.socketpair()
+    return ours.detach(), theirs.detach()
+
+
+def _read_all(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        return file.read()

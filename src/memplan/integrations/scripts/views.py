@@ -1,0 +1,80 @@
+"""The files as a script's process sees them, by what protects the real ones; anew for each run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from memplan.integrations.scripts.effects import Effects
+from memplan.integrations.scripts.redirected_files import RedirectedFiles
+from memplan.integrations.scripts.sandbox.messages import NEXT, Change
+
+
+class View:
+    """The real files: nothing protects them here."""
+
+    protects = False
+    """Whether what is written does not reach the real files, or only after a look for checkpoints."""
+    own: tuple[str, ...] = ()
+    """Folders that are memplan's, below which changes are not the script's."""
+
+    @contextmanager
+    def one_run(self, effects: Effects) -> Iterator[None]:
+        """Show the files of one run in here."""
+        yield
+
+    def changes(self) -> list[Change]:
+        """Return what the run that has ended has changed; the next one sees the real files again."""
+        return []
+
+
+class OverlaidView(View):
+    """Overlays, which the process at the other end of a socket lays."""
+
+    protects = True
+
+    def __init__(self, control: int, own: tuple[str, ...]) -> None:
+        self._control = control
+        self.own = own
+
+    def changes(self) -> list[Change]:
+        """Have the overlays laid anew, and return what was written to those of the run that has ended."""
+        folder = os.getcwd()
+        os.write(self._control, NEXT)
+        answer = b""
+        while not answer.endswith(b"\n"):
+            block = os.read(self._control, 1 << 16)
+            if not block:
+                return []
+            answer += block
+        os.chdir(folder if os.path.isdir(folder) else "/")  # into the new overlay
+        return [Change(path, kind) for path, kind in json.loads(answer)]
+
+
+class RedirectedView(View):
+    """What Python writes goes to a folder; the kernel refuses all other writes."""
+
+    protects = True
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._changes: list[Change] = []
+
+    @contextmanager
+    def one_run(self, effects: Effects) -> Iterator[None]:
+        """Redirect writes in here, to a new folder."""
+        self._changes = []
+
+        def note(path: str, *, removed: bool = False) -> None:
+            effects.note_change(path)
+            self._changes.append(Change(path, "removed" if removed else "file"))
+
+        with RedirectedFiles(tempfile.mkdtemp(dir=self._folder), note).over_all():
+            yield
+
+    def changes(self) -> list[Change]:
+        """Return what was written to the folder of the run that has ended."""
+        return self._changes

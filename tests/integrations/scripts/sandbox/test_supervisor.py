@@ -1,0 +1,366 @@
+"""Whatever a program does below a supervisor: files, processes and listeners outside stay as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_effects import script
+from supervised import HOME, NEITHER, NO_NAMESPACES, has_landlock, has_namespaces, run
+
+from memplan.integrations.scripts.sandbox.messages import MARK
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and Landlock are Linux's")
+KERNELS: dict[str, Callable[[], None] | None] = {
+    "namespaces": None,
+    "landlock": NO_NAMESPACES,
+}
+
+
+@pytest.fixture(scope="module")
+def available() -> dict[str, bool]:
+    """What this machine has."""
+    return {"namespaces": has_namespaces(), "landlock": has_landlock()}
+
+
+def _need(available: dict[str, bool], protection: str) -> None:
+    if not available[protection]:
+        pytest.skip(f"this machine allows no {protection}")
+
+
+def _snapshot(folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Return everything of a tree that a program could change: kind, mode, owner, times, attributes, content."""
+    found = dict[str, tuple[Any, ...]]()
+    for path in [folder, *sorted(folder.rglob("*"))]:
+        status = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if stat.S_ISREG(status.st_mode) else None
+        link = os.readlink(path) if path.is_symlink() else None
+        attributes = tuple(os.listxattr(path, follow_symlinks=False))
+        found[str(path)] = (
+            status.st_mode, status.st_uid, status.st_gid, status.st_nlink, status.st_mtime_ns, attributes,
+            content, link,
+        )  # fmt: skip
+    return found
+
+
+class Outside:
+    """A tree of files, a process and listeners, of which nothing may change."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tree = folder / "tree"
+        for name in ("data/a.txt", "data/deep/b.txt", "runs/last.ckpt", "config.json", "empty/x"):
+            (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.tree / name).write_text(f"precious {name}")
+        (self.tree / "latest").symlink_to("runs")
+        self.shared = Path(tempfile.mkdtemp(prefix="memplan-test-", dir="/dev/shm"))
+        (self.shared / "one").write_text("staged")
+        self.received = list[bytes]()
+        self.process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        self.mark = f"memplan-test-{uuid.uuid4()}"
+        self._plugs = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
+        self._plugs[1].bind(("127.0.0.1", 0))
+        self.abstract = "\0" + self.mark
+        for address in (str(self.tree / "s"), self.abstract):
+            plug = socket.socket(socket.AF_UNIX)
+            plug.bind(address)
+            plug.listen()
+            self._plugs.append(plug)
+        for plug in self._plugs:
+            threading.Thread(target=self._listen, args=(plug,), daemon=True).start()
+        self.before = self._state()
+
+    def _listen(self, plug: socket.socket) -> None:
+        while True:
+            try:
+                if plug.type == socket.SOCK_DGRAM:
+                    self.received.append(plug.recv(99))
+                else:
+                    plug.accept()[0].close()
+                    self.received.append(b"a connection")
+            except OSError:
+                return
+
+    def script(self, seed: int) -> str:
+        """Return a random script that goes at all of it."""
+        files = [str(path) for path in self.tree.rglob("*") if path.is_file()]
+        folders = [str(path) for path in self.tree.rglob("*") if path.is_dir() and not path.is_symlink()]
+        places = {"f": files, "d": folders, "n": [str(self.tree / "new"), str(self.tree / "data" / "new")]}
+        fixed = {
+            "p": self._plugs[0].getsockname()[1], "u": self._plugs[1].getsockname()[1], "s": str(self.tree / "s"),
+            "a": self.abstract, "k": self.process.pid, "h": str(self.shared),
+        }  # fmt: skip
+        return script(seed, places, fixed)
+
+    def _state(self) -> tuple[Any, ...]:
+        queues = Path("/proc/sysvipc/shm").read_text() if os.path.exists("/proc/sysvipc/shm") else ""
+        return (
+            _snapshot(self.tree), _snapshot(self.shared), socket.gethostname(), self.process.poll(),
+            Path(f"/proc/{self.process.pid}/oom_score_adj").read_text(), "T (stopped)" in self._status(),
+            os.getpriority(os.PRIO_PROCESS, self.process.pid), queues.count("\n"),
+        )  # fmt: skip
+
+    def _status(self) -> str:
+        return Path(f"/proc/{self.process.pid}/status").read_text()
+
+    def check(self) -> None:
+        """Check that all is as it was, and that no process is left."""
+        assert self._state() == self.before
+        assert self.received == []
+        assert self.left() == []
+
+    def left(self) -> list[str]:
+        """Return the processes that are left of those that ran with the mark in their environment."""
+        found = list[str]()
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes():
+                    found.append((folder / "cmdline").read_text())
+            except OSError:
+                continue
+        return found
+
+    def close(self) -> None:
+        for plug in self._plugs:
+            plug.shutdown(socket.SHUT_RDWR) if plug.type == socket.SOCK_STREAM else None
+            plug.close()
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.shared)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Iterator[Outside]:
+    made = Outside(tmp_path)
+    yield made
+    made.close()
+
+
+def _seeds(number: int) -> list[Any]:
+    return [pytest.param(seed, marks=[] if seed < 10 else pytest.mark.slow) for seed in range(number)]
+
+
+@pytest.mark.parametrize("protection", KERNELS)
+@pytest.mark.parametrize("seed", _seeds(200))
+def test_nothing_outside_changes(protection: str, seed: int, outside: Outside, available: dict[str, bool]) -> None:
+    _need(available, protection)
+    done = run(
+        outside.script(seed), outside.tree, kernel=KERNELS[protection], environment={"MARK": outside.mark}, seconds=15
+    )
+    assert done.outcome.protection == protection
+    outside.check()
+
+
+def test_the_random_scripts_do_change_what_nothing_protects(outside: Outside) -> None:
+    """Else the test above would hold for a script that does nothing."""
+    changed = 0
+    for seed in range(6):
+        run(outside.script(seed), outside.tree, protections=("none",), environment={"MARK": outside.mark})
+        changed += outside.before[:2] != (_snapshot(outside.tree), _snapshot(outside.shared))
+        assert outside.left() == [], "processes end with their supervisor all the same"
+    assert changed
+
+
+def test_neither_runs_nothing(outside: Outside) -> None:
+    done = run("print('ran')", outside.tree, kernel=NEITHER)
+    assert done.outcome.protection is None
+    assert {name for name, _ in done.outcome.reasons} == {"namespaces", "landlock"}
+    assert done.out == ""
+    outside.check()
+
+
+def test_without_namespaces_nothing_has_run_before_landlock(outside: Outside, available: dict[str, bool]) -> None:
+    _need(available, "landlock")
+    done = run("print('ran')", outside.tree, kernel=NO_NAMESPACES)
+    assert (done.outcome.protection, done.out) == ("landlock", "ran\n")
+
+
+CHANGES = """
+import os, shutil
+open("new.txt", "w").write("x"); os.remove("config.json"); os.chmod("data", 0o700); os.makedirs("made/inner")
+shutil.rmtree("runs"); os.mkdir("runs"); open("runs/other", "w").write("y"); open("data/a.txt", "a").write("z")
+def next_run():
+    control = setting["control"]
+    os.write(control, b"n")
+    answer = b""
+    while not answer.endswith(b"\\n"):
+        answer += os.read(control, 65536)
+    return json.loads(answer)
+here, rows = os.getcwd(), next_run()
+os.chdir(here)
+print(json.dumps([[os.path.relpath(path) + "/" * path.endswith("/"), kind] for path, kind in rows]))
+print(sorted(os.listdir(".")), open("data/a.txt").read(), next_run())
+"""
+
+
+def test_changes_are_listed_and_forgotten_at_the_end_of_a_run(outside: Outside, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    names = sorted(os.listdir(outside.tree))
+    done = run(CHANGES, outside.tree)
+    assert done.outcome.status == 0, done.err
+    first, second = done.out.splitlines()
+    assert {tuple(row) for row in json.loads(first)} == {
+        ("new.txt", "file"), ("config.json", "removed"), ("data/", "changed"), ("made/", "file"),
+        ("made/inner/", "file"), ("runs/", "removed"), ("runs/", "file"), ("runs/other", "file"),
+        ("data/a.txt", "file"),
+    }  # fmt: skip
+    assert second == f"{names} precious data/a.txt []"
+    outside.check()
+
+
+COMMITS = f"""
+import os, shutil
+open("new.txt", "w").write("x"); os.makedirs("made/inner"); open("made/inner/f", "w").write("f")
+open("config.json", "w").write("changed"); os.remove("data/a.txt"); shutil.rmtree("empty")
+open("runs/last.ckpt", "wb").write({MARK!r} + b"0000000000000000")
+open("runs/other.pt", "wb").write(b"header" + {MARK!r})
+os.replace("runs/other.pt", "runs/best.pt"); os.symlink("data", "link")
+"""
+
+
+def test_allowed_writes_are_written_without_checkpoints_and_removals(
+    outside: Outside, available: dict[str, bool]
+) -> None:
+    _need(available, "namespaces")
+    done = run(COMMITS, outside.tree, commit=True, own_network=False)
+    assert done.outcome.status == 0, done.err
+    now = {str(path.relative_to(outside.tree)) for path in outside.tree.rglob("*")}
+    before = {os.path.relpath(path, outside.tree) for path in outside.before[0]} - {"."}
+    assert now == before | {"new.txt", "made", "made/inner", "made/inner/f", "link"}
+    assert (outside.tree / "config.json").read_text() == "changed"
+    assert (outside.tree / "runs/last.ckpt").read_text() == "precious runs/last.ckpt"
+    assert (outside.tree / "data/a.txt").read_text() == "precious data/a.txt"
+
+
+@pytest.mark.parametrize("protection", ["namespaces", "landlock", "none"])
+def test_time_ends_it_and_says_where_it_stood(protection: str, tmp_path: Path, available: dict[str, bool]) -> None:
+    if protection != "none":
+        _need(available, protection)
+    code = """
+import faulthandler, time
+from memplan.integrations.scripts.sandbox.messages import TRACEBACK
+faulthandler.register(TRACEBACK)
+faulthandler.cancel_dump_traceback_later()
+while True: time.sleep(1)
+"""
+    begin = time.monotonic()
+    done = run(code, tmp_path, protections=(protection,), seconds=3)  # pyright: ignore[reportArgumentType]
+    assert done.outcome.over
+    assert 'File "<string>", line' in done.err
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    ("protection", "kind"),
+    [
+        ("namespaces", signal.SIGTERM), ("landlock", signal.SIGTERM), ("none", signal.SIGTERM),
+        ("namespaces", signal.SIGKILL),
+    ],
+)  # fmt: skip
+def test_a_supervisor_that_is_ended_leaves_nothing(
+    protection: str, kind: signal.Signals, outside: Outside, available: dict[str, bool]
+) -> None:
+    if protection != "none":
+        _need(available, protection)
+    scratch = outside.tree.parent / "tmp"
+    scratch.mkdir()
+    code = """
+import subprocess, time
+subprocess.Popen(['sleep', '600'], start_new_session=True)
+print('up', flush=True)
+time.sleep(600)
+"""
+    run(
+        code, outside.tree, protections=(protection,), stop=lambda process: process.send_signal(kind),  # pyright: ignore[reportArgumentType]
+        environment={"MARK": outside.mark, "TMPDIR": str(scratch)},
+    )  # fmt: skip
+    assert outside.left() == []
+    if kind == signal.SIGTERM:
+        assert os.listdir(scratch) == []
+
+
+def test_numbers_of_processes_are_not_those_of_others(tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    done = run("print(os.getpid())", tmp_path)
+    assert not os.path.exists(f"/proc/{int(done.out)}")
+
+
+def test_the_process_that_lays_overlays_is_out_of_reach(tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    code = """
+for act in (lambda: os.listdir("/proc/1/root"), lambda: open("/proc/1/mem", "r+b"), lambda: os.kill(1, 9)):
+    try:
+        print(act())
+    except OSError as error:
+        print(type(error).__name__)
+os.kill(1, 15)
+print("still here")
+"""
+    done = run(code, tmp_path)
+    assert done.out.split("\n")[:2] == ["PermissionError", "PermissionError"]
+    assert "still here" in done.out
+
+
+def test_deep_and_locked_folders_go_with_the_rest(tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    scratch = tmp_path / "tmp"
+    scratch.mkdir()
+    code = """
+for _ in range(1500):
+    os.mkdir('deeper'); os.chdir('deeper')
+os.chdir('/tmp'); os.mkdir('locked'); os.chmod('locked', 0)
+"""
+    done = run(code, tmp_path, environment={"TMPDIR": str(scratch)})
+    assert done.outcome.status == 0, done.err
+    assert os.listdir(scratch) == []
+    assert sorted(os.listdir(tmp_path)) == ["tmp"]
+
+
+def _become_nobody() -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+
+
+def _reads_memplan(python: str) -> bool:
+    code = f"import sys; sys.path.insert(0, {HOME!r}); import memplan.integrations.scripts.sandbox.supervisor"
+    return subprocess.run([python, "-I", "-c", code], preexec_fn=_become_nobody, check=False).returncode == 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become somebody else")
+def test_without_root_it_is_the_same(tmp_path: Path, available: dict[str, bool]) -> None:
+    _need(available, "namespaces")
+    python = "/usr/bin/python3"  # a virtual environment of root's is root's alone
+    if not os.path.exists(python) or not _reads_memplan(python):
+        pytest.skip(f"others than root cannot import memplan by {python}")
+    folder = Path(tempfile.mkdtemp(prefix="memplan-test-"))
+    try:
+        (folder / "a.txt").write_text("precious")
+        (folder / "tmp").mkdir()
+        for path in (folder, *folder.iterdir()):
+            os.chown(path, 65534, 65534)
+        code = "open('a.txt', 'w').write('x'); os.mkdir('b'); print(os.getuid(), sorted(os.listdir('.')))"
+        done = run(
+            code, folder, protections=("namespaces",), kernel=_become_nobody,
+            environment={"TMPDIR": str(folder / "tmp")}, python=python,
+        )  # fmt: skip
+        if done.outcome.protection is None:
+            pytest.skip(f"others than root may not: {done.outcome.reasons}")
+        assert done.out == "65534 ['a.txt', 'b', 'tmp']\n"
+        assert sorted(path.name for path in folder.iterdir()) == ["a.txt", "tmp"]
+        assert (folder / "a.txt").read_text() == "precious"
+    finally:
+        shutil.rmtree(folder)
