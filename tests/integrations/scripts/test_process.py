@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -305,3 +310,43 @@ def test_a_loop_that_meets_no_model_is_ended_with_its_line(tmp_path: Path, monke
     command = _written(tmp_path, "import time\nwhile True:\n    time.sleep(0.1)\n")
     with pytest.raises(StepError, match=r"not at its second update when its time was over.*script\.py:3"):
         run_script(Request(command, device="cpu", limit=-10.0))
+
+
+KINDS = [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,), (signal.SIGHUP,)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the supervisor is Linux's")
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.slow) for n in range(100)])
+def test_a_signal_at_any_moment_leaves_nothing(tmp_path: Path, seed: int) -> None:
+    chosen, kinds = random.Random(seed), KINDS[seed % len(KINDS)]
+    scratch, mark = tmp_path / "tmp", f"memplan-test-{uuid.uuid4()}"
+    scratch.mkdir()
+    text = "open('here', 'w')\n" + LOOP
+    (tmp_path / "script.py").write_text(text, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memplan", "run", "--device", "cpu", "script.py"], cwd=tmp_path, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(scratch), "MARK": mark}, start_new_session=True,
+    )  # fmt: skip
+    time.sleep(chosen.uniform(0.3, 5))
+    for kind in kinds:
+        process.send_signal(kind)
+        time.sleep(chosen.uniform(0, 0.2))
+    _, err = process.communicate(timeout=120)  # the pipes close with the last process
+    assert process.returncode in (0, 130, *(-kind for kind in kinds)), err
+    assert "Traceback" not in err or process.returncode == -signal.SIGINT, err  # before memplan's own code ran
+    deadline = time.monotonic() + 20
+    while (left := _marked(mark) + os.listdir(scratch)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py", "tmp"]
+
+
+def _marked(mark: str) -> list[str]:
+    """Return the processes that have a mark in their environment."""
+    found = list[str]()
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text())
+    return found

@@ -134,6 +134,21 @@ def test_an_exit_after_an_update_ends_it(tmp_path: Path) -> None:
     assert any(layer.name == "0" for layer in trace.layers)
 
 
+def test_an_update_in_a_function_that_returns_is_counted(tmp_path: Path) -> None:
+    text = (
+        "def train():\n"
+        + "".join(f"    {line}\n" for line in LOOP.replace("(400,", "(40,").strip().splitlines())
+        + "train()\n"
+    )
+    _, facts = run(tmp_path, text.replace("(400", "(40"))
+    assert (facts.ending, facts.updates) == ("script", 1)
+
+
+def test_a_script_may_interrupt_itself(tmp_path: Path) -> None:
+    with pytest.raises(StepError, match="interrupted itself"):
+        run(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+
+
 def test_an_exit_before_any_model_is_the_scripts_own(tmp_path: Path) -> None:
     with pytest.raises(ScriptEnded, match="ended with exit code 4 before it called a model") as caught:
         run(tmp_path, "raise SystemExit(4)")

@@ -135,6 +135,13 @@ class _Run:
                 self._command.execute()
         except _Over:
             return
+        except KeyboardInterrupt:  # Ctrl-C does not reach this process
+            raise StepError(
+                f"{self._command.name} interrupted itself (KeyboardInterrupt)",
+                expected="a script that runs as far as its second update",
+                do="Run it under python",
+                where=script_line(self._command.folder),
+            ) from None
         except SystemExit as error:
             self._ending = self._ending or "exit"
             self._code = error.code
@@ -192,6 +199,7 @@ class _Run:
         before = self._updates()
         self._optimizers[optimizer] = self._optimizers.get(optimizer, 0) + 1
         self._pending = self._pending or self._updates() > before
+        self._updated_last = self._updates()
         self._waited = 0.0
         self._loaders.called(trains=True)
 
@@ -233,7 +241,7 @@ class _Run:
         self._stop()
 
     def _finish(self) -> None:
-        self._updated_last = self._updates()  # optimizers may not live on
+        self._updated_last = self._updates() or self._updated_last  # optimizers may not live on
         self._boundaries.ended()
         self._over = True
 
