@@ -6,6 +6,7 @@ import random
 
 # {f}: a file that is there, {d}: a folder that is there, {n}: a new name, {p}: TCP port, {u}: UDP port, {s}: path of a
 # unix socket, {a}: abstract one, {k}: number of a process outside, {h}: folder in shared memory
+# {host}: another name of the machine
 CALLS = [
     "open({f!r}, 'w').write('x')",
     "open({f!r}, 'ab').write(b'x')",
@@ -86,7 +87,7 @@ CALLS = [
     "subprocess.run(['sh', '-c', 'exec 3<>/dev/tcp/127.0.0.1/{p} && echo x >&3'])",
     "os.chdir({d!r})",
     "open('/proc/sys/kernel/hostname', 'w').write('memplan')",
-    "libc.sethostname(b'memplan', 7)",
+    "libc.sethostname(b'{host}', 9)",
     "os.chroot({d!r})",
     "libc.mount(b'none', {d!r}.encode(), b'tmpfs', 0, None)",
     "libc.umount2(b'/tmp', 2)",
@@ -97,6 +98,9 @@ CALLS = [
     "open('/proc/%d/root{f}' % {k}, 'w').write('x')",
     "open('/proc/1/root{f}', 'w').write('x')",
 ]
+
+OF_THE_MACHINE = ("sethostname", "libc.mount", "umount", "unshare", "/proc/")
+"""What calls of root's name that would change the machine itself where nothing holds them."""
 
 HEAD = """
 import asyncio, ctypes, fcntl, gzip, io, mmap, os, pathlib, shelve, shutil, signal, socket, sqlite3, struct, subprocess
@@ -109,18 +113,21 @@ def connect(family, address):
 """
 
 
-def script(seed: int, places: dict[str, list[str]], fixed: dict[str, object]) -> str:
+def script(seed: int, places: dict[str, list[str]], fixed: dict[str, object], *, held: bool = True) -> str:
     """Return a script of a dozen random calls, each of which may fail.
 
     Args:
         seed: of the choice.
         places: files, folders and new names to choose from, by "f", "d" and "n".
         fixed: what stands for the other letters.
+        held: whether something holds it; else it leaves the machine itself alone.
     """
     chosen = random.Random(seed)
     lines = [HEAD]
     for _ in range(12):
         names: dict[str, object] = {key: chosen.choice(found) for key, found in places.items()}
-        line = chosen.choice(CALLS).format(**names, f2=chosen.choice(places["f"]), **fixed)
+        line = chosen.choice(
+            [call for call in CALLS if held or not any(word in call for word in OF_THE_MACHINE)]
+        ).format(**names, f2=chosen.choice(places["f"]), **fixed)
         lines.append(f"try: {line}\nexcept Exception as error: pass")
     return "\n".join(lines)

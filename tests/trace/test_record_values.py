@@ -50,3 +50,54 @@ def test_memory_that_nobody_wrote_is_no_value() -> None:
         return step
 
     assert memplan.simulate(memplan.record(build)).peak_allocated == measured_peak(build)
+
+
+KNOWN = {
+    "ones": lambda: torch.ones(16),
+    "zeros": lambda: torch.zeros(16),
+    "full": lambda: torch.full((16,), 2.0),
+    "arange": lambda: torch.arange(16.0),
+}
+
+
+@pytest.mark.parametrize("start", KNOWN)
+@pytest.mark.parametrize(
+    "convert", [lambda layer: layer.to(torch.bfloat16), lambda layer: layer.bfloat16(), lambda layer: layer.half()]
+)
+def test_known_values_are_converted_with_their_parameter(start: str, convert: Callable[[nn.Module], nn.Module]) -> None:
+    """A norm's weight that is all ones, converted and trained: the updates read it."""
+
+    def build() -> Callable[[], None]:
+        layer = nn.LayerNorm(16)
+        layer.weight = nn.Parameter(KNOWN[start]())
+        convert(layer)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        x = torch.randn(2, 16, dtype=layer.weight.dtype)
+
+        def step() -> None:
+            layer(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    peaks = [memplan.simulate(trace).peak_allocated for trace in (memplan.record(build), memplan.measure(build))]
+    assert peaks[0] == peaks[1]
+
+
+def test_new_data_has_values_of_its_own() -> None:
+    seen = list[list[int]]()
+
+    def build() -> Callable[[], None]:
+        sizes = nn.Parameter(torch.tensor([1, 2]), requires_grad=False)
+
+        def step() -> None:
+            sizes.data = torch.tensor([3, 4, 5])
+            seen.append([int(one) for one in sizes.tolist()])
+            torch.empty(*sizes.tolist())
+
+        return step
+
+    trace = memplan.record(build, steps=1)
+    assert seen[-1] == [3, 4, 5]
+    assert any(storage.bytes == 4 * 3 * 4 * 5 for storage in trace.storages)

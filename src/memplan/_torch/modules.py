@@ -205,9 +205,15 @@ def lazy_as_fake(
 def modules_converted_as_real() -> Iterator[None]:
     """Make `Module.to` and its kin treat fake parameters as real ones: new data for the same parameter.
 
-    For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees.
+    For a fake parameter they swap tensors, which our weak references forbid, and which a real one never sees. With new
+    data, a fake tensor has the known values of the data: torch leaves it those that it had, of another dtype perhaps.
     """
     apply = nn.Module._apply
+    plain: Any = torch.Tensor.data
+
+    def set_data(self: Any, data: torch.Tensor) -> None:
+        plain.__set__(self, data)
+        self.constant = getattr(data, "constant", None)
 
     def apply_as_real(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         seen, fake_tensor.FakeTensor = fake_tensor.FakeTensor, NoFakeTensor
@@ -216,7 +222,8 @@ def modules_converted_as_real() -> Iterator[None]:
         finally:
             fake_tensor.FakeTensor = seen
 
-    with patched(nn.Module, _apply=apply_as_real):
+    data = property(lambda self: plain.__get__(self, type(self)), set_data)
+    with patched(nn.Module, _apply=apply_as_real), patched(FakeTensor, data=data):
         yield
 
 

@@ -18,7 +18,7 @@ import pytest
 from supervised import NEITHER, NO_NAMESPACES
 
 import memplan
-from memplan.errors import InputError, StepError
+from memplan.errors import InputError, StepError, UsageError
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.process import run_script
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
@@ -350,3 +350,19 @@ def _marked(mark: str) -> list[str]:
             if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
                 found.append((folder / "cmdline").read_text())
     return found
+
+
+@pytest.mark.parametrize("text", [LOOP, "while True: pass\n"])
+def test_without_a_supervisor_it_runs_only_unprotected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """As on macOS and Windows."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    command = _written(tmp_path, text)
+    with pytest.raises(UsageError, match="darwin has neither.*--unprotected"):
+        run_script(Request(command, device="cpu"))
+    if text is LOOP:
+        assert run_script(Request(command, device="cpu", unprotected=True)).facts.protection == "none"
+    else:
+        with pytest.raises(StepError, match="its time was over"):
+            run_script(Request(command, device="cpu", unprotected=True, limit=-25))

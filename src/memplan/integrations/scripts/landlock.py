@@ -28,6 +28,7 @@ def refuse_effects(folder: str) -> None:
     devices = [f"/dev/{name}" for name in os.listdir("/dev") if name in _DEVICES or name.startswith(_CARDS)]
     allowed = [(path, rights if os.path.isdir(path) else whole_files) for path in (folder, *devices)]
     scopes = _SCOPE_SIGNALS | _SCOPE_ABSTRACT_SOCKETS if version >= _SCOPES else 0
+    kernel.drop_capabilities()
     kernel.landlock(rights, scopes, [*allowed, (f"/proc/{os.getpid()}", rights)])
     rules = call_filter.no_effects(signals=version < _SCOPES, truncates=version < _TRUNCATES)
     kernel.filter_calls(call_filter.program_of(rules))

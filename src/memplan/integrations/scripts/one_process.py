@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any, NoReturn
 
+from torch.nn.parallel import DistributedDataParallel
+
 from memplan import _torch
 from memplan.errors import StepError
 from memplan.integrations.scripts.lines import script_line
@@ -53,7 +55,17 @@ def in_one_process(folder: str, *, values: bool) -> Iterator[None]:
             where=script_line(folder),
         )
 
+    def refuse_wrapper(*_: Any, **__: Any) -> NoReturn:
+        raise StepError(
+            "DistributedDataParallel reduces gradients in C++, on values that a recording does not have",
+            expected="a model without it, which one rank does not need",
+            do="Leave it out where the world size is 1; --measure runs the script for real",
+            where=script_line(folder),
+        )
+
     with ExitStack() as stack:
+        if not values:
+            stack.enter_context(_torch.patched(DistributedDataParallel, __init__=refuse_wrapper))
         stack.enter_context(_torch.own_process_groups(fake=not values))
         for owner, new in (
             (multiprocessing.process.BaseProcess, {"start": refuse}),

@@ -29,6 +29,7 @@ _AT_RECURSIVE, _ATTRIBUTE_READ_ONLY = 0x8000, 1
 # capabilities(7): what root may do to its own files and processes, and nothing to the machine
 _KEPT_CAPABILITIES = {0: "CHOWN", 1: "DAC_OVERRIDE", 3: "FOWNER", 4: "FSETID", 5: "KILL", 6: "SETGID", 7: "SETUID"}
 _CAPABILITIES = 64
+_CAPABILITY_VERSION = 0x20080522
 
 
 def _libc() -> ctypes.CDLL:
@@ -104,11 +105,18 @@ def gain_nothing() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up, from the next program on, what root may do beyond its files; without root, everything."""
+    """Give up what root may do beyond its files, for good. Raises OSError."""
     for number in range(_CAPABILITIES):
         if number not in _KEPT_CAPABILITIES:
-            _prctl(_DROP_BOUNDING, number)  # fails for numbers that this kernel does not have
+            _prctl(_DROP_BOUNDING, number)  # fails for numbers that this kernel does not have, and without root
     _prctl(_AMBIENT, _AMBIENT_CLEAR)
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
+    held = ctypes.create_string_buffer(24)
+    _check(_libc().capget(header, held), "capget")
+    sets = struct.unpack("=6I", held.raw)  # effective, permitted and inheritable of the lower half, then of the upper
+    kept = sum(1 << number for number in _KEPT_CAPABILITIES)
+    left = [number & kept for number in sets[:3]] + [0, 0, 0]
+    _check(_libc().capset(header, struct.pack("=6I", *left)), "capset")
 
 
 class _Program(ctypes.Structure):
