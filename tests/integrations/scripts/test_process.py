@@ -233,11 +233,11 @@ def test_allowed_writes_never_touch_checkpoints(tmp_path: Path, monkeypatch: pyt
     assert {one.kind for one in ran.facts.held} == {"checkpoint", "removed"}
 
 
-@pytest.mark.parametrize("options", [[], ["--allow-writes"]])
-def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(("options", "way_out"), [([], "--unprotected"), (["--allow-writes"], "--measure")])
+def test_where_nothing_can_protect_it_asks_before(tmp_path: Path, options: list[str], way_out: str) -> None:
     done = _command(tmp_path, "open('here', 'w')\n" + LOOP, *options, kernel=NEITHER)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--unprotected" in done.stderr
+    assert way_out in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
 

@@ -27,7 +27,7 @@ from memplan.errors import MemplanError, StepError, UsageError
 from memplan.integrations.scripts.answer import MOST, read_answer
 from memplan.integrations.scripts.command import Command
 from memplan.integrations.scripts.request import Ran, Request, ScriptEnded
-from memplan.integrations.scripts.sandbox.messages import Job, Outcome, Protection, Setting
+from memplan.integrations.scripts.sandbox.messages import SCRATCH, Job, Outcome, Protection, Setting
 
 _START = "from memplan.integrations.scripts.child import answer; import sys; answer(sys.argv[1])"
 _SUPERVISOR = "from memplan.integrations.scripts.sandbox.supervisor import main; import sys; main(sys.argv[1])"
@@ -50,7 +50,7 @@ def run_script(request: Request) -> Ran:
     ended = _run(request)
     outcome, said = ended.outcome, ended.err.text
     if outcome.protection is None:
-        raise _unprotected(outcome)
+        raise _unprotected(outcome, request)
     if not ended.answer:
         raise _ended(request.command, outcome, said)
     try:
@@ -231,9 +231,21 @@ class _Tail:
         self._open = (self._open + last.strip())[:1]
 
 
-def _unprotected(outcome: Outcome) -> UsageError:
-    """Return the error of a script that nothing would hold."""
+def _unprotected(outcome: Outcome, request: Request) -> UsageError:
+    """Return the error of a script that was not run."""
     reasons = "; ".join(f"{name}: {why}" for name, why in outcome.reasons)
+    if SCRATCH in dict(outcome.reasons):
+        return UsageError(
+            f"No folder can be made for what the script writes ({reasons})",
+            expected="a temporary folder with room in it",
+            do="Nothing was run. Name one: TMPDIR=/path memplan run ...",
+        )
+    if request.writes:
+        return UsageError(
+            f"Nothing here can tell the script's checkpoints from its other files ({reasons})",
+            expected="Linux with user namespaces, where --allow-writes leaves checkpoints alone",
+            do="Nothing was run. Leave --allow-writes out, or add --measure to run it for real",
+        )
     return UsageError(
         f"Nothing here can hold back what the script writes, removes, sends or starts ({reasons})",
         expected="Linux with user namespaces, or with Landlock",

@@ -13,6 +13,8 @@ NEXT = b"n"
 """What a script's process sends at the end of a run; the answer is the run's changes, as a line of JSON."""
 TRACEBACK = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 """At which a script's process writes where it stands."""
+SCRATCH = "scratch folder"
+"""Name, among the reasons for which nothing was started, of the folder for what a script writes."""
 Protection = Literal["namespaces", "landlock", "none"]
 """What holds a script: namespaces with an overlay; Landlock and seccomp alone; nothing, as was asked for."""
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from memplan.integrations.scripts.sandbox import call_filter, kernel, namespaces
-from memplan.integrations.scripts.sandbox.messages import NEXT, TRACEBACK, Job, Outcome, Protection, Setting
+from memplan.integrations.scripts.sandbox.messages import NEXT, SCRATCH, TRACEBACK, Job, Outcome, Protection, Setting
 from memplan.integrations.scripts.sandbox.overlay import Tree, remove_tree
 
 _LAST_WORDS = 2.0
@@ -48,7 +48,7 @@ def main(text: str) -> None:
         os.mkdir(os.path.join(scratch, "tmp"))
         outcome = _done(job, scratch)
     except OSError as error:
-        outcome = Outcome(None, reasons=(("a scratch folder", str(error)),))
+        outcome = Outcome(None, reasons=((SCRATCH, str(error)),))
     except _Stopped:
         return
     finally:
