@@ -359,7 +359,7 @@ def test_without_a_supervisor_it_runs_only_unprotected(
     """As on macOS and Windows."""
     monkeypatch.setattr(sys, "platform", "darwin")
     command = _written(tmp_path, text)
-    with pytest.raises(UsageError, match="darwin: has neither.*--unprotected"):
+    with pytest.raises(UsageError, match=r"darwin: has neither.*--unprotected"):
         run_script(Request(command, device="cpu"))
     if text is LOOP:
         assert run_script(Request(command, device="cpu", unprotected=True)).facts.protection == "none"
