@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import memplan
 from memplan.errors import BudgetError, InputError, RecordingError, UsageError, VerificationError
 from memplan.exporting import export as exporting
+from memplan.exporting.c_text import c_name
 from memplan.exporting.exported import Exported
-from memplan.exporting.folder import c_name
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -204,7 +204,7 @@ def test_without_a_compiler_the_code_is_written(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("ResNet-8", "resnet_8"), ("2d", "net_2d"), ("int", "net_int"), ("Größe", "gr__e"), ("--", "net")],
+    [("ResNet-8", "resnet_8"), ("2d", "net_2d"), ("int", "net_int"), ("Größe", "gr_e"), ("--", "net")],
 )
 def test_names_are_c_identifiers(text: str, name: str) -> None:
     assert c_name(text) == name
