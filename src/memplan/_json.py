@@ -42,6 +42,9 @@ Signed = Annotated[float, "may be negative"]
 SignedInt = Annotated[int, "may be negative"]
 """Type hints of the numbers that may be negative; all others may not."""
 
+Measured = Annotated[float, "may be infinite or no number"]
+"""Type hint of an error that was measured: `finite` writes it as text where JSON has no number for it."""
+
 
 class Unreadable(ValueError):
     """A value does not match its type hint; the text names the place."""
@@ -76,6 +79,15 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_plain(part) for part in value]
     return value
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with the texts "nan", "inf" and "-inf" for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
@@ -231,7 +243,7 @@ def _converter(rows: bool) -> Converter:
             read_row = converter.get_structure_hook(row)
             return lambda plain, _: kind(*read_row(plain, row))
         hooks: dict[str, Any] = {
-            name: override(struct_hook=_at(f".{name}", converter.get_structure_hook(hint)))
+            name: override(struct_hook=_at(f".{name}", hint, converter.get_structure_hook(hint)))
             for name, hint in hints.items()
         }
         read = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hooks)
@@ -250,6 +262,7 @@ def _converter(rows: bool) -> Converter:
     hook(lambda kind: kind in (Any, Json) or (isinstance(kind, types.UnionType) and len(get_args(kind)) > 2), _frozen)
     for scalar in (str, bool, int, float):
         converter.register_structure_hook(scalar, _scalar)
+    hook(functools.partial(operator.eq, Measured), _measured)
     for hint, scalar in ((Signed, float), (SignedInt, int)):
         hook(functools.partial(operator.eq, hint), lambda plain, _, kind=scalar: _scalar(plain, kind, -math.inf))
     return converter
@@ -305,10 +318,10 @@ def _of_values(hint: Any, hook: Reader) -> Reader:
     return read
 
 
-def _at(place: str, hook: Reader) -> Reader:
-    def read(plain: Any, kind: Any) -> Any:
+def _at(place: str, hint: Any, hook: Reader) -> Reader:
+    def read(plain: Any, _: Any) -> Any:  # cattrs would pass the hint without what Annotated adds
         try:
-            return hook(plain, kind)
+            return hook(plain, hint)
         except Unreadable as error:
             raise error.within(place) from None
 
@@ -354,6 +367,12 @@ def _scalar(plain: Any, kind: Any, least: float = 0, most: float = _LARGEST) -> 
     if kind in (int, float) and not (least <= plain and abs(plain) < (most if kind is float else _LARGEST)):
         raise Unreadable(f"is {shown(plain)}, which is out of range")
     return plain
+
+
+def _measured(plain: Any, _: Any) -> float:
+    if plain in ("nan", "inf", "-inf"):
+        return float(plain)
+    return _scalar(plain, float, -math.inf, math.inf)
 
 
 def shown(plain: Any) -> str:

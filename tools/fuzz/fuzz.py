@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kinds import OWN, Kind, kinds
 
-MOST_SECONDS, MOST_BYTES = 10.0, 1 << 30
+MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 10.0, 1 << 30, 2000
 
 
 class _Hang(BaseException):
@@ -108,6 +108,8 @@ def _problem(kind: Kind, data: bytes, file: Path, result: Result) -> str | None:
         result.read += 1
     except OWN as error:
         texts = [str(error)]
+        if "\n" in texts[0] or len(texts[0]) > MOST_CHARACTERS:
+            return f"{type(error).__name__} of several lines, or a long one"
     except _Hang:
         return "hang"
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from itertools import accumulate
@@ -107,7 +108,7 @@ def _point(sweep: Sweep, which: str) -> Point:
     """Find a point by its number, from 1 on, or by values of its axes."""
     if not which:
         return sweep.point()
-    if which.isascii() and which.isdigit():
+    if which.isascii() and which.isdigit() and len(which) < 20:
         return sweep.point(int(which))
     values = {}
     for pair in parts_of(which, "a point"):
@@ -140,7 +141,7 @@ def _read(path: Path) -> Any:
             f"{path} holds no plan: the step did not fit", expected=_FILES, do="Fit it into more, or name another file"
         )
     if kind == "memplan.fit":
-        return Plan.from_json(_json.text_of(data["plan"]), str(path))
+        return Plan.from_json(json.dumps(data["plan"]), str(path))
     if is_explanation(data):
         try:
             return explanation_of(data)
