@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from random import Random
 from typing import Any
 
 TEXTS = (
-    "", " ", "\x1b[2J", "\x1b]0;x\x07", "\x1b]8;;http://x\x07y", "a\nb", "a\rb", "a\x00b", "\x9b31m", "\u202eevil", "\u2066x",
-    "\ud800", "\u2028", "\ufeff", "[bold red]x[/]", "::stop-commands::x", "##[error]x", "</script><script>x", "{{ 7 * 7 }}",
-    "x" * 300, "体" * 50, "a." * 400, "../" * 40 + "etc/passwd", "%s{}", "%n", "*/ x /*", "??/", "\\", '"', "'", "nan", "-1",
-    "9" * 400, "9" * 5000, "a." + "9" * 5000, "1e400", "cuda:0", "saved", "__proto__", "__class__", "weight", "aten.mm.default",
+    "", " ", "\x1b[2J", "\x1b]0;x\x07", "\x1b]8;;http://x\x07y", "a\nb", "a\rb", "a\x00b", "\x9b31m", "\u202eevil",
+    "\u2066x", "\ud800", "\u2028", "\ufeff", "[bold red]x[/]", "::stop-commands::x", "##[error]x", "x" * 300, "体" * 50,
+    "</script><script>x", "{{ 7 * 7 }}", "a." * 400, "../" * 40 + "etc/passwd", "%s{}", "%n", "*/ x /*", "??/", "\\",
+    '"', "'", "nan", "-1", "9" * 400, "9" * 5000, "a." + "9" * 5000, "1e400", "cuda:0", "saved", "__proto__",
+    "__class__", "weight", "aten.mm.default",
 )  # fmt: skip
 NUMBERS = (
-    -1, 0, 1, 2, 7, 511, 512, 513, (1 << 31) - 1, 1 << 31, (1 << 53) + 1, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, 1 << 64,
-    -(1 << 31), -(1 << 63), 10**300, 10**4000, 0.5, -0.0, 1e-300, 5e-324, 1e18, 1e300, -1e300, float("nan"), float("inf"),
-    float("-inf"),
+    -1, 0, 1, 2, 7, 511, 512, 513, (1 << 31) - 1, 1 << 31, (1 << 53) + 1, (1 << 62) + 1, (1 << 63) - 1, 1 << 63,
+    1 << 64,
+    -(1 << 31), -(1 << 63), 10**300, 10**4000, 0.5, -0.0, 1e-300, 5e-324, 1e18, 1e300, -1e300, float("nan"),
+    float("inf"), float("-inf"),
 )  # fmt: skip
 
 
@@ -93,10 +96,8 @@ class Seed:
         for _ in range(random.choice((1, 1, 1, 2, 3))):
             _change(value, self.place(random), self, random)
         if self.repair is not None and random.random() < 0.5:
-            try:
-                self.repair(value, random)
-            except (TypeError, KeyError, AttributeError, ValueError, OverflowError, IndexError):
-                pass  # nothing that could be made right
+            with suppress(TypeError, KeyError, AttributeError, ValueError, OverflowError, IndexError):
+                self.repair(value, random)  # of what it can be made of
         return value
 
     def part(self, random: Random) -> Any:
@@ -157,7 +158,7 @@ def _as_another_type(old: Any, random: Random) -> Any:
     if isinstance(old, str):
         return random.choice(([old], {old: old}, len(old), list(old), True, None))
     if isinstance(old, (int, float)):
-        return random.choice((str(old), float(old), bool(old), [old], {"value": old}, None, -old))
+        return random.choice((str(old), 0.5, bool(old), [old], {"value": old}, None, -old))
     return random.choice((0, "", [], {}, "null"))
 
 
