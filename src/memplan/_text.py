@@ -59,6 +59,20 @@ def inert(line: str) -> str:
     return line.replace("##[", "# #[")
 
 
+def whole_number(text: str) -> int | None:
+    """Return the number that digits name, below 10**18; None for other texts. `int` refuses some thousand digits in its
+    own words, and takes digits of other scripts.
+
+    Example:
+        >>> whole_number("128"), whole_number("-1"), whole_number("²"), whole_number("9" * 5000)
+        (128, None, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
+
+
+_DIGITS = 18
+
+
 def counted(number: int, thing: str) -> str:
     """Return a number with what it counts.
 

@@ -21,6 +21,8 @@ from unittest import mock
 import torch
 from mutations import TEXTS, Repair, Seed, damaged, twice
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan import Plan, Sweep, Trace, devices
@@ -358,6 +360,40 @@ def _build() -> Callable[[], None]:
     return lambda: model(x).relu().sum().backward()
 
 
+class _Many(nn.Module):
+    """Ops of many kinds, so that what follows them by their arguments meets changed ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up = nn.Conv2d(3, 8, 3, stride=2), nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.norm, self.group, self.rows = nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm(8)
+        self.table, self.head = nn.Embedding(10, 8), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        y = F.max_pool2d(torch.relu(self.norm(self.up(F.pad(self.first(x), (1, 1, 1, 1))))), 2)
+        y = self.group(torch.cat([y, y.flip(-1)], -1).roll(1, 2)) + F.avg_pool2d(y, 3, 1, 1).repeat(1, 1, 1, 2)
+        y = F.pixel_shuffle(F.pixel_unshuffle(y[..., : y.shape[2] // 2 * 2, :], 2), 2)
+        y = F.interpolate(y.narrow(2, 0, 4).rot90(1, (2, 3)), scale_factor=2)
+        y = F.adaptive_avg_pool2d(torch.stack(y.chunk(2, -1)).sum(0), 4).unfold(2, 2, 1).mean(-1)
+        z = self.rows(y.flatten(2).transpose(1, 2)) + self.table(words)[:, None]
+        z = F.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None]).squeeze(1)
+        z = checkpoint(self.head, F.dropout(z.masked_fill(z > 4, 0.0), 0.1), use_reentrant=False)
+        return F.cross_entropy(torch.einsum("btc->bc", z.clone().mul_(2)), words)
+
+
+def _many() -> Callable[[], None]:
+    model = _Many()
+    x, words = torch.randn(2, 3, 16, 16), torch.arange(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x, words).backward()
+        optimizer.step()
+
+    return step
+
+
 def _history() -> dict[str, Any]:
     """Return a history by hand: streams, a private pool, a pending block, an expandable segment, out of memory."""
     base, mib = 0x7F0000000000, 1 << 20
@@ -449,7 +485,8 @@ def _repaired_sweep(value: Any, random: Random) -> None:
 
 @cache
 def _traces() -> tuple[Trace, ...]:
-    return tuple(memplan.record(_build, device=device, steps=1) for device in ("cpu", "t4"))
+    plain = [memplan.record(_build, device=device, steps=1) for device in ("cpu", "t4")]
+    return (*plain, *(memplan.record(_many, device=device, steps=1) for device in ("cpu", "h100")))
 
 
 @cache

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memplan._bytes import parse_bytes
+from memplan._text import write_whole
 from memplan.errors import InputError, UsageError
 from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
@@ -190,14 +191,14 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
         f"{name}.json": companion_files.tensors_text(layout),
     }
     for file, text in files.items():
-        (folder / file).write_text(text, encoding="utf-8")
+        write_whole(folder / file, text)
     if layout.weights_file:
-        (folder / f"{name}.bin").write_bytes(weights_bytes(layout))
+        write_whole(folder / f"{name}.bin", weights_bytes(layout))
     _describe(folder, layout, NOT_VERIFIED)
 
 
 def _describe(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
-    (folder / "README.md").write_text(companion_files.readme_text(layout, str(verdict)), encoding="utf-8")
+    write_whole(folder / "README.md", companion_files.readme_text(layout, str(verdict)))
 
 
 def _own(model: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from memplan import _json
 from memplan._json import Unreadable
+from memplan._text import whole_number
 from memplan.errors import InputError, TargetError
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.explanation_json import explanation_of, is_explanation
@@ -108,8 +109,8 @@ def _point(sweep: Sweep, which: str) -> Point:
     """Find a point by its number, from 1 on, or by values of its axes."""
     if not which:
         return sweep.point()
-    if which.isascii() and which.isdigit() and len(which) < 20:
-        return sweep.point(int(which))
+    if (number := whole_number(which)) is not None:
+        return sweep.point(number)
     values = {}
     for pair in parts_of(which, "a point"):
         name, equals, value = pair.rpartition("=")

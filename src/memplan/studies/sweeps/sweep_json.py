@@ -84,6 +84,13 @@ def _checked(plain: Any) -> SweepFile:
     return file
 
 
+def _is_among(value: Any, known: frozenset[Any]) -> bool:
+    try:
+        return value in known
+    except TypeError:  # a mapping, or one in a tuple
+        return False
+
+
 def _check_row(row: Mapping[str, Any], axes: Mapping[str, frozenset[Any]], place: str) -> None:
     """Check that a row has the keys of rows, and that its parts add up to its peak."""
     status = _json.from_plain(str, row.get("status"), f"{place}.status")
@@ -94,7 +101,7 @@ def _check_row(row: Mapping[str, Any], axes: Mapping[str, frozenset[Any]], place
     if wrong:
         raise Unreadable(f"{place} {'has an unknown' if wrong[0] in row else 'lacks'} {wrong[0]!r:.40}")
     for name, known in axes.items():
-        if isinstance(row[name], Mapping) or row[name] not in known:
+        if not _is_among(row[name], known):
             raise Unreadable(f"{place}.{name} is {_json.shown(row[name])}, which is no value of that axis")
     _json.from_plain(str, row["reason"], f"{place}.reason")
     for name in sizes:
