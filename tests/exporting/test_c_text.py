@@ -87,7 +87,8 @@ def hostile(name: str) -> nn.Module:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "name", ["a*/ ; int more(void); /*", 'x"\n#error no\n', "y??/\n", "*/ __attribute__((constructor)) void e(void){}//"]
+    "name",
+    ["a*/ ; int more(void); /*", 'x"\n#error no\n', "y??/\n", "*/ __attribute__((constructor)) void e(void){}//"],
 )
 def test_a_layer_of_any_name_is_exported(name: str, tmp_path: Path) -> None:
     """Also into a folder whose path is no C, as the test program reads it."""

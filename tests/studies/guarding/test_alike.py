@@ -15,6 +15,8 @@ from memplan.studies.guarding.alike import name_of, pattern
         (["h.7", "h.0", "h.1", "h.3"], "h 0 to 1, 3 and 7"),
         (["0.attn", "2.attn"], "attn of layers 0 and 2"),
         (["0.1", "1.1"], "(layers 0 to 1).1"),
+        (["a." + "9" * 5000], "a." + "9" * 5000),
+        (["a.²"], "a.²"),
     ],
 )
 def test_layers_of_one_pattern_have_one_name(layers: list[str], name: str) -> None:
