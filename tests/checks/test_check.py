@@ -117,13 +117,17 @@ def test_ids_are_unique() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"kernel_size": "x"}, {"kernel_size": ()}, {"stride": (0, 0)}, {"padding": ("a", 1)}]
+    "options", [{"kernel_size": "x"}, {"kernel_size": 3}, {"stride": (0, 0)}, {"padding": ("a", 1)}]
 )
 def test_a_trace_whose_ops_cannot_be_is_refused(options: dict[str, Any]) -> None:
     """As an error of memplan's where the trace was given, whatever a check stumbles over."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3))
-    trace = memplan.record(lambda: lambda: model(torch.randn(1, 3, 32, 32)).sum().backward(), device="cpu")
-    assert memplan.check(trace) is not None
+
+    def build() -> Any:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3))
+        return lambda: model(torch.randn(1, 3, 32, 32)).sum().backward()
+
+    trace = memplan.record(build, device="cpu")
+    assert "border-erosion" in [finding.id for finding in memplan.check(trace)]
     forms = [
         dataclasses.replace(form, options=tuple((dict(form.options) | options).items()))
         if "pool" in trace.ops[form.op].name
