@@ -116,9 +116,7 @@ def test_ids_are_unique() -> None:
     assert len(set(IDS)) == len(IDS)
 
 
-@pytest.mark.parametrize(
-    "options", [{"kernel_size": "x"}, {"kernel_size": 3}, {"stride": (0, 0)}, {"padding": ("a", 1)}]
-)
+@pytest.mark.parametrize("options", [{"kernel_size": "x"}, {"kernel_size": 3}, {"stride": "a"}, {"padding": ("a", 1)}])
 def test_a_trace_whose_ops_cannot_be_is_refused(options: dict[str, Any]) -> None:
     """As an error of memplan's where the trace was given, whatever a check stumbles over."""
 

@@ -166,10 +166,11 @@ def test_weights_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda rows: rows[1].update(shape=3), lambda rows: rows[1].pop("name"), lambda rows: rows[1].update(shape=[4.0]),
-        lambda rows: rows[1].update(shape=[-4]), lambda rows: rows[1].update(shape=[1 << 63]), lambda rows: rows.pop(),
-        lambda rows: rows.append(dict(rows[0])), lambda rows: rows[1].update(name="a\x1bb\n"), lambda rows: rows.clear(),
-        lambda rows: rows[1].update(name=[]), lambda rows: rows.insert(0, []), lambda rows: rows[1].update(more=1),
+        lambda rows: rows[1].update(shape=3), lambda rows: rows[1].pop("name"), lambda rows: rows.clear(),
+        lambda rows: rows[1].update(shape=[4.0]), lambda rows: rows[1].update(shape=[-4]), lambda rows: rows.pop(),
+        lambda rows: rows[1].update(shape=[1 << 63]), lambda rows: rows.append(dict(rows[0])),
+        lambda rows: rows[1].update(name="a\x1bb\n"), lambda rows: rows[1].update(name=[]),
+        lambda rows: rows.insert(0, []), lambda rows: rows[1].update(more=1),
     ],
 )  # fmt: skip
 def test_a_layout_of_anything_else_loads_nothing(damage: Any, tmp_path: Path) -> None:

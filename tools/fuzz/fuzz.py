@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kinds import OWN, Kind, kinds
 
-MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 10.0, 1 << 30, 2000
+MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 10.0, 1 << 30, 3500
 
 
 class _Hang(BaseException):
