@@ -187,6 +187,16 @@ def test_the_data_beside_these_tests_are_read(tmp_path: Path) -> None:
     assert max(course(trace).allocated) == simulate(trace).peak_allocated
 
 
+@pytest.mark.parametrize("name", ["lines", "batches", "peaks"])
+def test_a_scaling_without_what_it_is_made_of_is_refused(name: str) -> None:
+    explanation = memplan.explain(mlp(), "8x64", device="cpu")
+    data = json.loads(dumps(explanation))
+    assert data["scaling"][name]
+    data["scaling"][name] = []
+    with pytest.raises(InputError, match="scaling"):
+        loads(json.dumps(data))
+
+
 def test_storages_at_the_peak_of_no_moments_are_refused(trace: Trace) -> None:
     data = json.loads(dumps(explain_trace(trace)))
     empty = {name: [] for name in ("ticks", "allocated", "reserved", "ops")}

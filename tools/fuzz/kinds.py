@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -505,10 +506,31 @@ def _figures() -> Figures:
     return replace(figures, held=held, peak=sum(one.bytes for one in held), ran=figures.ran[1:])
 
 
+_FOLLOWED = """
+import memplan
+from torch import nn
+class Net(nn.Sequential):
+    @memplan.profile
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2
+def make():
+    return Net(nn.Linear(8, 4), nn.ReLU())
+"""
+"""A model whose lines are followed."""
+
+
 def kinds() -> dict[str, Kind]:
     """Return every kind by its name."""
     traces = _traces()
     explanations = [explain_trace(trace, title="net", train=True).to_dict() for trace in (*traces, saved_pages.trace())]
+    explanations += [
+        memplan.explain(saved_pages.Net, "8x3x32x32", device=device).to_dict() for device in ("cpu", "rtx4090")
+    ]
+    with tempfile.TemporaryDirectory() as folder, mock.patch("sys.path", [folder, *sys.path]):
+        Path(folder, "followed.py").write_text(_FOLLOWED)
+        explanations.append(memplan.explain(import_module("followed").make, "4x8", device="t4").to_dict())
+    assert all(any(one[name] for one in explanations) for name in ("scaling", "card", "lines", "course"))
     on_card = memplan.simulate(traces[1])
     written = snapshot_of(on_card, frames_of(traces[1]), trace=traces[1])
     plans = [_plan(), json.loads(saved_pages.planned().to_json())]
