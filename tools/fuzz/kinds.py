@@ -74,11 +74,11 @@ from memplan.verification.proof.rounding import Rounded
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
 sys.path.insert(0, str(_TESTS))
-import saved_pages  # noqa: E402
-from reports.outcomes import PROOF, WRONG  # noqa: E402
+import saved_pages  # noqa: E402  # pyright: ignore[reportMissingImports]  # of the tests
+from reports.outcomes import PROOF, WRONG  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 _DATA = _TESTS / "data"
-_SETTINGS = [parse_settings("expandable_segments:True,max_split_size_mb:64")]
+_SETTINGS = "expandable_segments:True,max_split_size_mb:64"
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ def _use_snapshot(data: bytes, file: Path) -> Iterator[str]:
     found = replay(file, gpu=0 if data[-1:] == b"}" else None)
     yield str(found)
     yield "\n".join(map(str, found.mismatches[:50]))
-    both = cases(found, _SETTINGS, None if len(data) % 2 else 1 << 27)
-    dumps(both)
+    both = cases(found, [parse_settings(_SETTINGS)], None if len(data) % 2 else 1 << 27)
+    text = dumps(both)
     if _is_drawn(data):
+        yield _page(text.encode(), file)
         out = io.StringIO()
         print_replay(both, out)
         yield out.getvalue()
@@ -170,8 +171,8 @@ def _use_trace(data: bytes, file: Path) -> Iterator[str]:
         json.loads(perfetto.dumps(trace, explanation))
         yield over_time_csv.dumps(trace, explanation).replace("\r", "")
         yield _page(data, file)
-        for settings in _SETTINGS:
-            memplan.simulate(trace, settings=settings)
+        if trace.device != "cpu":
+            memplan.simulate(trace, settings=_SETTINGS)
         yield from _guarded(Baseline((_figures(),)), taken(trace, target="net", settings=None))
 
 

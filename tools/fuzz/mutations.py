@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 TEXTS = (
     "", " ", "\x1b[2J", "\x1b]0;x\x07", "\x1b]8;;http://x\x07y", "a\nb", "a\rb", "a\x00b", "\x9b31m", "\u202eevil",
@@ -106,7 +106,7 @@ class Seed:
 
 
 def _change(value: Any, path: Path, seed: Seed, random: Random) -> None:
-    *way, last = path
+    way, last = path[:-1], cast("Any", path[-1])
     try:
         for key in way:
             value = value[key]
