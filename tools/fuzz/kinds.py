@@ -33,6 +33,7 @@ from memplan.checks.check import check
 from memplan.checks.ignores import parse_ignore
 from memplan.checks.registry import IDS
 from memplan.cudnn.answer_cache import AnswerCache, kept
+from memplan.cudnn.questions import ExecutionPlan
 from memplan.errors import InputError, MemplanError
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.explanation_json import explanation_of
@@ -68,6 +69,7 @@ from memplan.studies.guarding.taken import Taken, taken
 from memplan.studies.sweeps.points import KNOWN
 from memplan.trace.naming.step_parts import loss_of, optimizer_of
 from memplan.trace.naming.targets import resolve
+from memplan.trace.records import Assumption, Call, Counters, Engines, FunctionLines, LineSpan
 from memplan.verification.proof import proof as proof_json
 from memplan.verification.proof.proof import Cut
 from memplan.verification.proof.rounding import Rounded
@@ -491,6 +493,24 @@ def _traces() -> tuple[Trace, ...]:
     return (*plain, *(memplan.record(_many, device=device, steps=1) for device in ("cpu", "h100")))
 
 
+def _with_everything() -> Trace:
+    """Return a trace with all sections that most traces have not."""
+    trace = saved_pages.trace()
+    workspaces = [storage.id for storage in trace.storages if storage.cause == "workspace"][:3]
+    events = {tick for storage in trace.storages for tick in (storage.born, storage.died)}
+    free = [tick for tick in range(1, trace.end) if tick not in events][:2]
+    plans = (ExecutionPlan("eng38", 4096), ExecutionPlan("eng0", 0))
+    first, last = trace.steps[0], trace.end
+    spans = (LineSpan(3, first, first + 9, 1), LineSpan(4, first + 9, last, 2, True))
+    return replace(
+        trace, origin="dry", notes=("a note",), other_kernels=("a100",), measured=tuple(workspaces[:1]),
+        counters=(Counters(1 << 20, 2 << 20),) * 3, engines=tuple(Engines(number, plans) for number in workspaces),
+        assumptions=(Assumption("branch", "a branch", "net.py:3", 2), Assumption("kernel", "a kernel", None)),
+        lines=(FunctionLines("forward", "net.py", ((3, "y = x"), (4, "return y")), spans),),
+        ungraded=trace.optimized[:1], calls=tuple(Call(tick, "synchronize") for tick in free),
+    )  # fmt: skip
+
+
 @cache
 def _good() -> memplan.Explanation:
     return explain_trace(_traces()[1], title="net", train=True)
@@ -542,7 +562,7 @@ def kinds() -> dict[str, Kind]:
         Rounded("outputs", "the output", 0, 0.1, 0.2, 1.0, 0.5),
     ))  # fmt: skip
     proofs = [json.loads(proof_json.dumps(one)) for one in (PROOF, WRONG, lossy)]
-    saved = [json.loads(trace.to_json()) for trace in (*traces, saved_pages.trace())]
+    saved = [json.loads(trace.to_json()) for trace in (*traces, saved_pages.trace(), _with_everything())]
     return {
         "snapshots": _snapshot_kind([_history(), json.loads(json.dumps(written))]),
         "traces": _json_kind(saved, _use_trace),
