@@ -14,7 +14,7 @@ import os
 import reprlib
 import stat
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -281,28 +281,29 @@ def _only(shape: type, name: str, read: Reader, length: int | None = None) -> Re
 
 def _of_items(hint: Any, hook: Reader) -> Reader:
     def read(plain: list[Any], _: Any) -> tuple[Any, ...]:
-        found = []
+        items = iter(plain)
         try:
-            for part in plain:
-                found.append(hook(part, hint))  # noqa: PERF401: its length is the place of what is wrong
+            return tuple([hook(item, hint) for item in items])
         except Unreadable as error:
-            raise error.within(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.within(f"[{_last(plain, items)}]") from None
 
     return read
 
 
 def _of_parts(hints: tuple[Any, ...], hooks: Sequence[Reader]) -> Reader:
     def read(plain: list[Any], _: Any) -> tuple[Any, ...]:
-        found = []
+        items = iter(plain)
         try:
-            for part, hint, hook in zip(plain, hints, hooks, strict=True):
-                found.append(hook(part, hint))  # noqa: PERF401: as above
+            return tuple([hook(item, hint) for hint, hook, item in zip(hints, hooks, items, strict=True)])
         except Unreadable as error:
-            raise error.within(f"[{len(found)}]") from None
-        return tuple(found)
+            raise error.within(f"[{_last(plain, items)}]") from None
 
     return read
+
+
+def _last(plain: list[Any], items: Iterator[Any]) -> int:
+    """Return the place of the item that an iterator over a list gave last."""
+    return len(plain) - operator.length_hint(items) - 1
 
 
 def _of_values(hint: Any, hook: Reader) -> Reader:
