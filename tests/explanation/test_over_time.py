@@ -189,7 +189,7 @@ def test_the_data_beside_these_tests_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["lines", "batches", "peaks"])
 def test_a_scaling_without_what_it_is_made_of_is_refused(name: str) -> None:
-    explanation = memplan.explain(mlp(), "8x64", device="cpu")
+    explanation = memplan.explain(mlp(width=64, layers=2), "8x64", device="cpu")
     data = json.loads(dumps(explanation))
     assert data["scaling"][name]
     data["scaling"][name] = []
