@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from guarded import figures, taken
 from reports.outcomes import FRONTIER, PROOF, plan
 from torch import nn
 
@@ -17,12 +18,13 @@ import memplan
 from memplan.devices import catalogue
 from memplan.explanation.explain import explain_trace
 from memplan.planning.plan.plan import Plan
-from memplan.reports import check, compare, devices, explain, fit, largest, replay
+from memplan.reports import check, compare, devices, explain, fit, guard, largest, replay
 from memplan.simulation.replays.side_by_side import cases
 from memplan.simulation.snapshots.write import write_snapshot
 from memplan.studies.axes.subject import Subject
 from memplan.studies.capacity.largest import find_largest
 from memplan.studies.capacity.limit import Room
+from memplan.studies.guarding.outcome import compare_with
 from memplan.trace.recording.session import Target
 from memplan.trace.step import StepOptions
 from memplan.trace.trace import Trace
@@ -122,6 +124,11 @@ def watched() -> str:
     return json.dumps({**facts, "rows": [row], "leaks": [leak], "notes": [EVIL]})
 
 
+def guarded() -> str:
+    before, now = figures({("a", "saved"): 10}), taken({("a", "saved"): 30, (EVIL, "weight"): 4})
+    return guard.dumps(compare_with(before, now, "1%"))
+
+
 @cache
 def every() -> dict[str, str]:
     """One of each kind."""
@@ -139,6 +146,7 @@ def every() -> dict[str, str]:
         "comparison": compared(),
         "largest": found_largest(),
         "watched run": watched(),
+        "guard": guarded(),
         "devices": devices.dumps(catalogue()),
         "cache": json.dumps({"format": "memplan.cache", "schema": 1, "kept": []}),
     }

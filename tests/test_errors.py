@@ -106,3 +106,12 @@ def test_an_error_about_one_of_two_is_another_and_leaves_the_first_as_it_is() ->
     assert str(told) == "net B: Too little. Expected 2 B."
     assert (told.found, told.expected, told.do, told.smallest_budget) == ("net B: Too little", "2 B", None, 7)
     assert (str(first), first.found) == ("Too little. Expected 2 B.", "Too little")
+
+
+def test_a_message_is_one_line_of_bounded_length() -> None:
+    error = MemplanError("found\n  two lines" + "x" * 100_000 + "end", do="a\r\nb")
+    text = str(error.about("file\nname"))
+    assert len(text.splitlines()) == 1
+    assert len(text) < 3000
+    assert text.startswith("file name: found two lines")
+    assert "end. a b." in text

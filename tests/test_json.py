@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import tracemalloc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memplan import Plan, Trace, load_plan, load_trace
-from memplan._json import Unreadable, from_plain, memory_of, read_text
+from memplan._json import Measured, Unreadable, finite, from_plain, memory_of, read_text
 from memplan.errors import PlanFormatError, SnapshotFormatError, TraceFormatError
 from memplan.simulation.snapshots.read import read_snapshot
 
@@ -98,3 +101,50 @@ def test_only_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         load_trace(tmp_path)
     assert os.path.getsize(DATA / "mlp.plan.json") == len(read_text(DATA / "mlp.plan.json"))
+
+
+def test_a_file_of_mistakes_takes_no_more_than_one_of_none() -> None:
+    """The first mistake is the message: to collect 100,000 of them would take some hundred times the file."""
+    plain: dict[str, Any] = {"names": [0] * 100_000}
+    tracemalloc.start()
+    with pytest.raises(Unreadable, match=r"^it\.names\[0\] is 0, not str$"):
+        from_plain(Named, plain, "it")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 20
+
+
+@dataclass(frozen=True)
+class Inner:
+    size: int
+    error: Measured | None = None
+
+
+@dataclass(frozen=True)
+class Named:
+    names: tuple[str, ...] = ()
+    inner: Mapping[str, tuple[Inner, ...]] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"inner": {"a": [{"size": 1}, {"size": "1"}]}}, "it.inner['a'][1].size is '1', not int"),
+        ({"inner": {"a\x1b": [{}]}}, r"it.inner['a\x1b'][0] lacks 'size'"),
+        ({"inner": {"a": [{"size": 1, "b\n": 2}]}}, r"it.inner['a'][0] has an unknown 'b\n'"),
+        ({"inner": {"a": {"size": 1}}}, "it.inner['a'] is {'size': 1}, not a list"),
+        ({"inner": [3]}, "it.inner is [3], not a mapping"),
+        ([], "it is [], not a mapping"),
+    ],
+)
+def test_an_error_names_the_place(plain: Any, message: str) -> None:
+    with pytest.raises(Unreadable) as raised:
+        from_plain(Named, plain, "it")
+    assert str(raised.value) == message
+
+
+@given(st.floats() | st.none())
+def test_a_measured_error_may_be_any_number(value: float | None) -> None:
+    text = json.dumps(finite({"size": 3, "error": value}), allow_nan=False)
+    again = from_plain(Inner, json.loads(text), "it").error
+    assert again == value or (value is not None and again is not None and math.isnan(value) and math.isnan(again))

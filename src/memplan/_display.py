@@ -12,7 +12,7 @@ from typing import Any
 from memplan._text import printable_lines
 
 _MOST = 400
-"""Characters of a result's first line in its ``repr``, which debuggers and lists of results show."""
+"""Characters of a ``repr``, which debuggers and lists of results show."""
 _draw: Callable[[object], str] | None = None
 
 
@@ -31,13 +31,14 @@ class Printed:
         super().__init_subclass__()
         for name in ("__str__", "__repr__"):
             if name in vars(cls):
-                setattr(cls, name, _cleaned(vars(cls)[name]))
+                setattr(cls, name, _cleaned(vars(cls)[name], _MOST if name == "__repr__" else None))
 
 
-def _cleaned(write: Callable[[Any], str]) -> Callable[[Any], str]:
+def _cleaned(write: Callable[[Any], str], most: int | None) -> Callable[[Any], str]:
     @functools.wraps(write)
     def cleaned(value: Any) -> str:
-        return printable_lines(write(value))
+        text = write(value)
+        return printable_lines(text if most is None or len(text) <= most else f"{text[: most - 3]}...")
 
     return cleaned
 
@@ -49,7 +50,7 @@ class Displayed(Printed):
 
     def __repr__(self) -> str:
         first = str(self).partition("\n")[0]
-        return f"<{type(self).__name__}: {first:.{_MOST}}>"
+        return f"<{type(self).__name__}: {first:.{_MOST - 40}}>"
 
     def _repr_html_(self) -> str | None:
         return None if _draw is None else _draw(self)

@@ -14,7 +14,7 @@ import os
 import reprlib
 import stat
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -42,19 +42,30 @@ Signed = Annotated[float, "may be negative"]
 SignedInt = Annotated[int, "may be negative"]
 """Type hints of the numbers that may be negative; all others may not."""
 
+Measured = Annotated[float, "may be infinite or no number"]
+"""Type hint of an error that was measured: `finite` writes it as text where JSON has no number for it."""
+
 
 class Unreadable(ValueError):
     """A value does not match its type hint; the text names the place."""
+
+    place = ""
+    """Of the value, within what is read."""
+
+    def within(self, place: str) -> Unreadable:
+        """Return the same error, of a value that stands at a place of another one: ``[3]``, ``.layers``."""
+        self.place = place + self.place
+        return self
 
 
 def check_format(plain: Any, name: str, schema: int) -> None:
     """Check that parsed JSON says that it is of a format and a schema version. Raises Unreadable."""
     if not isinstance(plain, dict):
-        raise Unreadable(f"it is {_shown(plain)}, not a mapping")
+        raise Unreadable(f"it is {shown(plain)}, not a mapping")
     if plain.get("format") != name:
-        raise Unreadable(f"its format is {_shown(plain.get('format'))}, not {name}")
+        raise Unreadable(f"its format is {shown(plain.get('format'))}, not {name}")
     if plain.get("schema") != schema:
-        raise Unreadable(f"its schema version is {_shown(plain.get('schema'))}; this memplan reads {schema}")
+        raise Unreadable(f"its schema version is {shown(plain.get('schema'))}; this memplan reads {schema}")
 
 
 def to_plain(value: Any) -> Any:
@@ -68,6 +79,15 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [to_plain(part) for part in value]
     return value
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with the texts "nan", "inf" and "-inf" for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text_of(plain: Mapping[str, Any]) -> str:
@@ -98,14 +118,19 @@ compact = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=row_o
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """Read the text of a file that `parse` or a `from_json` takes. Raises OSError, Unreadable: no file, or too long."""
+    content = read_bytes(path, LONGEST + 1)
+    if len(content) > LONGEST:
+        raise Unreadable(f"it has more than {LONGEST} bytes, the most that are read")
+    return content.decode("utf-8", "replace")
+
+
+def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a file, or its first ``most`` bytes. Raises OSError, Unreadable: no file."""
     with open(path, "rb") as file:
         kind = os.fstat(file.fileno()).st_mode
         if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
             raise Unreadable("it is a device, not a file")
-        content = file.read(LONGEST + 1)
-    if len(content) > LONGEST:
-        raise Unreadable(f"it has more than {LONGEST} bytes, the most that are read")
-    return content.decode("utf-8", "replace")
+        return file.read(most)
 
 
 def parse(text: str, *, packed: int | None = None, longest: int | None = None) -> Any:
@@ -174,8 +199,8 @@ def from_plain(kind: Any, plain: Any, place: str, *, rows: bool = False) -> Any:
     """
     try:
         return _converter(rows).structure(plain, kind)
-    except (ExceptionGroup, Unreadable) as error:
-        raise Unreadable(_reason(error, place)) from None
+    except Unreadable as error:
+        raise Unreadable(f"{place}{error.place} {error}") from None
 
 
 def frozen(plain: Any, place: str) -> Json:
@@ -188,18 +213,23 @@ def frozen(plain: Any, place: str) -> Json:
 
 @functools.cache
 def _converter(rows: bool) -> Converter:
-    """Return the strict converter: cattrs by itself makes numbers of texts, and tuples of anything iterable."""
+    """Return the strict converter: cattrs by itself makes numbers of texts, and tuples of anything iterable.
+
+    It stops at the first value that does not match: to collect them all, as cattrs does by default, takes a hundred
+    times the memory of the text.
+    """
     from cattrs import Converter  # imported late: the command line has to answer --help within 0.3 s
-    from cattrs.cols import homogenous_tuple_structure_factory, mapping_structure_factory
     from cattrs.gen import make_dict_structure_fn, override
 
-    converter = Converter()
+    converter = Converter(detailed_validation=False)
 
     def tuple_reader(kind: Any) -> Reader:
-        *parts, last = get_args(kind)
+        *parts, last = get_args(kind) or ((),)
         if last is ...:
-            return _only(list, "a list", homogenous_tuple_structure_factory(kind, converter))
-        return _only(list, "a list", converter.gen_structure_hetero_tuple(kind), len(parts) + 1)
+            return _only(list, "a list", _of_items(parts[0], converter.get_structure_hook(parts[0])))
+        hints = get_args(kind)
+        hooks = [converter.get_structure_hook(hint) for hint in hints]
+        return _only(list, "a list", _of_parts(hints, hooks), len(hints))
 
     def set_reader(kind: Any) -> Reader:
         items = tuple[get_args(kind)[0], ...]
@@ -213,23 +243,26 @@ def _converter(rows: bool) -> Converter:
             read_row = converter.get_structure_hook(row)
             return lambda plain, _: kind(*read_row(plain, row))
         hooks: dict[str, Any] = {
-            name: override(struct_hook=converter.get_structure_hook(hint)) for name, hint in hints.items()
+            name: override(struct_hook=_at(f".{name}", hint, converter.get_structure_hook(hint)))
+            for name, hint in hints.items()
         }
         read = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True, **hooks)
-        return _only(dict, "a mapping", read)
+        return _only(dict, "a mapping", _with_all_keys(read))
+
+    def mapping_reader(kind: Any) -> Reader:
+        hint = get_args(kind)[1]
+        return _only(dict, "a mapping", _of_values(hint, converter.get_structure_hook(hint)))
 
     factory, hook = converter.register_structure_hook_factory, converter.register_structure_hook_func
     factory(lambda kind: is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, tuple)), record_reader)
     factory(lambda kind: get_origin(kind) is tuple, tuple_reader)
     factory(lambda kind: get_origin(kind) is frozenset, set_reader)
-    factory(
-        lambda kind: get_origin(kind) in (Mapping, dict),
-        lambda kind: _only(dict, "a mapping", mapping_structure_factory(kind, converter)),
-    )
+    factory(lambda kind: get_origin(kind) in (Mapping, dict), mapping_reader)
     hook(lambda kind: get_origin(kind) is Literal, _one_of)
     hook(lambda kind: kind in (Any, Json) or (isinstance(kind, types.UnionType) and len(get_args(kind)) > 2), _frozen)
     for scalar in (str, bool, int, float):
         converter.register_structure_hook(scalar, _scalar)
+    hook(functools.partial(operator.eq, Measured), _measured)
     for hint, scalar in ((Signed, float), (SignedInt, int)):
         hook(functools.partial(operator.eq, hint), lambda plain, _, kind=scalar: _scalar(plain, kind, -math.inf))
     return converter
@@ -238,10 +271,74 @@ def _converter(rows: bool) -> Converter:
 def _only(shape: type, name: str, read: Reader, length: int | None = None) -> Reader:
     def checked(plain: Any, kind: Any) -> Any:
         if type(plain) is not shape:
-            raise Unreadable(f"is {_shown(plain)}, not {name}")
+            raise Unreadable(f"is {shown(plain)}, not {name}")
         if length is not None and len(plain) != length:
             raise Unreadable(f"has {len(plain)} parts, not {length}")
         return read(plain, kind)
+
+    return checked
+
+
+def _of_items(hint: Any, hook: Reader) -> Reader:
+    def read(plain: list[Any], _: Any) -> tuple[Any, ...]:
+        items = iter(plain)
+        try:
+            return tuple([hook(item, hint) for item in items])
+        except Unreadable as error:
+            raise error.within(f"[{_last(plain, items)}]") from None
+
+    return read
+
+
+def _of_parts(hints: tuple[Any, ...], hooks: Sequence[Reader]) -> Reader:
+    def read(plain: list[Any], _: Any) -> tuple[Any, ...]:
+        items = iter(plain)
+        try:
+            return tuple([hook(item, hint) for hint, hook, item in zip(hints, hooks, items, strict=True)])
+        except Unreadable as error:
+            raise error.within(f"[{_last(plain, items)}]") from None
+
+    return read
+
+
+def _last(plain: list[Any], items: Iterator[Any]) -> int:
+    """Return the place of the item that an iterator over a list gave last."""
+    return len(plain) - operator.length_hint(items) - 1
+
+
+def _of_values(hint: Any, hook: Reader) -> Reader:
+    def read(plain: dict[str, Any], _: Any) -> dict[str, Any]:
+        found = {}
+        for key, part in plain.items():
+            try:
+                found[key] = hook(part, hint)
+            except Unreadable as error:
+                raise error.within(f"[{shown(key)}]") from None
+        return found
+
+    return read
+
+
+def _at(place: str, hint: Any, hook: Reader) -> Reader:
+    def read(plain: Any, _: Any) -> Any:  # cattrs would pass the hint without what Annotated adds
+        try:
+            return hook(plain, hint)
+        except Unreadable as error:
+            raise error.within(place) from None
+
+    return read
+
+
+def _with_all_keys(read: Reader) -> Reader:
+    from cattrs import ForbiddenExtraKeysError
+
+    def checked(plain: Any, kind: Any) -> Any:
+        try:
+            return read(plain, kind)
+        except KeyError as error:
+            raise Unreadable(f"lacks {error.args[0]!r}") from None
+        except ForbiddenExtraKeysError as error:
+            raise Unreadable(f"has an unknown {shown(min(error.extra_fields))}") from None
 
     return checked
 
@@ -258,7 +355,7 @@ def _frozen(plain: Any, kind: Any, depth: int = DEEPEST) -> Json:
 
 def _one_of(plain: Any, kind: Any) -> Any:
     if not isinstance(plain, str) or plain not in get_args(kind):
-        raise Unreadable(f"is {_shown(plain)}, which is none of {', '.join(map(repr, get_args(kind)))}")
+        raise Unreadable(f"is {shown(plain)}, which is none of {', '.join(map(repr, get_args(kind)))}")
     return plain
 
 
@@ -267,29 +364,20 @@ def _scalar(plain: Any, kind: Any, least: float = 0, most: float = _LARGEST) -> 
     if kind is float and type(plain) is int:
         plain = float(plain) if abs(plain) < _LARGEST else plain
     if type(plain) is not kind or kind not in (str, bool, int, float):
-        raise Unreadable(f"is {_shown(plain)}, not {getattr(kind, '__name__', kind)}")
+        raise Unreadable(f"is {shown(plain)}, not {getattr(kind, '__name__', kind)}")
     if kind in (int, float) and not (least <= plain and abs(plain) < (most if kind is float else _LARGEST)):
-        raise Unreadable(f"is {_shown(plain)}, which is out of range")
+        raise Unreadable(f"is {shown(plain)}, which is out of range")
     return plain
 
 
-def _shown(plain: Any) -> str:
+def _measured(plain: Any, _: Any) -> float:
+    if plain in ("nan", "inf", "-inf"):
+        return float(plain)
+    return _scalar(plain, float, -math.inf, math.inf)
+
+
+def shown(plain: Any) -> str:
+    """Return a parsed value for an error, cut to 40 characters; nothing of it can steer a terminal."""
     if isinstance(plain, (Mapping, list, tuple)):  # its repr would be as long as it is
         return f"{reprlib.repr(plain):.40}"
     return f"{plain!r:.40}" if not isinstance(plain, int) or abs(plain) < _LARGEST else "a number of many digits"
-
-
-def _reason(error: Exception, place: str) -> str:
-    """Describe the first error in cattrs' tree of errors, with the place that their notes name."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-        for note in getattr(error, "__notes__", ()):
-            field = getattr(note, "name", None)
-            if field is not None and not isinstance(error, KeyError):
-                place += f".{field}"
-            elif not callable(note.index):  # else a plain text
-                place += f"[{note.index!r}]"
-    if isinstance(error, KeyError):
-        return f"{place} lacks {error.args[0]!r}"
-    unknown = getattr(error, "extra_fields", None)
-    return f"{place} has an unknown {min(unknown)!r:.40}" if unknown else f"{place} {error}"

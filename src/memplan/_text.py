@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 
@@ -27,6 +28,51 @@ def printable_lines(text: str) -> str:
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
+def one_line(text: str) -> str:
+    """Return what `printable` does, with line breaks and the spaces around them as one space; a long
+    text is cut in its middle.
+
+    Example:
+        >>> one_line("one\\n  two\\x1b[2J")
+        'one two?[2J'
+    """
+    if len(text) > _LONGEST_LINE:
+        text = f"{text[: 3 * _LONGEST_LINE // 4]} ... {text[-_LONGEST_LINE // 4 :]}"
+    return text if text.isprintable() else printable(_BREAKS.sub(" ", text))
+
+
+_LONGEST_LINE = 1000
+_BREAKS = re.compile(r"\s*[\r\n]\s*")
+
+
+def inert(line: str) -> str:
+    """Return a line of a report without what GitHub Actions would take for a command in a log: it reads ``::`` at the
+    beginning of a line, after spaces, and ``##[`` anywhere.
+
+    Example:
+        >>> inert("  ::stop-commands::x"), inert("a::b")
+        ('  : :stop-commands::x', 'a::b')
+    """
+    begin = len(line) - len(line.lstrip())
+    if line.startswith("::", begin):
+        line = f"{line[:begin]}: :{line[begin + 2 :]}"
+    return line.replace("##[", "# #[")
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that digits name, below 10**18; None for other texts. `int` refuses some thousand digits in its
+    own words, and takes digits of other scripts.
+
+    Example:
+        >>> whole_number("128"), whole_number("-1"), whole_number("²"), whole_number("9" * 5000)
+        (128, None, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
+
+
+_DIGITS = 18
+
+
 def counted(number: int, thing: str) -> str:
     """Return a number with what it counts.
 
@@ -37,13 +83,20 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+_MANY_SECONDS = 1e7
+
+
 def format_seconds(seconds: float) -> str:
     """Write a time for people, with two digits or more.
 
     Example:
         >>> format_seconds(0.0412), format_seconds(0.00031), format_seconds(2.5), format_seconds(0)
         ('41 ms', '0.31 ms', '2.5 s', '0 ms')
+        >>> format_seconds(1e300)
+        '1e+300 s'
     """
+    if abs(seconds) >= _MANY_SECONDS:
+        return f"{seconds:.3g} s"
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1000 * seconds, "ms")
     if number == 0:
         return "0 ms"

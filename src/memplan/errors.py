@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any, Self, TypeVar
 
-from memplan._text import printable_lines
+from memplan._text import one_line
 
 _Error = TypeVar("_Error", bound="MemplanError")
 
@@ -48,9 +48,9 @@ class MemplanError(Exception):
     """
 
     def __init__(self, found: str, *, expected: str | None = None, do: str | None = None) -> None:
-        # names, paths and texts of other people's errors stand in it: nothing of them may steer a terminal
-        found = printable_lines(found)
-        expected, do = (text and printable_lines(text) for text in (expected, do))
+        # names, paths and texts of other people's errors stand in it: none may steer a terminal or end the line
+        found = one_line(found)
+        expected, do = (text and one_line(text) for text in (expected, do))
         sentences = [found, expected and f"Expected {expected}", do]
         super().__init__(" ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence))
         self.found = found
@@ -59,7 +59,7 @@ class MemplanError(Exception):
 
     def about(self, what: str) -> Self:
         """Return the same error, which begins with what it is about: ``b.json: The file is empty. Expected ...``."""
-        what = printable_lines(what)
+        what = one_line(what)
         return _restore(type(self), (f"{what}: {self}",), self.__dict__ | {"found": f"{what}: {self.found}"})
 
     def __reduce__(self) -> tuple[Any, ...]:

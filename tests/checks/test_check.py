@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -113,3 +114,24 @@ def test_a_warning_costs_bytes_or_more_than_that() -> None:
 
 def test_ids_are_unique() -> None:
     assert len(set(IDS)) == len(IDS)
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": "x"}, {"kernel_size": 3}, {"stride": "a"}, {"padding": ("a", 1)}])
+def test_a_trace_whose_ops_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    """As an error of memplan's where the trace was given, whatever a check stumbles over."""
+
+    def build() -> Any:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3))
+        return lambda: model(torch.randn(1, 3, 32, 32)).sum().backward()
+
+    trace = memplan.record(build, device="cpu")
+    assert "border-erosion" in [finding.id for finding in memplan.check(trace)]
+    forms = [
+        dataclasses.replace(form, options=tuple((dict(form.options) | options).items()))
+        if "pool" in trace.ops[form.op].name
+        else form
+        for form in trace.forms
+    ]
+    damaged = dataclasses.replace(trace, forms=tuple(forms))
+    with pytest.raises(InputError, match="cannot follow the trace"):
+        memplan.check(damaged)

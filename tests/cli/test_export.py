@@ -104,7 +104,8 @@ def test_two_exports_are_the_same_byte_for_byte(models: Path) -> None:
         assert run(*UNPROVEN, "--frozen-weights", "int8", "--out", folder).exit_code == 0
     assert files(models / "again") == files(models / "device")
     assert set(files(models / "device")) == {
-        "sequential.c", "sequential.h", "sequential.json", "weights.h", "test_sequential.c", "Makefile", "README.md"
+        "sequential.c", "sequential.h", "sequential.json", "sequential_weights.h", "test_sequential.c", "Makefile",
+        "README.md"
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,3 +93,13 @@ def test_what_is_kept_is_removed(folder: Path) -> None:
     clear()
     assert kept() == []
     assert list(folder.parent.iterdir()) == [other]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes by name")
+def test_a_pipe_in_the_folder_is_no_file(folder: Path) -> None:
+    cache = AnswerCache("h100", 91900, {})
+    folder.mkdir(parents=True)
+    os.mkfifo(cache.file)
+    assert [(one.path, one.number) for one in kept()] == [(cache.file, 0)]
+    assert cache.read() == {}
+    assert "no file" in cache.said[0]

@@ -161,6 +161,7 @@ def _changed(text: str, *path: str | int, to: object) -> str:
         (("course", "causes", "weight", 3), 7, "causes that do not add up"),
         (("course", "ops", 3), 10**6, "names an op that is not in op_rows"),
         (("title",), 3, "it.title is 3"),
+        (("layers", 1, "needed_for"), [3], "it.layers[1].needed_for[0] is 3"),
         (("unknown",), 3, "unknown"),
     ],
 )
@@ -184,3 +185,23 @@ def test_a_step_of_a_course_is_its_moments_alone(trace: Trace) -> None:
 def test_the_data_beside_these_tests_are_read(tmp_path: Path) -> None:
     trace = Trace.from_json((Path(__file__).parents[1] / "data" / "step.trace.json").read_text())
     assert max(course(trace).allocated) == simulate(trace).peak_allocated
+
+
+@pytest.mark.parametrize("name", ["lines", "batches", "peaks"])
+def test_a_scaling_without_what_it_is_made_of_is_refused(name: str) -> None:
+    explanation = memplan.explain(mlp(width=64, layers=2), "8x64", device="cpu")
+    data = json.loads(dumps(explanation))
+    assert data["scaling"][name]
+    data["scaling"][name] = []
+    with pytest.raises(InputError, match="scaling"):
+        loads(json.dumps(data))
+
+
+def test_storages_at_the_peak_of_no_moments_are_refused(trace: Trace) -> None:
+    data = json.loads(dumps(explain_trace(trace)))
+    empty = {name: [] for name in ("ticks", "allocated", "reserved", "ops")}
+    data["course"] |= empty | {"causes": {}}
+    data["timeline"]["peak_allocated"] = 0
+    data["by_cause"] = {}
+    with pytest.raises(InputError, match="no moments"):
+        loads(json.dumps(data))

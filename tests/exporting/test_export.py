@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch.nn import functional as F
 import memplan
 from memplan.errors import BudgetError, InputError, RecordingError, UsageError, VerificationError
 from memplan.exporting import export as exporting
+from memplan.exporting.c_text import c_name
 from memplan.exporting.exported import Exported
-from memplan.exporting.folder import c_name
 
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
@@ -134,8 +136,6 @@ def test_arenas_are_no_larger_than_what_is_needed_at_once(tmp_path: Path) -> Non
 
 @needs_compiler
 def test_weights_come_back(tmp_path: Path) -> None:
-    import subprocess
-
     torch.manual_seed(0)
     model = Everything()
     before = {name: one.clone() for name, one in model.state_dict().items()}
@@ -161,6 +161,50 @@ def test_weights_come_back(tmp_path: Path) -> None:
         memplan.load_weights(model, weights)
     with pytest.raises(InputError, match="in the model is"):
         memplan.load_weights(nn.Linear(2, 2), weights)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda rows: rows[1].update(shape=3), lambda rows: rows[1].pop("name"), lambda rows: rows.clear(),
+        lambda rows: rows[1].update(shape=[4.0]), lambda rows: rows[1].update(shape=[-4]), lambda rows: rows.pop(),
+        lambda rows: rows[1].update(shape=[1 << 63]), lambda rows: rows.append(dict(rows[0])),
+        lambda rows: rows[1].update(name="a\x1bb\n"), lambda rows: rows[1].update(name=[]),
+        lambda rows: rows.insert(0, []), lambda rows: rows[1].update(more=1),
+    ],
+)  # fmt: skip
+def test_a_layout_of_anything_else_loads_nothing(damage: Any, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    rows: list[Any] = [{"name": name, "shape": list(one.shape)} for name, one in model.named_parameters()]
+    weights, layout = tmp_path / "w.bin", tmp_path / "net.json"
+    weights.write_bytes(np.arange(26, dtype="<f4").tobytes())
+    layout.write_text(json.dumps({"export": "net", "tensors": rows}))
+    memplan.load_weights(model, weights)
+    assert model.state_dict()["1.bias"].tolist() == [24.0, 25.0]
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    damage(rows)
+    layout.write_text(json.dumps({"export": "net", "tensors": rows}))
+    with pytest.raises(InputError) as raised:
+        memplan.load_weights(model, weights, layout)
+    assert len(str(raised.value).splitlines()) == 1
+    assert all(not one.any() for one in model.parameters())
+
+
+@pytest.mark.parametrize("more", [b"abc", b"abcd", b"\0" * 4096])
+def test_weights_of_another_length_load_nothing(more: bytes, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    rows = [{"name": name, "shape": list(one.shape)} for name, one in model.named_parameters()]
+    (tmp_path / "net.json").write_text(json.dumps({"export": "net", "tensors": rows}))
+    (tmp_path / "w.bin").write_bytes(np.arange(8, dtype="<f4").tobytes() + more)
+    with pytest.raises(InputError, match=r"holds more than 8 floats"):
+        memplan.load_weights(model, tmp_path / "w.bin")
+    (tmp_path / "other.json").write_text(json.dumps({"export": "other", "tensors": rows}))
+    with pytest.raises(InputError, match="2 layouts of exports"):
+        memplan.load_weights(model, tmp_path / "w.bin")
+    assert torch.equal(model.weight, before)
 
 
 class Sorted(nn.Module):
@@ -191,6 +235,103 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         everything(tmp_path / "theirs", verify=False)
     everything(tmp_path / "theirs", verify=False, force=True)
     assert (tmp_path / "theirs" / "notes.txt").read_text() == "mine"
+    with pytest.raises(InputError, match="needs a gradient"):
+        memplan.export(nn.Linear(4, 3).requires_grad_(False), "2x4", folder=tmp_path / "a", **STEP)
+    loss = lambda output, target: F.cross_entropy(output["x"], target)  # noqa: E731
+    mapped: dict[str, Any] = STEP | {"loss": loss}
+    with pytest.raises(InputError, match="returns a dict"):
+        memplan.export(Mapped(), "2x4", folder=tmp_path / "a", **mapped)
+
+
+class Mapped(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return {"x": super().forward(input)}
+
+
+@needs_compiler
+def test_a_second_export_leaves_the_first_as_it_is(tmp_path: Path) -> None:
+    step = {"optimizer": "sgd", "folder": tmp_path, "targets": "2:int64<3", "loss": F.cross_entropy}
+    memplan.export(nn.Linear(4, 3), "2x4", name="net", **step)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InputError, match="an export of the name weights"):
+        memplan.export(nn.Linear(4, 3), "2x4", name="weights", **step)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert memplan.export(nn.Linear(4, 3), "2x4", name="net", **step).verdict.proven
+    assert memplan.export(nn.Linear(4, 3), "2x4", name="weights", force=True, **step).verdict.proven
+    for name in ("net", "weights"):
+        subprocess.run(["cc", "-c", str(tmp_path / f"{name}.c"), "-o", str(tmp_path / "a.o")], check=True)
+
+
+class Table(nn.Module):
+    """A row of a table for each sample, and a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(rows))
+
+
+@needs_compiler
+@pytest.mark.parametrize("frozen", ["float32", "int8"])
+def test_indices_out_of_range_touch_no_other_memory(frozen: Any, tmp_path: Path) -> None:
+    """Under the sanitizers. Samples with such a class train nothing, and the loss is no number."""
+    model = Table()
+    model.table.requires_grad_(frozen == "float32")
+    memplan.export(
+        model, "2:int64<5", targets="2:int64<3", loss=F.cross_entropy, optimizer="sgd:lr=0.1", folder=tmp_path,
+        name="net", frozen_weights=frozen,
+    )  # fmt: skip
+    (tmp_path / "main.c").write_text(
+        """
+#include "net.h"
+#include <stdio.h>
+static net_state s;
+static float before[NET_WEIGHTS], after[NET_WEIGHTS];
+static void step(int row, int label)
+{
+    int32_t x[2] = {row, row}, y[2] = {label, label};
+    float loss;
+    int changed = 0;
+    net_get_weights(&s, before);
+    loss = net_step(&s, x, y);
+    net_get_weights(&s, after);
+    for (int k = 0; k < NET_WEIGHTS; k++)
+        changed += before[k] != after[k];
+    printf("%d %d\\n", loss == loss, changed > 0);
+}
+int main(void)
+{
+    net_init(&s);
+    step(1, 1), step(1, 3), step(1, -1), step(1, 1000000), step(5, 1), step(-1, 1), step(2000000000, 1);
+    return 0;
+}
+"""
+    )
+    program = str(tmp_path / "main")
+    sources = [str(tmp_path / name) for name in ("main.c", "net.c")]
+    subprocess.run(["cc", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", *sources, "-lm", "-o", program],
+                   check=True)  # fmt: skip
+    found = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split("\n")
+    # a mean over no sample is no number, and so is its gradient: these weights are as they were
+    assert found[:7] == ["1 1", "0 0", "0 0", "0 0", "1 1", "1 1", "1 1"]
+
+
+@needs_compiler
+def test_a_frozen_norm_stays_in_float32_beside_weights_in_eight_bits(tmp_path: Path) -> None:
+    backbone = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU()).eval().requires_grad_(False)
+    model = nn.Sequential(*backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
+    done = memplan.export(
+        model, "1x3x8x8", targets="1:int64<5", loss=F.cross_entropy, optimizer=SGD, folder=tmp_path,
+        frozen_weights="int8",
+    )  # fmt: skip
+    assert done.verdict.proven
+    assert done.rounding is not None
+    assert done.rounding.weights == 4 * 3 * 3 * 3
 
 
 def test_without_a_compiler_the_code_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +345,7 @@ def test_without_a_compiler_the_code_is_written(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("text", "name"),
-    [("ResNet-8", "resnet_8"), ("2d", "net_2d"), ("int", "net_int"), ("Größe", "gr__e"), ("--", "net")],
+    [("ResNet-8", "resnet_8"), ("2d", "net_2d"), ("int", "net_int"), ("Größe", "gr_e"), ("--", "net")],
 )
 def test_names_are_c_identifiers(text: str, name: str) -> None:
     assert c_name(text) == name

@@ -146,7 +146,7 @@ def filed(model: Frozen) -> bytes:
 def test_weights_in_a_file_are_the_callers(tmp_path: Path) -> None:
     done = exported(tmp_path, weights_file=True, frozen_weights="int8")
     assert done.verdict.proven
-    assert not (tmp_path / "weights.h").exists()
+    assert not (tmp_path / "sequential_weights.h").exists()
     assert (tmp_path / "net.bin").read_bytes() == filed(made())
     size = (tmp_path / "net.bin").stat().st_size
     assert done.flash == size + 4, "the loss's own gradient, 1, is in the code"

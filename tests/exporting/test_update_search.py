@@ -70,7 +70,7 @@ def test_what_is_trained_fits_and_is_an_ordinary_export(tmp_path: Path) -> None:
     for path, one in frozen.named_parameters():
         one.requires_grad_(path in chosen)
     by_hand = exported(tmp_path / "by hand", frozen, budget=budget, verify=False, name=done.name)
-    for file in ("sequential.c", "sequential.h", "weights.h"):
+    for file in ("sequential.c", "sequential.h", "sequential_weights.h"):
         assert (tmp_path / "by hand" / file).read_bytes() == (tmp_path / "chosen" / file).read_bytes()
     assert choice.ram == by_hand.smallest_budget
     assert choice.batches == 3

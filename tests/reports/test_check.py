@@ -52,3 +52,10 @@ def test_json_is_the_finding() -> None:
     data = json.loads(dumps("net.py:make", [finding(1)]))
     assert data["findings"] == [finding(1).to_dict()]
     assert data["findings"][0]["details"]["layers"][0]["lost"] == [[0, 0], [0, 0.5]]
+
+
+def test_a_line_number_is_never_cut() -> None:
+    where = "site-packages/transformers/integrations/sdpa_attention.py:193"
+    rows = [{"layer": f"transformer.encoder.{k}.attention.self", "where": where, "bytes": 25165824} for k in range(3)]
+    long = Finding("a-trap", "warning", "x", None, 3 << 20, "something costs", (), {"layers": rows})
+    assert sum(line.endswith("_attention.py:193") for line in printed(long).splitlines()) == 3

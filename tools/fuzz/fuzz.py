@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kinds import OWN, Kind, kinds
 
-MOST_SECONDS, MOST_BYTES = 10.0, 1 << 30
+MOST_SECONDS, MOST_BYTES, MOST_CHARACTERS = 10.0, 1 << 30, 3500
 
 
 class _Hang(BaseException):
@@ -52,11 +52,18 @@ class Result:
     steering: int = 0
     """Texts with characters that steer a terminal."""
     seeds: list[int] = field(default_factory=list)
+    traceback: str = field(default="", repr=False, compare=False)
+    """Of the last foreign error."""
 
     @property
     def clean(self) -> bool:
         """Return whether nothing was found."""
         return not (self.foreign or self.hangs or self.steering) and self.memory <= MOST_BYTES
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the figures."""
+        return {name: value for name, value in asdict(self).items() if name != "traceback"}
 
     def and_more(self, other: Result) -> Result:
         """Return both together."""
@@ -86,7 +93,7 @@ def fuzz(kind: Kind, mutations: int, seed: int, keep: Path | None = None) -> Res
                 if keep is not None and found[problem] == 1:
                     keep.mkdir(parents=True, exist_ok=True)
                     (keep / f"{seed}-{number}").write_bytes(data)
-                    (keep / f"{seed}-{number}.txt").write_text(f"{problem}\n{traceback.format_exc()}")
+                    (keep / f"{seed}-{number}.txt").write_text(f"{problem}\n{result.traceback}")
     result.hangs += found.pop("hang", 0)
     result.steering = found.pop("steering", 0)
     result.foreign = dict(found)
@@ -108,9 +115,12 @@ def _problem(kind: Kind, data: bytes, file: Path, result: Result) -> str | None:
         result.read += 1
     except OWN as error:
         texts = [str(error)]
+        if "\n" in texts[0] or len(texts[0]) > MOST_CHARACTERS:
+            return f"{type(error).__name__} of several lines, or a long one"
     except _Hang:
         return "hang"
     except Exception as error:
+        result.traceback = traceback.format_exc()
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}"
     finally:
@@ -131,12 +141,12 @@ def main() -> int:
     for name in given.kind or every:
         result = fuzz(every[name], given.mutations, given.seed, given.keep and given.keep / name)
         clean = clean and result.clean
-        print(name, asdict(result), flush=True)
+        print(name, result.plain, flush=True)
         if given.out is not None:
             results = json.loads(given.out.read_text()) if given.out.exists() else {}
             if name in results and given.seed not in results[name]["seeds"]:
                 result = Result(**results[name]).and_more(result)
-            given.out.write_text(json.dumps(results | {name: asdict(result)}, indent=1) + "\n")
+            given.out.write_text(json.dumps(results | {name: result.plain}, indent=1) + "\n")
     return int(not clean)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from memplan.checks.finding import SEVERITIES, Finding, Subject
+from memplan.checks.finding import SEVERITIES, Check, Finding, Subject
 from memplan.checks.ignores import Ignore, kept, parse_ignore
 from memplan.checks.mended.changed_step import Remaker
 from memplan.checks.registry import CHECKS, COST_MORE_THAN_BYTES, IDS
 from memplan.devices import find
-from memplan.errors import DeviceError, InputError
+from memplan.errors import DeviceError, InputError, MemplanError
 from memplan.explanation.explain import device_of
 from memplan.trace.naming.step_parts import Loss, Optimizer
 from memplan.trace.record import record_for
@@ -105,10 +105,29 @@ def check_trace(
         except DeviceError:
             card = None
     subject = Subject(trace, card, remaker, context)
-    found = [finding for one in CHECKS for finding in one.find(subject)]
+    found = [finding for one in CHECKS for finding in _found(one, subject)]
     made = {layer.name: layer.made for layer in trace.layers}
     shown = _together([_graded(finding) for finding in kept(found, ignores, made)])
     return sorted(shown, key=lambda f: (-SEVERITIES.index(f.severity), -f.bytes))
+
+
+def _found(check: Check, subject: Subject) -> list[Finding]:
+    """Return what a check finds.
+
+    Raises:
+        InputError: the trace came as a file, and what it says of an op cannot be: the shapes and arguments of ops are
+            read as these ops have them, which nobody checks before.
+    """
+    try:
+        return check.find(subject)
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+        if subject.remaker is not None or isinstance(error, MemplanError):
+            raise
+        raise InputError(
+            f"the check {check.id} cannot follow the trace ({type(error).__name__}: {error})",
+            expected="ops with the shapes and arguments that they are recorded with",
+            do="Record the step again",
+        ) from error
 
 
 def _graded(finding: Finding) -> Finding:

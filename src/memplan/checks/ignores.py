@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from memplan._text import whole_number
 from memplan.checks.finding import Finding
 from memplan.errors import InputError
 
@@ -81,10 +82,11 @@ def source_line(where: str | None) -> str:
 
 def located(where: str | None) -> tuple[str, int]:
     """Return the file and the line of a ``file:line``, whose file may be relative to anything on ``sys.path``."""
-    path, _, number = (where or "").rpartition(":")
-    if not path or not number.isdigit():
+    path, _, line = (where or "").rpartition(":")
+    number = whole_number(line)
+    if not path or number is None:
         return "", 0
     for folder in (os.curdir, *sys.path):
         if os.path.isfile(os.path.join(folder, path)):
-            return os.path.abspath(os.path.join(folder, path)), int(number)
+            return os.path.abspath(os.path.join(folder, path)), number
     return "", 0

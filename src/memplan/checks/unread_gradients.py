@@ -29,8 +29,10 @@ def find(subject: Subject) -> list[Finding]:
     optimized = {trace.storages[number].name for number in trace.optimized}
     written = {number for op in trace.ops if op.phase == "optimizer" for number in op.writes}
     named = {s.name: s for s in trace.storages if s.cause == "weight"}
-    left_out = [s for s in gradients if s.name and s.name not in optimized and named[s.name].id not in written
-                and not readers.get(s.id)]  # fmt: skip
+    left_out = [
+        s for s in gradients
+        if s.name in named and s.name not in optimized and named[s.name].id not in written and not readers.get(s.id)
+    ]  # fmt: skip
     return [*_left_out(subject, left_out), *_held(trace, [s for s in gradients if s.name in optimized], readers)]
 
 

@@ -51,7 +51,7 @@ operation without a C kernel.
     show_default=True,
     help="How weights lie in flash that are not trained. int8: a scale for each output channel.",
 )
-@click.option("--weights-file", is_flag=True, help="Write weights to NAME.bin, which the caller reads, not weights.h.")
+@click.option("--weights-file", is_flag=True, help="Write weights to NAME.bin, which the caller reads, not a header.")
 @click.option("--flash", metavar="SIZE", help="256KiB, 1MiB: refuse what takes more flash than that.")
 @click.option("--verify/--no-verify", default=None, help="Compile and prove. Default: where a C compiler is found.")
 @click.option(

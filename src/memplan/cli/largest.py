@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memplan._text import whole_number
 from memplan.cli.files import ResultFiles
 from memplan.cli.options import StepArguments, Whole, advised, result_options, step_options
 from memplan.cli.progress import line
@@ -134,10 +135,10 @@ def _window(text: str | None, overlap: float, batch: int) -> Window | None:
         if overlap != 0.25 or batch != 1:
             raise InputError("--overlap or --window-batch without --window", expected="the volume", do="Give --window")
         return None
-    sizes = text.split("x")
-    if not all(size.strip().isdigit() for size in sizes):
+    sizes = [size for part in text.split("x") if (size := whole_number(part.strip())) is not None]
+    if len(sizes) <= text.count("x"):
         raise InputError(f"--window {text!r}", expected="sizes joined by x, as in 512x512x320", do="Write it so")
-    return Window(tuple(int(size) for size in sizes), overlap, batch).checked()
+    return Window(tuple(sizes), overlap, batch).checked()
 
 
 def _shares(text: str | None) -> tuple[float, ...] | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memplan._json import Unreadable, from_plain, parse
+from memplan._json import Unreadable, from_plain, parse, read_text
 from memplan._text import write_whole
 from memplan.cudnn.questions import ExecutionPlan, Plans, Question
 from memplan.cudnn.worker_process import DRIVER, SCRIPT
@@ -48,7 +48,7 @@ class AnswerCache:
             return _read(self.file)
         except FileNotFoundError:
             return {}
-        except (OSError, UnicodeDecodeError, Unreadable) as error:
+        except (OSError, Unreadable) as error:
             aside = self.file.with_suffix(_ASIDE)
             self.said = (f"the cache of cuDNN's answers was damaged ({error}) and is now {aside}",)
             try:
@@ -69,7 +69,9 @@ class AnswerCache:
 
 
 def _read(file: Path) -> dict[str, Plans]:
-    content = from_plain(_Content, parse(file.read_text(encoding="utf-8")), "it", rows=True)
+    if file.exists() and not file.is_file():  # a pipe would wait for a writer
+        raise Unreadable("it is no file")
+    content = from_plain(_Content, parse(read_text(file)), "it", rows=True)
     if content.format != _FORMAT:
         raise Unreadable(f"it has the format {content.format!r:.40}")
     if not all(content.answers.values()):
@@ -95,9 +97,9 @@ def kept() -> list[Kept]:
     for file in sorted(answers_folder().glob("*")):
         try:
             number = len(_read(file))
-        except (OSError, UnicodeDecodeError, Unreadable):
+        except (OSError, Unreadable):
             number = 0
-        found.append(Kept(file, "answers of cuDNN", number, file.stat().st_size))
+        found.append(Kept(file, "answers of cuDNN", number, file.lstat().st_size))
     libraries = [path for path in cache_folder().rglob("*.so") if path.is_file()]
     if libraries:
         size = sum(path.stat().st_size for path in libraries)

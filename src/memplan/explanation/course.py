@@ -129,6 +129,8 @@ def course_from(plain: Any, place: str) -> Course:
     columns = [*(getattr(course, name) for name in _COLUMNS), *course.causes.values()]
     if any(len(column) != count for column in columns):
         raise Unreadable(f"{place} has columns of different lengths")
+    if (course.alive or course.segments) and not course.ticks:
+        raise Unreadable(f"{place} has storages at the peak, and no moments")
     if any(at >= len(course.op_rows) for at in course.ops):
         raise Unreadable(f"{place}.ops names an op that is not in op_rows")
     sums = [sum(parts) for parts in zip(*course.causes.values(), strict=True)] if course.causes else [0] * count

@@ -56,6 +56,9 @@ def explanation_of(plain: Any) -> Explanation:
     if unknown := causes - LABELS.keys():
         raise Unreadable(f"the cause {min(unknown)!r:.40} is unknown")
     _check_sums(found)
+    scaling = found.scaling
+    if scaling is not None and not (scaling.lines and scaling.batches and len(scaling.batches) == len(scaling.peaks)):
+        raise Unreadable("it.scaling has no lines, or not a peak for each batch")
     if plain.get("course") is not None:
         course = course_from(plain["course"], "it.course")
         found = replace(found, course=course)

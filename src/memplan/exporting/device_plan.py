@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import torch
 
 from memplan._bytes import format_bytes
 from memplan.errors import BudgetError, InputError
@@ -20,7 +21,7 @@ from memplan.exporting.lower import lowered
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
 from memplan.exporting.source.program_text import held_of
-from memplan.exporting.source.step_layout import Held, Memory, Pass, StepLayout
+from memplan.exporting.source.step_layout import Held, Memory, Pass, StepLayout, name_of, tensors_of
 from memplan.exporting.tiling.tilings import tilings
 from memplan.planning.capture.capture import Captured
 from memplan.planning.graph.joint_graph import JointGraph
@@ -240,6 +241,14 @@ def _forward_only(captured: Captured) -> JointGraph:
             expected="a model that returns one",
             do="Wrap it in one that does",
         )
+    alone = torch.empty(0)
+    whole = captured.returned.structure.rebuild([alone])
+    if whole is not alone:
+        raise InputError(
+            f"the model returns a {type(whole).__name__}",
+            expected="a model that returns a tensor",
+            do="Wrap it in one that does",
+        )
     ops = tuple(op for op in graph.ops if op.phase == "forward")
     values = tuple(replace(v, op=None) if v.op is not None and v.op >= len(graph.ops) else v for v in graph.values)
     return replace(
@@ -252,12 +261,9 @@ def _named(graph: JointGraph, asked: Request) -> JointGraph:
     if asked.step is asked.model:
         return graph
     named = ("parameter", "buffer")
-    return replace(graph, values=tuple(replace(v, path=_name(v.path)) if v.kind in named else v for v in graph.values))
-
-
-def _name(path: str) -> str:
-    """Return the name of a tensor of model and loss together: of the loss, in parentheses."""
-    return path.removeprefix("model.") if path.startswith("model.") else path.replace("loss.", "(loss).", 1)
+    return replace(
+        graph, values=tuple(replace(v, path=name_of(v.path)) if v.kind in named else v for v in graph.values)
+    )
 
 
 def _arguments(graph: JointGraph, asked: Request) -> dict[int, str]:
@@ -274,9 +280,7 @@ def _memory(asked: Request, graphs: tuple[JointGraph, ...], trained: set[str], s
     step = graphs[0]
     read = {value.path for graph in graphs for op in graph.ops for base in op.reads
             if (value := graph.values[base]).kind in ("parameter", "buffer")}  # fmt: skip
-    tensors = {_name(path): one for path, one in (*asked.step.named_parameters(), *asked.step.named_buffers())}
-    if asked.step is asked.model:
-        tensors = dict((*asked.model.named_parameters(), *asked.model.named_buffers()))
+    tensors = tensors_of(asked)
     changed = {v.path for v in step.values if v.kind == "buffer" and v.bytes}
     order = [path for path in tensors if path in read | trained | changed]
     shapes = {path: tuple(tensors[path].shape) for path in order}

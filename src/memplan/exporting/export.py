@@ -14,11 +14,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memplan._bytes import parse_bytes
+from memplan._text import write_whole
 from memplan.errors import InputError, UsageError
+from memplan.exporting.c_text import c_name
 from memplan.exporting.device_plan import DevicePlan, Narrow, Stored, planned_step, ram_of_updates
 from memplan.exporting.exported import Exported
 from memplan.exporting.flash import check_flash
-from memplan.exporting.folder import c_name, prepared_folder
+from memplan.exporting.folder import prepared_folder
 from memplan.exporting.optimizer_rules import update_rules
 from memplan.exporting.rounding import round_frozen
 from memplan.exporting.source import companion_files
@@ -87,7 +89,7 @@ def export(
         name: of files and functions; None: from the model's class.
         search_update: batches of inputs and targets, by whose gradients it is chosen what to train within the budget.
         frozen_weights: ``"int8"``: eight bits for weights that are not trained; the error is measured and said.
-        weights_file: write weights to NAME.bin, which the caller of the code reads, instead of weights.h.
+        weights_file: write weights to NAME.bin, which the caller of the code reads, instead of NAME_weights.h.
         flash: bytes that weights and code may take; None: no bound.
         verify: compile the files, run them under sanitizers and compare them with PyTorch; None: where a C compiler is.
         device: ``"cortex-m4"`` or ``"cortex-m7"``: compile for it, too, and run the steps on an emulated one.
@@ -123,7 +125,8 @@ def _exported(model: Any, step: StepOptions, folder: Path, options: _Options) ->
         )
     own = _own(model)
     name = options.name or type(own).__name__
-    title, place = c_name(name), prepared_folder(folder, options.force)
+    title = c_name(name)
+    place = prepared_folder(folder, title, options.force)
     with undisturbed():
         asked = _asked(own, step, options.budget)
         plan, choice = _planned(asked, title, optimizer_of(step.optimizer), options)
@@ -182,20 +185,20 @@ def _write(folder: Path, layout: StepLayout, recorded: Recorded) -> None:
     files = {
         f"{name}.c": program_text(layout),
         f"{name}.h": companion_files.header_text(layout),
-        **({} if layout.weights_file else {"weights.h": weights_text(layout)}),
+        **({} if layout.weights_file else {f"{name}_weights.h": weights_text(layout)}),
         f"test_{name}.c": companion_files.repeating_text(layout, recorded),
         "Makefile": companion_files.makefile_text(layout),
         f"{name}.json": companion_files.tensors_text(layout),
     }
     for file, text in files.items():
-        (folder / file).write_text(text, encoding="utf-8")
+        write_whole(folder / file, text)
     if layout.weights_file:
-        (folder / f"{name}.bin").write_bytes(weights_bytes(layout))
+        write_whole(folder / f"{name}.bin", weights_bytes(layout))
     _describe(folder, layout, NOT_VERIFIED)
 
 
 def _describe(folder: Path, layout: StepLayout, verdict: Verdict) -> None:
-    (folder / "README.md").write_text(companion_files.readme_text(layout, str(verdict)), encoding="utf-8")
+    write_whole(folder / "README.md", companion_files.readme_text(layout, str(verdict)))
 
 
 def _own(model: Any) -> Any:

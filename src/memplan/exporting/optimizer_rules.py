@@ -56,6 +56,12 @@ def update_rules(optimizer: Callable[[Any], Any], model: nn.Module) -> UpdateRul
         InputError: an optimizer, or an option of one, that no C function does.
     """
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    if not named:
+        raise InputError(
+            "No parameter of the model needs a gradient",
+            expected="weights that the step trains",
+            do="Set requires_grad of the layers to train",
+        )
     made = optimizer(list(named.values()))
     kind = KINDS.get(type(made))
     if kind is None:
@@ -103,5 +109,5 @@ def _adam(group: Mapping[str, Any], at: int, decoupled: bool) -> UpdateRule:
 
 
 def _shared(group: Mapping[str, Any]) -> dict[str, str]:
-    sign = "-" if group.get("maximize") else ""
-    return {"SIGN": sign, "DECAY": number(group["weight_decay"]), "RATE": number(float(group["lr"]))}
+    sign = -1.0 if group.get("maximize") else 1.0
+    return {"SIGN": number(sign), "DECAY": number(group["weight_decay"]), "RATE": number(float(group["lr"]))}

@@ -10,7 +10,7 @@ from torch import nn
 
 from memplan._bytes import format_bytes
 from memplan._display import Printed
-from memplan.exporting.source.step_layout import Memory
+from memplan.exporting.source.step_layout import Memory, tensors_of
 from memplan.planning.request import Request
 
 
@@ -37,13 +37,13 @@ class Rounding(Printed):
 def round_frozen(asked: Request, memory: Memory) -> Rounding:
     """Put what the device computes with into the model, and measure what that changes, in float64."""
     before = _output(asked)
-    parameters = dict(asked.model.named_parameters())
+    tensors = tensors_of(asked)
     with torch.no_grad():
         for path, one in memory.quantized.items():
-            parameters[path].copy_(torch.from_numpy(one.floats))
+            tensors[path].copy_(torch.from_numpy(one.floats))
     error = float((_output(asked) - before).norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
     weights, scales = memory.floats("int8"), memory.floats("scales")
-    kept = tuple(one.path for one in memory.frozen if one.path in parameters)
+    kept = tuple(one.path for one in memory.frozen if isinstance(tensors[one.path], nn.Parameter))
     return Rounding(weights, 4 * weights - (weights + 4 * scales), kept, error)
 
 

@@ -88,7 +88,7 @@ def _finding(finding: Finding, top: int, page: Page) -> Iterator[RenderableType]
     yield Padding(Text(message + "."), (0, 0, 0, 2))
     rows: list[dict[str, Any]] = finding.details.get("layers", [])
     if len(rows) > 1:
-        yield Padding(_layers(rows, top, page), (0, 0, 0, 2))
+        yield Padding(_layers(rows, top, page.narrower(2)), (0, 0, 0, 2))
     for advice in finding.advice:
         yield Padding(Text(f"- {printable(advice)}"), (0, 0, 0, 2))
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memplan._bytes import format_bytes
-from memplan._text import printable, printable_lines
+from memplan._text import inert, printable, printable_lines
 from memplan.reports.columns import Column, fit
 
 PIPE_WIDTH = 80
@@ -65,6 +65,10 @@ class Page:
 
     width: int = PIPE_WIDTH
     ascii_only: bool = False
+
+    def narrower(self, columns: int) -> Page:
+        """Return the page for a part that is indented."""
+        return replace(self, width=max(1, self.width - columns))
 
     def rows(
         self,
@@ -158,6 +162,7 @@ def print_parts(parts: Callable[[Page], Iterable[RenderableType]], file: TextIO 
     with console.capture() as capture:
         for part in parts(Page(PIPE_WIDTH, ascii_only)):
             console.print(part)
-    text = "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())  # rich fills lines up with spaces
+    # rich fills lines up with spaces, and breaks them where a command could begin
+    text = "".join(f"{inert(line.rstrip())}\n" for line in capture.get().split("\n")[:-1])
     out = sys.stdout if file is None else file
     out.write(text.encode(console.encoding, "replace").decode(console.encoding))

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any, TypeVar, get_type_hints
 
-from memplan._json import MOST_BYTES, Unreadable, compact, from_plain, parse, row_of
+from memplan._json import MOST_BYTES, Unreadable, compact, from_plain, parse, row_of, shown
 from memplan.errors import TraceFormatError
 from memplan.trace.records import SCHEMA
 
@@ -59,7 +59,7 @@ def loads(text: str, kind: type[_Trace], source: str) -> _Trace:
         )
     if data.get("schema") != SCHEMA:
         raise TraceFormatError(
-            f"{source} has trace schema version {data.get('schema')!r:.40}",
+            f"{source} has trace schema version {shown(data.get('schema'))}",
             expected=f"version {SCHEMA}",
             do="Record the step again with this memplan, or read the file with the memplan that wrote it.",
         )

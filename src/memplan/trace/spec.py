@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memplan._json import MOST_BYTES
 from memplan.errors import InputError
 from memplan.trace.naming.parsing import offer
 
@@ -35,7 +37,7 @@ _SHORT = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "fp16": "float16",
     "half": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",
 }  # fmt: skip
-_TEXT = re.compile(r"(?P<shape>\d+(?:x\d+)*|scalar)(?::(?P<dtype>\w+))?(?:<(?P<high>\d+))?")
+_TEXT = re.compile(r"(?P<shape>\d{1,18}(?:x\d{1,18})*|scalar)(?::(?P<dtype>\w+))?(?:<(?P<high>\d{1,18}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ def spec(
     if match["high"] is not None:
         high = int(match["high"])
     _check_range(text, chosen, low, high)
+    if math.prod(size or 1 for size in shape) * chosen.itemsize > MOST_BYTES:
+        raise InputError(f"input {text!r} has more bytes than can be counted", expected="a tensor", do="Give its sizes")
     return Spec(shape, chosen, low, high, seed)
 
 

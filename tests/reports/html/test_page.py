@@ -71,7 +71,7 @@ def test_every_kind_is_a_page_that_fetches_nothing(results: dict[str, str]) -> N
         assert "img" not in found.tags
     assert EVIL in alone.text
     assert page(*results.values()).fetched == []
-    beside = {"memplan.guard", "memplan.quantized", "memplan.post_mortem", "memplan.fit_script"}
+    beside = {"memplan.quantized", "memplan.post_mortem", "memplan.fit_script"}
     assert beside | {json.loads(text)["format"] for text in results.values()} == set(READERS)
 
 
@@ -307,3 +307,37 @@ def test_the_page_of_gpt2_xl_has_no_more_than_6_mb(tmp_path: Path) -> None:
     size = ("--arg", "layers=48", "--arg", "width=1600", "--arg", "batch=1")
     assert run("explain", f"{example}:build", *size, "--device", "h100", "--html", str(tmp_path / "xl.html")) in (0, 1)
     assert 5_000_000 < (tmp_path / "xl.html").stat().st_size <= 6_000_000
+
+
+def test_a_guard_says_what_it_compared(results: dict[str, str]) -> None:
+    data = json.loads(results["guard"])
+    found = page(results["guard"]).text
+    assert data["now"]["target"] in found
+    assert f"{format_bytes(data['before']['peak'])} -> {format_bytes(data['now']['peak'])}" in found
+    assert EVIL in found
+
+
+@pytest.mark.parametrize("evil", ["\x1b]0;x\x07", "\u202eevil", "\ud800", "\x00", "\u2028"])
+def test_no_character_of_a_file_steers_a_page(evil: str, results: dict[str, str]) -> None:
+    data = json.loads(explanation())
+    data["title"] = data["layers"][0]["name"] = data["notes"] = f"a{evil}b"
+    data["notes"] = [data["title"]]
+    found = page_of([result_of(json.dumps(data), "x")])
+    written = found.encode()  # a lone surrogate has no bytes
+    assert evil.encode("utf-8", "surrogatepass") not in written
+    assert json.dumps(evil)[1:-1] not in found.partition('id="data"')[2].partition("</script>")[0]
+    assert "a?" in Parsed(found).text
+
+
+def test_a_name_of_many_parts_takes_no_more_than_its_length() -> None:
+    data = json.loads(explanation())
+    data["layers"][0]["name"] = "a." * 20_000
+    assert len(page_of([result_of(json.dumps(data), "x")])) < 10_000_000
+
+
+def test_values_that_no_axis_has_are_refused() -> None:
+    data = json.loads(sweep())
+    for value in ("aten.mm.default", 3, [], {"a": 1}, [{"a": 1}], None):
+        data["rows"][1]["batch"] = value
+        with pytest.raises(InputError, match="no value of that axis"):
+            result_of(json.dumps(data), "x")

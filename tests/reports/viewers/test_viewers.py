@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,14 @@ def test_tensorboard_reads_the_scalars(explanation: Explanation, tmp_path: Path)
         assert [one.step for one in found] == list(course.ticks)
         assert [one.value for one in found] == pytest.approx(list(column), rel=1e-6)  # scalars have 32 bits
     assert read.Scalars("peak/allocated")[0].value == pytest.approx(explanation.timeline.peak_allocated, rel=1e-6)
+
+
+def test_names_of_layers_steer_no_viewer_and_take_no_more_than_their_length() -> None:
+    """A name of thousands of parts is not written with each of its prefixes."""
+    for name in ("a\u202e\x1b[2J", "a." * 5_000):
+        ops = tuple(replace(op, layer=name) for op in trace().ops[:50])
+        changed = replace(trace(), ops=(*ops, *trace().ops[50:]))
+        explanation = explain_trace(changed, title="net")
+        rows = over_time_csv.dumps(changed, explanation)
+        assert all(line.isprintable() for line in rows.splitlines())
+        assert len(perfetto.dumps(changed, explanation)) < 20_000_000

@@ -27,3 +27,8 @@ def test_layers_of_one_pattern_have_one_name(layers: list[str], name: str) -> No
 )
 def test_others_have_another_pattern(one: str, other: str) -> None:
     assert pattern(one) != pattern(other)
+
+
+def test_digits_that_are_no_number_are_a_name() -> None:
+    assert pattern("a." + "9" * 5000) == "a." + "9" * 5000
+    assert pattern("a.²") == "a.²"

@@ -62,12 +62,12 @@ def quantized(weight: np.ndarray) -> Quantized:
 
 def readable(graphs: Iterable[JointGraph], frozen: Iterable[str]) -> set[str]:
     """Return the frozen parameters that every op which reads them can read in eight bits."""
-    wanted, refused = set(frozen), set[str]()
+    wanted, allowed, refused = set(frozen), set[str](), set[str]()
     for graph in graphs:
         for value in graph.values:
-            if value.kind == "parameter" and value.path in wanted and not _readable(graph, value):
-                refused.add(value.path)
-    return wanted - refused
+            if value.kind == "parameter" and value.path in wanted:  # frozen buffers are in it, too
+                (allowed if _readable(graph, value) else refused).add(value.path)
+    return allowed - refused
 
 
 def _readable(graph: JointGraph, parameter: Value) -> bool:

@@ -342,7 +342,8 @@ def _insert(w: CallWriter, op: GraphOp) -> list[str]:
 
 def _embedding(w: CallWriter, op: GraphOp) -> list[str]:
     table, rows = op.args[:2]
-    sizes, scales = (math.prod(w.shape(rows)), w.shape(table)[1]), w.scales_of(table)
+    (count, size), scales = w.shape(table), w.scales_of(table)
+    sizes = (math.prod(w.shape(rows)), size, count)
     if scales is None:
         return [w.call(w.kernel("embedding"), Ref(_result(op)), table, rows, *sizes)]
     return [w.call(w.kernel("embedding_int8"), Ref(_result(op)), table, scales, rows, *sizes)]

@@ -135,7 +135,7 @@ def _samples(recorded: Recorded) -> str:
 
 def makefile_text(layout: StepLayout) -> str:
     """Return the Makefile."""
-    weights = "" if layout.weights_file else " weights.h"
+    weights = "" if layout.weights_file else f" {layout.name}_weights.h"
     return template("Makefile.txt").replace("@NAME@", layout.name).replace("@WEIGHTS@", weights)
 
 

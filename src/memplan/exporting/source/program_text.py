@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
+from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import CallWriter, number
 from memplan.exporting.kernels.kernel_calls import calls_of
 from memplan.exporting.kernels.templates import template
@@ -87,10 +88,10 @@ class _ProgramWriter:
         for at, action in enumerate((*of.schedule.forward, *of.schedule.backward)):
             writer.place = lambda value, at=at: self._place(of, at, value)
             calls = self._calls(of, writer, action)
-            comment = _comment(of, action) if calls else ""
-            if comment and comment != before:
-                lines.append(f"/* {comment} */")
-                before = comment
+            said = _said(of, action) if calls else ""
+            if said and said != before:
+                lines.append(comment(said))
+                before = said
             lines += calls
         return lines
 
@@ -199,7 +200,7 @@ class _ProgramWriter:
         lines = [
             f"/* {self.name}: a training step, written by memplan. See {self.name}.h for what to call. */",
             f'#include "{self.name}.h"',
-            *([] if self.layout.weights_file else ['#include "weights.h"']),
+            *([] if self.layout.weights_file else [f'#include "{self.name}_weights.h"']),
             "#include <math.h>",
             "",
             f"#define STATE {self.name}_state",
@@ -264,7 +265,7 @@ def _indented(lines: Iterable[str]) -> str:
     return "".join(f"{INDENT}{line}\n" for line in lines)
 
 
-def _comment(of: Pass, action: Action) -> str:
+def _said(of: Pass, action: Action) -> str:
     """Return layer, line and op of an action."""
     graph = of.schedule.graph
     if action.kind == "give" and action.value is not None:
@@ -276,7 +277,7 @@ def _comment(of: Pass, action: Action) -> str:
     op = action.called(graph)
     where = f" ({op.where})" if op.where else ""
     again = ", again" if action.recomputed else ""
-    return f"{op.layer or 'model'}{where}: {short(op.target)}{again}".replace("*/", "* /")
+    return f"{op.layer or 'model'}{where}: {short(op.target)}{again}"
 
 
 def held_of(tensors: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Held, ...]:

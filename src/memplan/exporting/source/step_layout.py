@@ -7,13 +7,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from memplan.errors import InputError
 from memplan.exporting.arena.lifetimes import Lifetimes
 from memplan.exporting.arena.offsets import Placement
 from memplan.exporting.kernels.frozen_weights import Quantized
 from memplan.exporting.lowering.device_graph import DeviceGraph
 from memplan.exporting.optimizer_rules import UpdateRules
+from memplan.planning.request import Request
 from memplan.planning.schedule.scheduler import Schedule
+
+
+def tensors_of(asked: Request) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by their names in the user's model; those of the loss in parentheses.
+
+    Raises:
+        InputError: a name of the model is one of the loss.
+    """
+    named = [*asked.step.named_parameters(), *asked.step.named_buffers()]
+    found = {path if asked.step is asked.model else name_of(path): one for path, one in named}
+    if len(found) < len(named):
+        raise InputError(
+            "A tensor of the model is named as one of the loss", expected="names of their own", do="Rename"
+        )
+    return found
+
+
+def name_of(path: str) -> str:
+    """Return the name of a tensor of model and loss together: of the loss, in parentheses."""
+    return path.removeprefix("model.") if path.startswith("model.") else path.replace("loss.", "(loss).", 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +114,7 @@ class StepLayout:
     output: tuple[int, ...]
     """Shape of what `infer` writes."""
     weights_file: bool = False
-    """Weights lie in a file of their own that the caller reads, not in weights.h."""
+    """Weights lie in a file of their own that the caller reads, not in NAME_weights.h."""
 
     @property
     def arena(self) -> int:

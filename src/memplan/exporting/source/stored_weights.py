@@ -1,4 +1,4 @@
-"""What a device starts with, and what never changes: in weights.h, or in a file that the caller reads."""
+"""What a device starts with, and what never changes: in NAME_weights.h, or in a file that the caller reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from memplan.exporting.c_text import comment
 from memplan.exporting.kernels.call_writer import number
 from memplan.exporting.source.step_layout import Memory, StepLayout
 
@@ -14,7 +15,7 @@ COLUMNS = 8
 KINDS: Mapping[str, str] = {
     "trained": "trained", "statistics": "initial_statistics", "frozen": "frozen", "scales": "scales", "int8": "int8",
 }  # fmt: skip
-"""Kinds of `Memory`, in a file's order, and the name of each kind's array in weights.h."""
+"""Kinds of `Memory`, in a file's order, and the name of each kind's array in NAME_weights.h."""
 
 
 def pointers(layout: StepLayout) -> dict[str, str]:
@@ -30,7 +31,7 @@ def pointers(layout: StepLayout) -> dict[str, str]:
 
 
 def weights_text(layout: StepLayout) -> str:
-    """Return weights.h."""
+    """Return NAME_weights.h."""
     memory, name = layout.memory, layout.name
     lines = [f"/* Weights of {name}, in flash. Only {name}.c includes this. */", ""]
     for kind, array in KINDS.items():
@@ -39,7 +40,7 @@ def weights_text(layout: StepLayout) -> str:
         element = "signed char" if kind == "int8" else "float"
         lines.append(f"static const {element} {name}_{array}[{memory.floats(kind)}] = {{")
         for path, elements in _arrays(memory, kind):
-            lines.append(f"/* {path}: {'x'.join(map(str, elements.shape)) or 'a number'} */")
+            lines.append(comment(f"{'x'.join(map(str, elements.shape)) or 'a number'}: {path}"))
             lines += lines_of(elements.reshape(-1))
         lines.append("};")
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ import numpy as np
 
 from memplan._display import Printed
 from memplan.errors import UsageError, VerificationError
+from memplan.exporting.c_text import string_literal
 from memplan.exporting.source.companion_files import Recorded
 from memplan.exporting.source.step_layout import StepLayout
 
@@ -65,8 +66,10 @@ def prove(folder: Path, layout: StepLayout, recorded: Recorded, *, needed: bool)
         return Verdict("not verified: no C compiler was found")
     with tempfile.TemporaryDirectory() as scratch:
         program, results = Path(scratch) / "test", Path(scratch) / "weights"
-        sources = [str(folder / f"test_{layout.name}.c"), str(folder / f"{layout.name}.c")]
-        defines = [f'-DWEIGHTS_FILE="{results}"', f'-DFLASH_FILE="{folder.resolve() / layout.name}.bin"']
+        place, name = folder.resolve(), layout.name  # absolute: no path begins as an option does
+        sources = [str(place / f"test_{name}.c"), str(place / f"{name}.c")]
+        files = {"WEIGHTS_FILE": results, "FLASH_FILE": place / f"{name}.bin"}
+        defines = [f"-D{macro}={string_literal(file)}" for macro, file in files.items()]
         _done([cc, *STRICT, *SANITIZED, *defines, *sources, "-lm", "-o", str(program)], "does not compile")
         output = _done([str(program)], "differs from PyTorch, or a sanitizer stopped it")
         written = np.fromfile(results, dtype=np.float32).astype(np.float64)

@@ -50,5 +50,5 @@ def _values(chosen: str, given: Any, names: Mapping[str, int]) -> list[int]:
         raise Unreadable(f"choices has no list {chosen!r}")
     odd = [name for name in given if not isinstance(name, str) or name not in names]
     if odd:
-        raise Unreadable(f"choices names {odd[0]!r:.40}, which is none of its values")
+        raise Unreadable(f"choices names {_json.shown(odd[0])}, which is none of its values")
     return [names[name] for name in given]

@@ -337,7 +337,7 @@ def _read(plain: Any) -> Plan:
     if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
         raise Unreadable(f'it has no "format": "{FORMAT}"')
     if plain.get("schema") != SCHEMA:
-        raise Unreadable(f"its schema version is {plain.get('schema')!r:.20}")
+        raise Unreadable(f"its schema version is {_json.shown(plain.get('schema'))}")
     courses = {name: course_from(plain.pop(name), f"the plan.{name}") for name in _COURSES if plain.get(name)}
     names = _json.from_plain(Mapping[str, int], plain.get("names"), "names")
     if len(set(names.values())) < len(names):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from memplan._text import printable
+from memplan._text import printable, whole_number
 from memplan.checks.finding import Finding
 from memplan.checks.registry import CHECKS
 from memplan.studies.comparisons.comparison import headline
@@ -50,8 +50,8 @@ class Annotation:
     def place(self) -> tuple[str, int] | None:
         """Return the file, with forward slashes, and the line; None where there is neither a line nor a file."""
         path, _, line = (self.where or "").rpartition(":")
-        if path and line.isascii() and line.isdigit() and int(line) > 0:
-            return slashed(path).removeprefix("./"), int(line)
+        if path and (number := whole_number(line)):
+            return slashed(path).removeprefix("./"), number
         path = self.target.rpartition(":")[0]
         return (slashed(path).removeprefix("./"), 1) if path.endswith(".py") else None
 

@@ -37,6 +37,11 @@ class Fields:
         """Return a field of a type; None where it is null or missing."""
         return None if self.plain.get(key) is None else self.get(key, kind)
 
+    def signed(self, key: str) -> int:
+        """Return a field that is a number of bytes and may be negative; 0 where it is null or missing."""
+        found = self.plain.get(key)
+        return 0 if found is None else _json.from_plain(_json.SignedInt, found, f"{self.place}.{key}")
+
     def inner(self, key: str) -> Fields | None:
         """Return a field that is a mapping; None where it is null or missing."""
         return None if self.plain.get(key) is None else Fields(self.plain[key], f"{self.place}.{key}")

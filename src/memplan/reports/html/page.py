@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan._bytes import format_bytes
+from memplan._text import printable_lines
 from memplan._version import __version__
 from memplan.errors import UsageError
 from memplan.explanation.model import LABELS
@@ -117,7 +118,18 @@ def _kind_of(part: Any) -> str:
 def _json(value: Any) -> str:
     """Return JSON that may stand in a script element."""
     plain = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=dict)
+    if "\\u" in plain or not plain.isprintable():
+        plain = json.dumps(_printable(value), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return "".join(_UNSAFE.get(one, one) for one in plain) if any(one in plain for one in _UNSAFE) else plain
+
+
+def _printable(value: Any) -> Any:
+    """Return a value for JSON without characters that are not printable: control characters, changes of direction."""
+    if isinstance(value, str):
+        return printable_lines(value)
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(part) for key, part in value.items()}
+    return [_printable(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 @cache
@@ -126,7 +138,7 @@ def _environment() -> Environment:
 
     made = Environment(
         loader=FileSystemLoader(_ASSETS), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
+        lstrip_blocks=True, finalize=lambda value: printable_lines(value) if type(value) is str else value,
     )  # fmt: skip
     made.filters["bytes"] = format_bytes
     return made

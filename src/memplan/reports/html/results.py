@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from memplan._text import printable_lines
 from memplan.checks.finding import Finding
 from memplan.explanation.line_profile import LineProfile
 from memplan.explanation.model import Explanation
@@ -86,7 +87,7 @@ def _html(part: RenderableType) -> str:
         case Padding():
             return f'<div style="margin-left:2em">{_html(part.renderable)}</div>'
         case Text() | str():
-            text = shortened(str(part).strip("\n"), _TEXT, from_left=False)
+            text = shortened(printable_lines(str(part)).strip("\n"), _TEXT, from_left=False)
             body = escape(text).replace("\n", "<br>")
             bold = isinstance(part, Text) and "bold" in str(part.style)
             return f"<div>{f'<b>{body}</b>' if bold else body}</div>" if body else "<br>"
@@ -94,7 +95,7 @@ def _html(part: RenderableType) -> str:
             console = Console(file=io.StringIO(), width=_PAGE.width, color_system=None)
             with console.capture() as capture:
                 console.print(part)
-            return f"<pre>{escape(capture.get())}</pre>"
+            return f"<pre>{escape(printable_lines(capture.get()))}</pre>"
 
 
 def _table(table: Table) -> str:

@@ -24,6 +24,8 @@ _SEGMENTS = 48
 """Segments that are drawn one by one: the largest."""
 _LAYERS = 1000
 """Layers in the table: those that save the most."""
+_DEEPEST = 32
+"""Levels of the tree of layers; deeper ones stay together."""
 _THIN = 500
 """A block below this share of the largest segment is drawn together with its neighbours of the same cause."""
 
@@ -173,7 +175,7 @@ def _tree(saved: dict[str, int], at_peak: dict[str, int]) -> list[list[Any]]:
     """
     totals: dict[tuple[str, ...], list[int]] = {(): [0, 0]}
     for name in saved | at_peak:
-        parts = tuple(name.split(".")) if name else ("(outside of layers)",)
+        parts = tuple(name.split(".", _DEEPEST)) if name else ("(outside of layers)",)
         for depth in range(len(parts) + 1):
             found = totals.setdefault(parts[:depth], [0, 0])
             found[0] += saved.get(name, 0)

@@ -61,15 +61,17 @@ def _sweep_sections(sweep: Sweep) -> Iterator[Section]:
 
 def _sliders(sweep: Sweep) -> Chart:
     """Return the picture of a sweep: for each point, the places of its values on the axes, and parts of its peak."""
-    axes = {name: list(values) for name, values in sweep.axes.items()}
+    axes = {
+        name: {value: place for place, value in reversed([*enumerate(values)])} for name, values in sweep.axes.items()
+    }
     rows: list[dict[str, Any]] = []
     for row in sweep.rows:
-        place = [axes[name].index(row[name]) for name in axes]
+        place = [axes[name][row[name]] for name in axes]
         if row["status"] == "ok":
             rows.append({"values": place, "peak": row["peak"], "peak_high": row["peak_high"], "parts": _parts(row)})
         else:
             rows.append({"values": place, "reason": row["reason"]})
-    named = [{"name": name, "texts": [shown(value) for value in values]} for name, values in axes.items()]
+    named = [{"name": name, "texts": [shown(value) for value in values]} for name, values in sweep.axes.items()]
     hint = "Move a slider, also with the arrow keys: the bars are those of the sweep's own points."
     data = {"axes": named, "rows": rows, "capacity": _capacity(sweep.device)}
     return Chart("sweep", "Peak by cause at each point", data, hint=hint)
@@ -191,11 +193,9 @@ def comparison_result(data: Fields) -> Result:
 
 
 def _difference(row: Fields, key: str) -> Cell:
-    found = row.plain.get(key)
-    if found is None:
+    if row.plain.get(key) is None:
         return Cell("–", 0)
-    if type(found) is not int:
-        row.get(key, int)  # says what it is
+    found = row.signed(key)
     return Cell(signed(found), found)
 
 
@@ -205,20 +205,20 @@ def guard_result(data: Fields) -> Result:
     was, peak, grew = before.get("peak", int), now.get("peak", int), data.get("grew", bool)
     verdict = f"{format_bytes(was)} -> {format_bytes(peak)} peak: {changed(was, peak)}."
     rows = [
-        (text(row.get("name", str)), Cell(signed(row.plain.get("difference", 0)), row.plain.get("difference", 0)))
+        (text(row.get("name", str)), Cell(signed(row.signed("difference")), row.signed("difference")))
         for row in data.rows("changes")
-        if type(row.plain.get("difference", 0)) is int
     ]
     facts = (("baseline", format_bytes(was)), ("now", format_bytes(peak)))
     parts = (table("Changes", ("what changed", "bytes"), rows),)
-    title = f"{now.get('title', str)} on {now.get('device', str)}"
+    named = f"{now.get('target', str)} {now.get('options', str)}".strip()
+    title = f"{named} on {now.get('device', str)}"
     mood: Mood = "bad" if grew else "good"
     return Result("guard", title, verdict, mood, facts, (Section("What changed", parts),), remarks=data.texts("notes"))
 
 
 def quantized_result(data: Fields) -> Result:
     """Return what `memplan explain --weights int8 --json` writes as it is shown."""
-    title, saved = data.get("title", str), data.plain.get("weights_saved", 0)
+    title, saved = data.get("title", str), data.signed("weights_saved")
     rows = [
         (
             text(row.get("name", str)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 
+from memplan._text import printable
 from memplan.explanation.model import Explanation
 from memplan.explanation.over_time import course_of
 from memplan.trace.trace import Trace, at_least
@@ -41,5 +42,7 @@ def dumps(trace: Trace, explanation: Explanation, settings: str | None = None) -
 
 
 def _safe(text: object) -> object:
-    """Return a cell that no spreadsheet takes for a formula."""
-    return f"'{text}" if isinstance(text, str) and text[:1] in tuple("=+-@\t\r") else text
+    """Return a cell without control characters that no spreadsheet takes for a formula."""
+    if not isinstance(text, str):
+        return text
+    return printable(f"'{text}" if text[:1] in tuple("=+-@\t\r") else text)

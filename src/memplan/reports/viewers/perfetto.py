@@ -59,11 +59,15 @@ def _nested(trace: Trace) -> Iterator[dict[str, Any]]:
     yield from (_event("E", trace.end, name) for name in reversed(opened))
 
 
+_DEEPEST = 32
+"""Modules within each other; deeper ones stay together, since each is named by its whole path."""
+
+
 def _path(op: Op) -> list[str]:
     """Return what an op lies within: its step, its phase, and the modules on the way to its layer."""
     step = "build" if op.step < 0 else f"step {op.step + 1}"
     phases = [] if op.step < 0 else [op.phase]
-    parts = op.layer.split(".") if op.layer else []
+    parts = op.layer.split(".", _DEEPEST) if op.layer else []
     return [step, *phases, *(".".join(parts[: depth + 1]) for depth in range(len(parts)))]
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from memplan._text import write_whole
+from memplan._text import whole_number, write_whole
 from memplan.errors import UsageError
 from memplan.simulation.allocator.settings import BUCKETS, AllocatorSettings
 from memplan.simulation.snapshots.read import Frame
@@ -37,7 +37,7 @@ def frames_of(trace: Trace) -> dict[int, tuple[Frame, ...]]:
 
 def _frames(op: Op) -> tuple[Frame, ...]:
     file, _, line = (op.where or "").rpartition(":")
-    place = Frame(file, int(line) if line.isdigit() else 0, op.layer or "(outside of modules)")
+    place = Frame(file, whole_number(line) or 0, op.layer or "(outside of modules)")
     return Frame("torch/aten", 0, f"{op.name} ({op.phase})"), place
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from memplan._text import whole_number
 from memplan.errors import InputError
 from memplan.studies.axes.changed_layers import LayerChange
 from memplan.studies.axes.subject import Subject
@@ -113,7 +114,7 @@ class Size:
     def sizes(self, value: Any) -> tuple[int, ...]:
         """Return the spatial dimensions at a value."""
         if isinstance(value, str) and "x" in value:
-            value = tuple(int(part) if part.strip().isdigit() else part for part in value.split("x"))
+            value = tuple(part if (size := whole_number(part.strip())) is None else size for part in value.split("x"))
         if isinstance(value, (list, tuple)):
             if len(value) != self.dims:
                 raise InputError(

@@ -10,6 +10,8 @@ from memplan.errors import InputError
 from memplan.trace.naming.parsing import literal
 
 _RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?", re.ASCII)
+_LONGEST = 100
+"""Characters of a range."""
 _MOST = 10_000
 
 
@@ -68,6 +70,8 @@ def _read(part: str, name: str) -> Iterable[Any]:
     match = _RANGE.fullmatch(part)
     if match is None:
         return [literal(part)]
+    if len(part) > _LONGEST:
+        raise InputError(f"{name} {part:.40}... is a range of long numbers", expected="first:last:step", do="Change it")
     first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if step == 0:
         raise InputError(

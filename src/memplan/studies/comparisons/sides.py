@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from itertools import accumulate
@@ -12,6 +13,7 @@ import torch
 
 from memplan import _json
 from memplan._json import Unreadable
+from memplan._text import whole_number
 from memplan.errors import InputError, TargetError
 from memplan.explanation.explain import explain_trace
 from memplan.explanation.explanation_json import explanation_of, is_explanation
@@ -107,8 +109,8 @@ def _point(sweep: Sweep, which: str) -> Point:
     """Find a point by its number, from 1 on, or by values of its axes."""
     if not which:
         return sweep.point()
-    if which.isascii() and which.isdigit():
-        return sweep.point(int(which))
+    if (number := whole_number(which)) is not None:
+        return sweep.point(number)
     values = {}
     for pair in parts_of(which, "a point"):
         name, equals, value = pair.rpartition("=")
@@ -140,7 +142,7 @@ def _read(path: Path) -> Any:
             f"{path} holds no plan: the step did not fit", expected=_FILES, do="Fit it into more, or name another file"
         )
     if kind == "memplan.fit":
-        return Plan.from_json(_json.text_of(data["plan"]), str(path))
+        return Plan.from_json(json.dumps(data["plan"]), str(path))
     if is_explanation(data):
         try:
             return explanation_of(data)

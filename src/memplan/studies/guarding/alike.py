@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from memplan._text import whole_number
+
 
 def pattern(layer: str) -> str:
     """Return the name with ``#`` for its first part that is a number: layers of one pattern are alike."""
     parts = layer.split(".")
-    at = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+    at = next((at for at, part in enumerate(parts) if whole_number(part) is not None), None)
     return layer if at is None else ".".join([*parts[:at], "#", *parts[at + 1 :]])
 
 
@@ -22,7 +24,7 @@ def name_of(layers: Sequence[str]) -> str:
     if len(layers) == 1:
         return layers[0]
     before, _, after = pattern(layers[0]).partition("#")
-    numbers = (int(layer[len(before) :].partition(".")[0]) for layer in layers)
+    numbers = (whole_number(layer[len(before) :].partition(".")[0]) or 0 for layer in layers)
     said = f"{before.rstrip('.') or 'layers'} {_ranges(numbers)}"
     after = after.removeprefix(".")
     if after[:1].isdecimal():

@@ -47,7 +47,7 @@ def loads(text: str, source: str) -> Baseline:
         raise _no_baseline(source, f'it has no "format": "{FORMAT}"')
     if data.get("schema") != SCHEMA:
         raise BaselineError(
-            f"the baseline {source} has schema version {data.get('schema')!r:.20}",
+            f"the baseline {source} has schema version {_json.shown(data.get('schema'))}",
             expected=f"version {SCHEMA}, which this memplan writes",
             do="Delete the file and write each of its steps anew with --update, or use the memplan that wrote it",
         )

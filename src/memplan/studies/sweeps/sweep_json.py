@@ -67,8 +67,12 @@ def _checked(plain: Any) -> SweepFile:
         if isinstance(fit, dict):
             fit.pop("holds", None)  # follows from the rest
     file = _json.from_plain(SweepFile, plain, "it")
+    try:
+        values = {name: frozenset(known) for name, known in file.axes.items()}
+    except TypeError:
+        raise Unreadable("it.axes has a mapping as a value") from None
     for number, row in enumerate(file.rows):
-        _check_row(row, file.axes, f"it.rows[{number}]")
+        _check_row(row, values, f"it.rows[{number}]")
     for number, fit in enumerate(file.fits):
         if fit.power not in (1, 2, 3) or "peak" not in fit.lines or not fit.values:
             raise Unreadable(f"it.fits[{number}] has no line of the peak, no values, or a power above 3")
@@ -80,7 +84,14 @@ def _checked(plain: Any) -> SweepFile:
     return file
 
 
-def _check_row(row: Mapping[str, Any], axes: Mapping[str, Any], place: str) -> None:
+def _is_among(value: Any, known: frozenset[Any]) -> bool:
+    try:
+        return value in known
+    except TypeError:  # a mapping, or one in a tuple
+        return False
+
+
+def _check_row(row: Mapping[str, Any], axes: Mapping[str, frozenset[Any]], place: str) -> None:
     """Check that a row has the keys of rows, and that its parts add up to its peak."""
     status = _json.from_plain(str, row.get("status"), f"{place}.status")
     if status not in ("ok", "failed"):
@@ -89,6 +100,9 @@ def _check_row(row: Mapping[str, Any], axes: Mapping[str, Any], place: str) -> N
     wrong = sorted({*axes, *KEYS, *sizes} ^ row.keys())
     if wrong:
         raise Unreadable(f"{place} {'has an unknown' if wrong[0] in row else 'lacks'} {wrong[0]!r:.40}")
+    for name, known in axes.items():
+        if not _is_among(row[name], known):
+            raise Unreadable(f"{place}.{name} is {_json.shown(row[name])}, which is no value of that axis")
     _json.from_plain(str, row["reason"], f"{place}.reason")
     for name in sizes:
         _json.from_plain(int, row[name], f"{place}.{name}")

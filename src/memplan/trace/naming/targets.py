@@ -170,7 +170,7 @@ def short(path: str) -> str:
 
 def _import_file(place: str) -> ModuleType:
     path = Path(place)
-    if not path.is_file() or path.suffix != ".py":
+    if not os.path.isfile(path) or path.suffix != ".py":
         raise _no_file(path)
     path = path.resolve()
     folder, name = path.parent, path.stem
@@ -262,19 +262,19 @@ def _functions(path: str) -> list[str]:
     """Return the names of the public functions and classes of a file."""
     try:
         tree = ast.parse(Path(path).read_bytes())
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return []
     kinds = (ast.FunctionDef, ast.ClassDef)
     return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def _no_file(path: Path) -> TargetError:
-    beside = [f"{other.name}" for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    if path.is_dir():
+    beside = [f"{other.name}" for other in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
+    if os.path.isdir(path):
         found = f"{path} is a folder"
-    elif path.exists():
+    elif os.path.exists(path):
         found = f"{path} is not a .py file"
-    elif not path.parent.is_dir():
+    elif not os.path.isdir(path.parent):
         found = f"there is no folder {path.parent} in {os.getcwd()}"
     else:
         found = f"there is no file {path}"

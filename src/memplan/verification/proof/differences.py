@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from memplan._display import Printed
+from memplan._json import Measured
 from memplan.trace.structure import TENSOR, Holder, Structure, take_apart
 
 NOTHING = 100.0
@@ -26,9 +27,9 @@ class Difference(Printed):
     """Number of the compared step, counted from 0."""
     what: str
     """Description in words."""
-    max_abs: float | None = None
+    max_abs: Measured | None = None
     """Largest difference of an element; None where the tensors cannot be subtracted."""
-    relative: float | None = None
+    relative: Measured | None = None
     """Norm (L2) of the difference over that of the reference."""
 
     def __str__(self) -> str:

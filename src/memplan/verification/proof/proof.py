@@ -7,8 +7,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from memplan import _json
 from memplan._bytes import format_bytes
 from memplan._display import Displayed
+from memplan._json import Unreadable
 from memplan.errors import UsageError
 from memplan.planning.plan.plan import Grade
 from memplan.verification.measurement.peak_and_time import Times
@@ -137,7 +139,8 @@ class Proof(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain values, for JSON."""
-        return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | dataclasses.asdict(self)
+        fields = _json.finite(dataclasses.asdict(self))
+        return {"format": FORMAT, "schema": SCHEMA, "ok": self.ok, "failures": self.failures} | fields
 
     def __str__(self) -> str:
         lines = self._verdict(), self._rounding(), self._compared(), self._bytes(), self._seconds()
@@ -236,28 +239,22 @@ class Proof(Displayed):
 
 def dumps(proof: Proof) -> str:
     """Write a proof as JSON."""
-    return json.dumps(proof.to_dict(), indent=1) + "\n"
+    return json.dumps(proof.to_dict(), indent=1, allow_nan=False) + "\n"
 
 
 def loads(text: str, source: str = "the text") -> Proof:
     """Read the proof that `dumps` wrote. Raises UsageError for anything else."""
-    from cattrs import BaseValidationError, Converter, transform_error  # imported late: --help answers within 0.3 s
-
     try:
-        data = json.loads(text)
-        if data.pop("format") != FORMAT or data.pop("schema") != SCHEMA:
-            raise ValueError(f"not {FORMAT}, schema {SCHEMA}")
-        data = {key: value for key, value in data.items() if key not in ("ok", "failures")}
-        return Converter(forbid_extra_keys=True).structure(data, Proof)
-    except BaseValidationError as error:
-        found = "; ".join(transform_error(error, source))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"
-    raise UsageError(
-        f"{source} is no proof ({found})",
-        expected=f"what memplan wrote, of schema version {SCHEMA}",
-        do="Verify the step again",
-    )
+        data = _json.parse(text)
+        _json.check_format(data, FORMAT, SCHEMA)
+        fields = {key: value for key, value in data.items() if key not in ("format", "schema", "ok", "failures")}
+        return _json.from_plain(Proof, fields, "it")
+    except Unreadable as error:
+        raise UsageError(
+            f"{source} is no proof that can be used: {error}",
+            expected=f"what memplan wrote, of schema version {SCHEMA}",
+            do="Verify the step again",
+        ) from None
 
 
 def _said(kind: str, one: Difference) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from memplan._json import Measured
 from memplan.planning.plan.plan import Grade
 from memplan.verification.proof.differences import NOTHING, Difference
 
@@ -88,14 +89,14 @@ class Rounded:
     name: str
     step: int
     """Number of the compared step, counted from 0."""
-    error: float
+    error: Measured
     """Error of the candidate's tensor."""
-    reference: float
+    reference: Measured
     """Largest error of the steps that it is held against."""
-    norm: float
+    norm: Measured
     """Norm of the tensor in float64."""
-    allowed: float
-    own: float = 0.0
+    allowed: Measured
+    own: Measured = 0.0
     """Error of the step without a plan. (Older files do not have it.)"""
 
     @property

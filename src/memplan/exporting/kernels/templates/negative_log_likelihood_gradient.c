@@ -4,6 +4,6 @@ static void negative_log_likelihood_gradient(float *x, const float *g, const int
     for (int k = 0; k < outer * classes * inner; k++)
         x[k] = 0;
     for (int k = 0; k < outer * inner; k++)
-        if (y[k] != ignored)
+        if (y[k] != ignored && y[k] >= 0 && y[k] < classes)
             x[(k / inner * classes + y[k]) * inner + k % inner] = -*g * (weight ? weight[y[k]] : 1) / (mean ? *total : 1);
 }

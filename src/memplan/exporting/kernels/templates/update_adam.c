@@ -4,7 +4,7 @@ static void KERNEL(STATE *s, int k, float g)
 {
     float *w = &s->weights[k], *m = &s->momentum[k], *v = &s->squares[k];
     const float rate = RATE * s->rate, *correction = s->correction + GROUP * 2;
-    g = SIGN g;
+    g *= SIGN;
     if (DECOUPLED)
         *w -= rate * DECAY * *w;
     else

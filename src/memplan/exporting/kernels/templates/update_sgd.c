@@ -2,7 +2,7 @@
 static void KERNEL(STATE *s, int k, float g)
 {
     float *w = &s->weights[k];
-    g = SIGN g + DECAY * *w;
+    g = SIGN * g + DECAY * *w;
 #if HAS_MOMENTUM
     float *m = &s->momentum[k];
     *m = s->step == 1 ? g : MOMENTUM * *m + UNDAMPED * g;
